@@ -1,0 +1,81 @@
+# make test   check everything         make demo    compress a sentence-embedding model
+# make bench  time the layers          make clean   remove what was built; .venv stays
+#
+# The first run makes .venv and fills it; later runs start at once.
+# Another Python:  make test PYTHON=python3.13 VENV=.venv313
+# Another torch:   make test TORCH=torch==2.11.0
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Empty: keep a torch that is new enough, else install DEFAULT_TORCH.
+TORCH  ?=
+ARGS   ?=
+
+DEFAULT_TORCH := torch==2.13.0
+OLDEST_TORCH  := 2.11
+
+BIN := $(VENV)/bin
+PY  := $(BIN)/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+
+TORCH_STAMP := $(VENV)/.torch-$(or $(subst =,-,$(subst +,-,$(TORCH))),default)
+DEMO_STAMP  := $(VENV)/.installed-demo
+TEST_STAMP  := $(VENV)/.installed-test
+
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+.PHONY: demo test test-slow lint bench clean
+MAKEFLAGS += --no-print-directory
+
+demo: $(DEMO_STAMP)
+	@$(PY) examples/compress_minilm.py $(ARGS)
+
+test: lint
+	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: $(TEST_STAMP)
+	@$(PY) -m pytest -q -m slow $(ARGS)
+
+# mypy reads the tree as it is installed: passes/ and kernels/ below panther_compile/.
+lint: $(TEST_STAMP)
+	@$(BIN)/ruff check --quiet --output-format concise .
+	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
+	@rm -rf build/typing && mkdir -p build/typing/panther_compile
+	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/typing/panther_compile
+	@MYPYPATH=build/typing $(BIN)/mypy --no-error-summary
+
+bench: $(TEST_STAMP)
+	@$(PY) benchmarks/layers.py $(ARGS)
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "panther_compile needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
+
+# torch first and alone: left to the resolver it is the newest build, with gigabytes of CUDA.
+$(TORCH_STAMP): | $(PY)
+ifeq ($(TORCH),)
+	@$(PY) -c 'import sys, torch; v = torch.__version__.split("+")[0].split("."); \
+	    sys.exit([int(n) for n in v[:2]] < [int(n) for n in "$(OLDEST_TORCH)".split(".")])' 2>/dev/null \
+	    || { echo "installing $(DEFAULT_TORCH)"; $(PIP) "$(DEFAULT_TORCH)"; }
+else
+	@echo "installing $(TORCH)"
+	@$(PIP) "$(TORCH)"
+	@rm -f $(VENV)/.torch-*
+endif
+	@touch $@
+
+$(DEMO_STAMP): pyproject.toml $(TORCH_STAMP)
+	@echo "installing panther_compile and what the demo needs"
+	@$(PIP) -e ".[demo]"
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
+	@echo "installing panther_compile and what the tests need"
+	@$(PIP) -e ".[test]"
+	@touch $@ $(DEMO_STAMP)

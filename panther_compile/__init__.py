@@ -1,0 +1,73 @@
+"""Make an existing PyTorch model smaller and faster in one line.
+
+    >>> smaller = panther_compile.sketchify(model, ratio=0.5)
+
+This file is the index: each public name and the module it lives in. A module is imported
+when a name of it is first used, so ``import panther_compile`` alone does not even load torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PantherError",
+    "SketchConfig",
+    "SketchPlan",
+    "SketchReport",
+    "SketchedConv2d",
+    "SketchedEmbedding",
+    "SketchedLinear",
+    "SketchedMultiheadAttention",
+    "densify",
+    "load_sketched",
+    "plan_sketch",
+    "save_sketched",
+    "sketch_report",
+    "sketchify",
+]
+
+_HOME_OF = {
+    "PantherError": "panther_compile.errors",
+    "SketchConfig": "panther_compile.config",
+    "SketchPlan": "panther_compile.records",
+    "SketchReport": "panther_compile.report",
+    "SketchedConv2d": "panther_compile.layers",
+    "SketchedEmbedding": "panther_compile.layers",
+    "SketchedLinear": "panther_compile.layers",
+    "SketchedMultiheadAttention": "panther_compile.layers",
+    "densify": "panther_compile.api",
+    "load_sketched": "panther_compile.checkpoint",
+    "plan_sketch": "panther_compile.api",
+    "save_sketched": "panther_compile.checkpoint",
+    "sketch_report": "panther_compile.report",
+    "sketchify": "panther_compile.api",
+}
+
+if TYPE_CHECKING:
+    from panther_compile.api import densify, plan_sketch, sketchify
+    from panther_compile.checkpoint import load_sketched, save_sketched
+    from panther_compile.config import SketchConfig
+    from panther_compile.errors import PantherError
+    from panther_compile.layers import (
+        SketchedConv2d,
+        SketchedEmbedding,
+        SketchedLinear,
+        SketchedMultiheadAttention,
+    )
+    from panther_compile.records import SketchPlan
+    from panther_compile.report import SketchReport, sketch_report
+else:
+    # Hidden from type checkers: with a module __getattr__ in sight they accept any name.
+    def __getattr__(name):
+        """Import the home of a public name when the name is first used."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

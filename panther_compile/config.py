@@ -1,0 +1,159 @@
+"""The options of `sketchify`, checked once, where they enter."""
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from panther_compile.errors import ConfigError, ConfigTypeError
+from panther_compile.factorize import METHODS
+from panther_compile.sketches import SKETCH_KINDS
+
+Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Module, str], bool]
+"""A glob on the module name ("encoder.*"), a compiled regex (fullmatch), a module type, or a function
+of (module, fully qualified name)."""
+
+ATTENTIONS = ("exact", "favor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchConfig:
+    """Options of `sketchify` and `plan_sketch`.
+
+    Args:
+        ratio: stored numbers of the replaced layers over their dense count, in (0, 1]; or a mapping from
+            selector to ratio, where the first match counts, each entry is a budget of its own, and layers
+            that match none stay dense.
+        include: one selector or several; only layers that match one are sketched. The default is every
+            layer but embeddings, the output head, and layers tied to either.
+        exclude: one selector or several; layers that match one are left alone.
+        method: "auto", "svd", "randomized", or "panther" (the prior art's random signs, for comparison).
+        sketch: random test matrix of the randomized method: "gaussian", "sign", "srht", "countsketch", "sjlt".
+        attention: "exact", or "favor" for random-feature attention in nn.MultiheadAttention.
+        features: random features of `attention="favor"`.
+        min_params: layers whose weight is smaller stay dense.
+        round_rank_to: ranks are multiples of this; None takes 8 where that is fine enough for the budget.
+        inplace: change the model given, in place of a copy.
+        seed: of every random number drawn.
+        progress: show a progress bar; None shows one on a terminal.
+        device: where to factorize; each layer is given back where it was.
+
+    Raises:
+        ConfigError: an option is out of range, or two options conflict.
+        ConfigTypeError: an option has the wrong type.
+    """
+
+    ratio: float | Mapping[Selector, float] = 0.5
+    include: Selector | Sequence[Selector] | None = None
+    exclude: Selector | Sequence[Selector] | None = None
+    method: str = "auto"
+    sketch: str = "gaussian"
+    attention: str = "exact"
+    features: int = 256
+    min_params: int = 4096
+    round_rank_to: int | None = None
+    inplace: bool = False
+    seed: int = 0
+    progress: bool | None = None
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        if isinstance(self.ratio, Mapping):
+            if not self.ratio:
+                raise ConfigError("ratio={}: wanted at least one selector")
+            for selector, ratio in self.ratio.items():
+                _check_selector("ratio", selector)
+                _check_ratio(f"ratio[{selector!r}]", ratio)
+        else:
+            _check_ratio("ratio", self.ratio)
+        for option in ("include", "exclude"):
+            for selector in selectors(getattr(self, option)):
+                _check_selector(option, selector)
+        _check_choice("method", self.method, METHODS)
+        _check_choice("sketch", self.sketch, SKETCH_KINDS)
+        _check_choice("attention", self.attention, ATTENTIONS)
+        if self.sketch != "gaussian" and self.method in ("svd", "panther"):
+            raise ConfigError(
+                f"sketch={self.sketch!r} conflicts with method={self.method!r}, which draws no test matrix"
+            )
+        _check_integer("features", self.features, 1)
+        _check_integer("min_params", self.min_params, 0)
+        if self.round_rank_to is not None:
+            _check_integer("round_rank_to", self.round_rank_to, 1)
+        _check_integer("seed", self.seed, 0)
+        _check_type("inplace", self.inplace, bool)
+        if self.progress is not None:
+            _check_type("progress", self.progress, bool)
+        if self.device is not None:
+            _check_type("device", self.device, torch.device, str)
+            try:
+                torch.device(self.device)
+            except RuntimeError as error:
+                raise ConfigError(f"device={self.device!r}: {error}") from error
+
+    def ratios(self) -> tuple[tuple[Selector, float], ...]:
+        """(selector, ratio) of each budget, in order; one that matches everything if ratio is a number."""
+        if isinstance(self.ratio, Mapping):
+            return tuple(self.ratio.items())
+        return (("*", float(self.ratio)),)
+
+
+def selectors(given: Selector | Sequence[Selector] | None) -> tuple[Selector, ...]:
+    """One selector, several or None, as a tuple."""
+    if given is None:
+        return ()
+    if isinstance(given, list | tuple | set | frozenset):
+        return tuple(given)
+    return (given,)  # type: ignore[return-value]
+
+
+def selects(selector: Selector, module: nn.Module, name: str) -> bool:
+    """Whether a selector picks the module of this fully qualified name."""
+    if isinstance(selector, str):
+        return fnmatch.fnmatchcase(name, selector)
+    if isinstance(selector, re.Pattern):
+        return selector.fullmatch(name) is not None
+    if isinstance(selector, type):
+        return isinstance(module, selector)
+    return bool(selector(module, name))
+
+
+def _check_ratio(option: str, ratio: object) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise ConfigTypeError(f"{option}={ratio!r} is a {type(ratio).__name__}, wanted a number in (0, 1]")
+    if math.isnan(ratio) or not 0.0 < ratio <= 1.0:
+        raise ConfigError(f"{option}={ratio!r}, wanted a number in (0, 1]")
+
+
+def _check_selector(option: str, selector: object) -> None:
+    if isinstance(selector, type) and not issubclass(selector, nn.Module):
+        raise ConfigTypeError(f"{option}: {selector.__name__} is not a module type")
+    if not isinstance(selector, str | re.Pattern | type) and not callable(selector):
+        raise ConfigTypeError(
+            f"{option}: {selector!r} is a {type(selector).__name__}, wanted a glob string, a compiled "
+            "regex, a module type, or a function of (module, name)"
+        )
+
+
+def _check_choice(option: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ConfigError(f"{option}={given!r}, wanted one of {', '.join(map(repr, known))}")
+
+
+def _check_integer(option: str, given: object, least: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted an integer")
+    if given < least:
+        raise ConfigError(f"{option}={given!r}, wanted at least {least}")
+
+
+def _check_type(option: str, given: object, *wanted: type) -> None:
+    if not isinstance(given, wanted):
+        names = " or ".join(kind.__name__ for kind in wanted)
+        raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")

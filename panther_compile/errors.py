@@ -1,0 +1,71 @@
+"""Every error a user can cause, in one tree.
+
+PantherError
+├── ConfigError (ValueError)          an option is out of range, or two options conflict
+│   └── SelectorError                 an include / exclude / ratio pattern matches nothing
+├── ConfigTypeError (TypeError)       an option has the wrong type
+├── NoTargetError (ValueError)        the model holds nothing that could be sketched
+├── WeightError (ValueError)          a weight holds NaN or Inf, or is still on the meta device
+├── WrappedModelError (TypeError)     the model is wrapped in DDP, FSDP or torch.compile
+├── LayerError (ValueError)           a layer cannot be sketched as asked
+│   └── RankError                     a rank is outside what the layer allows
+└── CheckpointError (OSError)         a saved sketch cannot be written or read
+    ├── CheckpointCorruptError        truncated, or its checksum does not match
+    ├── CheckpointVersionError        written by a newer format
+    └── CheckpointMismatchError       of another model than the one given
+
+Each message says what was given, what was wanted, and where. Leaves also inherit the built-in
+error that fits, so ordinary handlers work.
+"""
+
+
+class PantherError(Exception):
+    """Root of every error that panther_compile raises for a user's mistake."""
+
+
+class ConfigError(PantherError, ValueError):
+    """An option is out of range, or two options conflict."""
+
+
+class SelectorError(ConfigError):
+    """An include, exclude or ratio pattern matches no layer of the model."""
+
+
+class ConfigTypeError(PantherError, TypeError):
+    """An option, or the model itself, has the wrong type."""
+
+
+class NoTargetError(PantherError, ValueError):
+    """The model holds no layer that could be sketched; the message lists the reasons."""
+
+
+class WeightError(PantherError, ValueError):
+    """A weight holds NaN or Inf, or has no data (meta device); the layer is named."""
+
+
+class WrappedModelError(PantherError, TypeError):
+    """The model is wrapped (DDP, FSDP, torch.compile); the message says what to do instead."""
+
+
+class LayerError(PantherError, ValueError):
+    """A layer cannot be sketched as asked."""
+
+
+class RankError(LayerError):
+    """A rank is outside what the layer's shape allows."""
+
+
+class CheckpointError(PantherError, OSError):
+    """A sketched checkpoint cannot be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is truncated, incomplete, or was changed after it was written."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint was written by a newer format than this version reads."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint belongs to another model than the skeleton given."""

@@ -1,0 +1,82 @@
+"""What every sketched layer can do, whatever it replaces."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.errors import ConfigError, RankError
+
+Spec = dict[str, Any]
+
+
+class SketchedLayer(nn.Module):
+    """A low-rank layer that stands in for a dense one.
+
+    A subclass holds ordinary `nn.Linear` / `nn.Conv2d` factors, and is rebuilt without any
+    weights by `type(layer)(**layer.sketch_spec())`.
+
+    Attributes:
+        scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
+        ranks: of the factors.
+    """
+
+    scheme: str
+    ranks: tuple[int, ...]
+
+    @abstractmethod
+    def sketch_spec(self) -> Spec:
+        """The constructor's keyword arguments, all of them JSON values (no device, no dtype)."""
+
+    @abstractmethod
+    def to_dense(self) -> nn.Module:
+        """The ordinary layer with the factors multiplied out, in float64, then cast back."""
+
+    @property
+    @abstractmethod
+    def dense_numbers(self) -> int:
+        """Numbers the dense layer stores: parameters and buffers."""
+
+    @property
+    @abstractmethod
+    def dense_macs(self) -> int:
+        """Multiply-adds of the dense layer per row, or per output position of a convolution."""
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of this layer: one for each number of its factors, biases and indices aside."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
+
+    @property
+    def stored_numbers(self) -> int:
+        """Numbers this layer stores: parameters and buffers."""
+        tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
+        return sum(tensor.numel() for tensor in tensors)
+
+
+def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
+    """Give `new` the train/eval mode of `old`, and the `requires_grad` of its weight."""
+    new.train(old.training)
+    for parameter in new.parameters():
+        parameter.requires_grad_(trainable)
+
+
+def check_rank(rank: int, largest: int, what: str) -> None:
+    """Raise RankError unless rank is an integer in 1..largest."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= largest:
+        raise RankError(f"{what}: rank={rank!r}, wanted an integer in 1..{largest}")
+
+
+def check_rank_or_ratio(rank: object, ratio: float | None, what: str) -> None:
+    """Raise ConfigError unless exactly one of rank and ratio is given, and ratio is in (0, 1]."""
+    if (rank is None) == (ratio is None):
+        raise ConfigError(f"{what}: give either rank= or ratio=, got {rank=} and {ratio=}")
+    if ratio is not None and not 0.0 < ratio <= 1.0:
+        raise ConfigError(f"{what}: {ratio=}, wanted 0 < ratio <= 1")
+
+
+def copy_into(parameter: Tensor, values: Tensor) -> None:
+    """Copy values into a parameter of another dtype or device, outside autograd."""
+    with torch.no_grad():
+        parameter.copy_(values)

@@ -1,0 +1,449 @@
+"""SketchedConv2d: nn.Conv2d as a chain of smaller ones.
+
+channel:  y = up(down(x)) + b          down kh x kw (I -> G r), up 1 x 1
+spatial:  y = up(down(x)) + b          down kh x 1  (I -> G r), up 1 x kw
+tucker2:  y = up(core(down(x))) + b    down 1 x 1 (I -> G q), core kh x kw (G q -> G p), up 1 x 1
+pivoted:  y = up(x₁ + down(x₂)) + b    1 x 1 kernels without groups only: pivot.py
+
+Every stage has the G groups of the dense layer. Stride, padding and dilation belong to the stage that is as
+tall or as wide as the dense kernel; the stages before it have no bias, so what they see of the padding is
+the same: zeros stay zeros, and copies stay copies. factorize_conv2d.py has the weights.
+"""
+
+# O out_channels, I in_channels, G groups, R rank, S = I - R, P positions (height x width)
+
+from typing import Any, Self
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.candidates import Candidate
+from panther_compile.errors import LayerError, RankError
+from panther_compile.factorize import factorize
+from panther_compile.factorize_conv2d import (
+    SCHEMES,
+    ChannelCandidate,
+    check_scheme,
+    conv_candidates,
+    factorize_conv2d,
+    is_depthwise,
+    multiply_out,
+    tucker2_ranks,
+)
+from panther_compile.layers.base import (
+    SketchedLayer,
+    Spec,
+    check_rank,
+    check_rank_or_ratio,
+    copy_into,
+    take_over,
+)
+from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.linear import HALF_DTYPES
+from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
+
+CONV_SCHEMES = (*SCHEMES, "pivoted")
+# Along which axes (0 height, 1 width) each stage has the dense layer's kernel, stride, padding and dilation.
+_AXES: dict[str, dict[str, tuple[int, ...]]] = {
+    "channel": {"down": (0, 1), "up": ()},
+    "spatial": {"down": (0,), "up": (1,)},
+    "tucker2": {"down": (), "core": (0, 1), "up": ()},
+    "pivoted": {"down": (), "up": ()},
+}
+
+
+class SketchedConv2d(SketchedLayer):
+    """A low-rank stand-in for `nn.Conv2d`; x (N, I, H, W) or (I, H, W) gives what the dense layer would.
+
+    Args:
+        in_channels: I.
+        out_channels: O.
+        kernel_size: as for `nn.Conv2d`, and so are the other arguments of its names.
+        rank: r per group; for "tucker2" (r_in, r_out), or one number that sets both.
+        scheme: "channel", "spatial", "tucker2" or "pivoted".
+        stride: see `nn.Conv2d`.
+        padding: numbers, "same" or "valid".
+        dilation: see `nn.Conv2d`.
+        groups: G.
+        bias: whether there is a bias of shape (O,).
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        start: first channel of the pivot slice, 0 or I - r ("pivoted" only).
+        gathered: whether the input channels are permuted by the index buffer `order` ("pivoted" only).
+        device: where the factors are made.
+        dtype: of the factors, any floating dtype.
+
+    Raises:
+        ConfigError: the scheme is unknown.
+        LayerError: the convolution is depthwise, or "pivoted" does not fit it.
+        RankError: the rank is out of range.
+        ValueError: from `nn.Conv2d`, for what it refuses itself.
+    """
+
+    order: Tensor | None
+    core: nn.Conv2d | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        rank: int | tuple[int, ...],
+        *,
+        scheme: str = "channel",
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        start: int = 0,
+        gathered: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_scheme(scheme, CONV_SCHEMES)
+        dense = nn.Conv2d(  # checks the arguments, and turns numbers into pairs
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            padding_mode=padding_mode,
+            device="meta",
+        )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = (
+            dense.kernel_size,
+            dense.stride,
+            dense.dilation,
+        )
+        self.padding, self.padding_mode = dense.padding, padding_mode
+        self.scheme, self.start = scheme, start
+        _refuse_depthwise(dense)
+        self.rank = self._checked_rank(rank)
+        r_in, r_out = self.rank if isinstance(self.rank, tuple) else (self.rank, self.rank)
+        width = in_channels - r_in if scheme == "pivoted" else in_channels
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.down = self._stage("down", width, groups * r_in, False, factory)
+        core = self._stage("core", groups * r_in, groups * r_out, False, factory)
+        self.register_module("core", core if scheme == "tucker2" else None)
+        self.up = self._stage("up", groups * r_out, out_channels, bias, factory)
+        self.register_buffer(
+            "order", torch.arange(in_channels, device=device) if gathered else None
+        )
+
+    def _checked_rank(self, rank: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        what = f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {self.scheme})"
+        shape = self._weight_shape()
+        _, inputs, kh, kw = shape
+        if self.scheme == "tucker2":
+            return tucker2_ranks(
+                shape, self.groups, tuple(rank) if isinstance(rank, list) else rank
+            )
+        largest = {
+            "channel": min(self.out_channels // self.groups, inputs * kh * kw),
+            "spatial": min(self.out_channels // self.groups * kw, inputs * kh),
+            "pivoted": min(self.out_channels, inputs - 1),
+        }[self.scheme]
+        if self.scheme == "pivoted" and not kh == kw == self.groups == 1:
+            raise LayerError(f"{what}: the pivoted form is for 1 x 1 kernels without groups")
+        check_rank(rank, largest, what)  # type: ignore[arg-type]
+        return rank
+
+    def _stage(
+        self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]
+    ) -> nn.Conv2d:
+        axes = _AXES[self.scheme].get(name, ())
+
+        def along(values: tuple[int, ...], other: int) -> tuple[int, int]:
+            height, width = (values[axis] if axis in axes else other for axis in (0, 1))
+            return height, width
+
+        return nn.Conv2d(
+            inputs,
+            outputs,
+            along(self.kernel_size, 1),
+            along(self.stride, 1),
+            self.padding if isinstance(self.padding, str) else along(self.padding, 0),
+            along(self.dilation, 1),
+            self.groups,
+            bias,
+            self.padding_mode if axes else "zeros",
+            **factory,
+        )
+
+    @classmethod
+    def from_kernels(
+        cls,
+        scheme: str,
+        kernels: tuple[Tensor, ...],
+        like: nn.Conv2d,
+        *,
+        start: int = 0,
+        order: Tensor | None = None,
+    ) -> Self:
+        """A layer of the given stages; all else, bias and dtype included, is that of a dense layer.
+
+        Args:
+            scheme: "channel", "spatial", "tucker2" or "pivoted".
+            kernels: weights of the stages, first one first, (C_out, C_in / G, height, width) each.
+            like: the layer whose place this one takes.
+            start: first channel of the pivot slice ("pivoted" only).
+            order: permutation of the input channels, (I,) int64 ("pivoted" only).
+
+        Raises:
+            ConfigError, LayerError, RankError: see the constructor.
+        """
+        check_scheme(scheme, CONV_SCHEMES)
+        ranks = tuple(kernel.shape[0] // like.groups for kernel in kernels[:-1])
+        new = cls(
+            like.in_channels,
+            like.out_channels,
+            like.kernel_size,  # type: ignore[arg-type]
+            ranks if scheme == "tucker2" else ranks[0],
+            scheme=scheme,
+            stride=like.stride,  # type: ignore[arg-type]
+            padding=like.padding,  # type: ignore[arg-type]
+            dilation=like.dilation,  # type: ignore[arg-type]
+            groups=like.groups,
+            bias=like.bias is not None,
+            padding_mode=like.padding_mode,
+            start=start,
+            gathered=order is not None,
+            device=like.weight.device,
+            dtype=like.weight.dtype,
+        )
+        for stage, kernel in zip(new._stages(), kernels, strict=True):
+            copy_into(stage.weight, kernel)
+        if like.bias is not None and new.up.bias is not None:
+            copy_into(new.up.bias, like.bias)
+        if order is not None and new.order is not None:
+            new.order.copy_(order)
+        take_over(new, like, like.weight.requires_grad)
+        return new
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Conv2d,
+        *,
+        rank: int | tuple[int, ...] | None = None,
+        ratio: float | None = None,
+        scheme: str = "auto",
+        method: str = "auto",
+        sketch: str = "gaussian",
+        seed: int = 0,
+    ) -> Self:
+        """The closest layer of a rank, or of the largest rank that stores `ratio` of the weight's numbers.
+
+        Args:
+            layer: an `nn.Conv2d`, not depthwise.
+            rank: see the constructor.
+            ratio: in (0, 1]; exactly one of rank and ratio is given.
+            scheme: see the constructor. "auto" with a ratio takes the scheme of least error, and of those
+                that agree to three digits the one of fewest multiply-adds; with a rank it takes "pivoted" where
+                that fits, else "channel". "pivoted" becomes "channel", the plain pair, where it would be
+                inaccurate in the layer's dtype.
+            method: see `panther_compile.factorize.factorize`.
+            sketch: random test matrix of the randomized method.
+            seed: of that matrix.
+
+        Raises:
+            ConfigError, RankError: see the constructor; also where no rank stores so little.
+            LayerError: the layer is no `nn.Conv2d`, is depthwise, or the scheme does not fit its kernel.
+            WeightError: the weight holds NaN or Inf, or is on the meta device.
+        """
+        what = f"{cls.__name__}.from_dense({layer})"
+        if not isinstance(layer, nn.Conv2d):
+            raise LayerError(f"{what}: wanted an nn.Conv2d")
+        _refuse_depthwise(layer)
+        check_scheme(scheme, ("auto", *CONV_SCHEMES))
+        check_rank_or_ratio(rank, ratio, what)
+        weight, groups = layer.weight.detach(), layer.groups
+        candidates = _fitting(weight, groups, scheme, what, energies=ratio is not None)
+        max_numbers = None
+        if rank is None:
+            assert ratio is not None
+            max_numbers = int(ratio * weight.numel())
+            candidate, rank = _best(candidates, max_numbers, what)
+        else:
+            candidate = candidates[0]
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        if candidate.scheme != "pivoted":
+            found = factorize_conv2d(
+                weight,
+                groups,
+                candidate.scheme,
+                rank,
+                method=method,
+                sketch=sketch,
+                generator=generator,
+            )
+            return cls.from_kernels(candidate.scheme, found.kernels, layer)
+        check_rank(rank, candidate.max_rank, what)  # type: ignore[arg-type]
+        matrix = weight.flatten(1)
+        pair = factorize(matrix, rank, method=method, sketch=sketch, generator=generator)  # type: ignore[arg-type]
+        return cls._from_factors(pair.left, pair.right, layer, max_numbers)
+
+    @classmethod
+    def _from_factors(
+        cls, left: Tensor, right: Tensor, like: nn.Conv2d, max_numbers: int | None
+    ) -> Self:
+        """A 1 x 1 convolution in pivoted form, or as a pair of at most `max_numbers` where that is inaccurate."""
+        dtype = like.weight.dtype
+        pivoted = to_pivoted(left, right, dtype=dtype, gather=dtype in HALF_DTYPES)
+        if pivoted is not None:
+            matrices = (pivoted.coefficients, pivoted.columns)
+            kernels = tuple(matrix[..., None, None] for matrix in matrices)
+            return cls.from_kernels(
+                "pivoted", kernels, like, start=pivoted.start, order=pivoted.order
+            )
+        if max_numbers is not None:
+            rank = min(left.shape[1], max(1, max_numbers // (like.in_channels + like.out_channels)))
+            left, right = left[:, :rank], right[:rank]
+        return cls.from_kernels("channel", (right[..., None, None], left[..., None, None]), like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (N, I, H, W) or (I, H, W) to what the dense layer would give it; its memory format is kept."""
+        if self.scheme == "pivoted":
+            return self.up(self._pivoted_latent(x))
+        x = self.down(x)
+        if self.core is not None:
+            x = self.core(x)
+        return self.up(x)
+
+    def _pivoted_latent(self, x: Tensor) -> Tensor:
+        """z = x₁ + down(x₂), with the dense layer's padding and stride done on x."""
+        if not isinstance(self.padding, str) and any(self.padding):
+            height, width = self.padding
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = F.pad(x, (width, width, height, height), mode=mode)
+        if self.stride != (1, 1):
+            x = x[..., :: self.stride[0], :: self.stride[1]]
+        if self.order is not None:
+            x = x.index_select(-3, self.order)
+        rank, others = self.up.in_channels, self.down.in_channels
+        pivots = x.narrow(-3, self.start, rank)
+        rest = x.narrow(-3, rank if self.start == 0 else 0, others)
+        return pivots + self.down(rest)
+
+    def _stages(self) -> tuple[nn.Conv2d, ...]:
+        return (self.down, self.up) if self.core is None else (self.down, self.core, self.up)
+
+    def _product(self) -> Tensor:
+        if self.scheme == "pivoted":
+            left, right = self.up.weight.flatten(1), self.down.weight.flatten(1)
+            left, right = from_pivoted(Pivoted(left, right, self.start, self.order))
+            return (left @ right)[..., None, None]
+        kernels = tuple(stage.weight for stage in self._stages())
+        return multiply_out(kernels, self.groups, self.scheme)
+
+    def to_dense(self) -> nn.Conv2d:
+        """An `nn.Conv2d` with the stages multiplied out."""
+        like = self.up.weight
+        dense = nn.utils.skip_init(
+            nn.Conv2d,
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.bias is not None,
+            self.padding_mode,
+            device=like.device,
+            dtype=like.dtype,
+        )
+        double = SketchedConv2d(**self.sketch_spec(), device=like.device, dtype=torch.float64)
+        double.load_state_dict(self.state_dict())
+        copy_into(dense.weight, double._product())
+        if self.bias is not None:
+            copy_into(dense.bias, self.bias)
+        take_over(dense, self, self.down.weight.requires_grad)
+        return dense
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, I/G, kh, kw) that the stages stand for; read-only, multiplied out when it is read."""
+        return lazy_weight(self._weight_shape(), self.up.weight, self._product)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (O,), or None."""
+        return self.up.bias
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def sketch_spec(self) -> Spec:
+        """See `SketchedLayer.sketch_spec`."""
+        return {
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "kernel_size": list(self.kernel_size),
+            "rank": list(self.rank) if isinstance(self.rank, tuple) else self.rank,
+            "scheme": self.scheme,
+            "stride": list(self.stride),
+            "padding": self.padding if isinstance(self.padding, str) else list(self.padding),
+            "dilation": list(self.dilation),
+            "groups": self.groups,
+            "bias": self.bias is not None,
+            "padding_mode": self.padding_mode,
+            "start": self.start,
+            "gathered": self.order is not None,
+        }
+
+    def extra_repr(self) -> str:
+        """What `nn.Conv2d` shows, and the rank, scheme and stored share."""
+        dense = self.out_channels * (
+            self.in_channels // self.groups * self.kernel_size[0] * self.kernel_size[1]
+            + (self.bias is not None)
+        )
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+            f"groups={self.groups}, bias={self.bias is not None}, padding_mode={self.padding_mode}, "
+            f"rank={self.rank}, scheme={self.scheme}, stored={self.stored_numbers / dense:.3f}"
+        )
+
+
+def _fitting(
+    weight: Tensor, groups: int, scheme: str, what: str, *, energies: bool
+) -> tuple[Candidate, ...]:
+    """The candidates of a scheme, or of all."""
+    if scheme == "channel":  # also of a 1 x 1 kernel, whose pivoted form is the better choice
+        return (ChannelCandidate(tuple(weight.shape), groups),)
+    fitting = conv_candidates(weight, groups, compute_energies=energies and scheme == "auto")
+    if scheme != "auto":
+        schemes = [candidate.scheme for candidate in fitting]
+        fitting = tuple(candidate for candidate in fitting if candidate.scheme == scheme)
+        if not fitting:
+            raise LayerError(f"{what}: {scheme=} does not fit, wanted one of {schemes}")
+    return fitting
+
+
+def _best(candidates: tuple[Candidate, ...], numbers: int, what: str) -> tuple[Candidate, int]:
+    """The candidate of least error, then fewest multiply-adds, at its largest affordable rank."""
+    affordable = [(candidate, candidate.largest_rank(numbers)) for candidate in candidates]
+    affordable = [(candidate, rank) for candidate, rank in affordable if rank > 0]
+    if not affordable:
+        raise RankError(f"{what}: no rank stores {numbers} numbers or fewer")
+
+    def cost(choice: tuple[Candidate, int]) -> tuple[float, int]:
+        candidate, rank = choice
+        return round(candidate.error(rank) or 0.0, 3), candidate.macs(rank)
+
+    return min(affordable, key=cost)
+
+
+def _refuse_depthwise(layer: nn.Conv2d) -> None:
+    if is_depthwise(layer.in_channels // layer.groups, layer.groups):
+        raise LayerError(
+            f"{layer} is depthwise: each filter sees one channel, so a low rank has nothing to share"
+        )

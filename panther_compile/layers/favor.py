@@ -1,0 +1,92 @@
+"""FavorAttention: softmax attention in time linear in the length, estimated by random features."""
+
+# N batch, L queries, S keys, H heads, D head_dim, M random features
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.errors import ConfigError, LayerError
+from panther_compile.kernels import reference
+from panther_compile.layers.attention_masks import Masks
+
+
+class FavorAttention(nn.Module):
+    """The attention between the projections, by the positive features of FAVOR+.
+
+    Choromanski et al., "Rethinking Attention with Performers", ICLR 2021; the maths is in
+    `kernels/reference.py`. Key padding and causal masks have a linear-time form and are taken;
+    whether an attention mask is causal is read off the hint or the values, which graph capture
+    cannot see: give the hint there. Half types are computed in float32.
+
+    Dropout drops keys, the same ones for every query of a head: each weight is dropped as often as
+    in exact attention, and the mean is the same.
+
+    TABLES
+
+    Args:
+        head_dim: D.
+        features: M, positive.
+        seed: of the directions, a buffer (M, D).
+        device: where the buffer is made.
+        dtype: of the buffer.
+
+    Raises:
+        ConfigError: `features` is not positive.
+    """
+
+    directions: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        features: int,
+        seed: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if features < 1:
+            raise ConfigError(f"{features=}, wanted 1 or more")
+        # Drawn on the CPU in float32, so that a seed means the same everywhere.
+        generator = torch.Generator().manual_seed(seed)
+        directions = reference.favor_directions(features, head_dim, generator)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.register_buffer("directions", directions.to(device=device, dtype=dtype))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: Masks, dropout: float, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from q (N, H, L, D) to k and v (N, H, S, D).
+
+        Returns:
+            The heads (N, H, L, D), and the implied weights (N, H, L, S), at quadratic cost, if they
+            are needed. A query that may attend to nothing gets 0.
+
+        Raises:
+            LayerError: the attention mask is not causal, or is and does not cover every key.
+        """
+        causal = masks.causal()
+        if causal and masks.appended:
+            raise LayerError('attention="favor" is not causal with add_bias_kv or add_zero_attn')
+        dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+        with _without_autocast(v.device):
+            q, k, v, directions = (x.to(wide) for x in (q, k, v, self.directions))
+            key_mask = None if masks.keys is None else masks.keys.squeeze(2).to(wide)
+            kept = F.dropout(v.new_ones(v.shape[:-1]), dropout)
+            if not need_weights:
+                v = v * kept.unsqueeze(-1)
+                heads = reference.favor_attention(q, k, v, directions, key_mask, causal=causal)
+                return heads.to(dtype), None
+            weights = reference.favor_weights(q, k, directions, key_mask, causal=causal)
+            weights = weights * kept.unsqueeze(-2)
+            return (weights @ v).to(dtype), weights.to(dtype)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast off, on devices that have it (meta has not)."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

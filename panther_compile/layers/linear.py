@@ -1,0 +1,339 @@
+"""SketchedLinear: nn.Linear as two thin ones, and SketchedConv1D for Hugging Face's transposed layer.
+
+pair:     y = up(down(x)) + b            down (r, I)       r (O + I) numbers
+pivoted:  y = up(x₁ + down(x₂)) + b      down (r, I - r)   r (O + I - r) numbers: pivot.py
+"""
+
+# O out_features, I in_features, R rank
+import importlib
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.candidates import LinearCandidate
+from panther_compile.errors import ConfigError, RankError
+from panther_compile.factorize import factorize
+from panther_compile.kernels import reference
+from panther_compile.layers.base import (
+    SketchedLayer,
+    Spec,
+    check_rank,
+    check_rank_or_ratio,
+    copy_into,
+    take_over,
+)
+from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
+
+FORMS = ("auto", "pivoted", "pair")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class SketchedLinear(SketchedLayer):
+    """A rank-r stand-in for `nn.Linear`; x of shape (..., in_features) gives (..., out_features).
+
+    Args:
+        in_features: I.
+        out_features: O.
+        rank: r, in 1..min(I, O).
+        bias: whether there is a bias of shape (O,).
+        form: "pair" or "pivoted".
+        start: first column of the pivot slice, 0 or I - r (pivoted form only).
+        gathered: whether the input columns are permuted by the index buffer `order` (pivoted form only).
+        device: where the factors are made.
+        dtype: of the factors, any floating dtype.
+
+    Raises:
+        RankError: rank is outside 1..min(I, O), or not below I in the pivoted form.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        bias: bool = True,
+        form: str = "pair",
+        start: int = 0,
+        gathered: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        what = f"{type(self).__name__}({in_features}, {out_features})"
+        check_rank(rank, min(in_features, out_features), what)
+        if form not in FORMS[1:]:
+            raise ConfigError(f"{what}: {form=}, wanted one of {FORMS[1:]}")
+        if form == "pivoted" and rank >= in_features:
+            raise RankError(f"{what}: {rank=}, wanted below in_features in the pivoted form")
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.form, self.start = form, start
+        self.scheme, self.ranks = form, (rank,)
+        width = in_features if form == "pair" else in_features - rank
+        self.down = nn.Linear(width, rank, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+        order = torch.arange(in_features, device=device) if gathered else None
+        self.register_buffer("order", order)
+
+    @classmethod
+    def from_factors(
+        cls,
+        left: Tensor,
+        right: Tensor,
+        bias: Tensor | None,
+        *,
+        form: str = "auto",
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        max_numbers: int | None = None,
+    ) -> Self:
+        """A layer whose weight is left @ right.
+
+        Args:
+            left: `(O, r)`, float32 or float64, columns by falling importance.
+            right: `(r, I)`, float32 or float64.
+            bias: `(O,)` or None.
+            form: "auto" takes the pivoted form where it is accurate in `dtype`; "pivoted" or "pair" force one.
+            dtype: of the layer's parameters.
+            device: of the layer's parameters; default is that of `left`.
+            max_numbers: what the weight may store; a plain pair that exceeds it loses its last columns.
+
+        Raises:
+            ConfigError: the form is unknown.
+            RankError: the pivoted form was asked for and there are no well-conditioned pivots.
+        """
+        (out_features, rank), in_features = left.shape, right.shape[1]
+        if form not in FORMS:
+            raise ConfigError(f"{form=}, wanted one of {FORMS}")
+        pivoted = None
+        if form != "pair":
+            # A gather costs as much as it saves in float32 on a CPU; half types need it (pivot.py).
+            gather = form == "pivoted" or dtype in HALF_DTYPES
+            pivoted = to_pivoted(left, right, dtype=dtype, gather=gather)
+            if pivoted is None and form == "pivoted":
+                raise RankError(
+                    f"weight ({out_features}, {in_features}): no pivoted form of {rank=} is accurate in {dtype}"
+                )
+        if pivoted is None and max_numbers is not None:
+            rank = min(rank, max(1, max_numbers // (in_features + out_features)))
+            left, right = left[:, :rank], right[:rank]
+        layer = cls(
+            in_features,
+            out_features,
+            rank,
+            bias=bias is not None,
+            form="pair" if pivoted is None else "pivoted",
+            start=0 if pivoted is None else pivoted.start,
+            gathered=pivoted is not None and pivoted.order is not None,
+            device=left.device if device is None else device,
+            dtype=dtype,
+        )
+        copy_into(layer.down.weight, right if pivoted is None else pivoted.coefficients)
+        copy_into(layer.up.weight, left if pivoted is None else pivoted.columns)
+        if bias is not None:
+            copy_into(layer.up.bias, bias)
+        if pivoted is not None and pivoted.order is not None and layer.order is not None:
+            layer.order.copy_(pivoted.order)
+        return layer
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        *,
+        rank: int | None = None,
+        ratio: float | None = None,
+        form: str = "auto",
+        method: str = "auto",
+        sketch: str = "gaussian",
+        seed: int = 0,
+    ) -> Self:
+        """The closest layer of a rank, or of the largest rank that stores `ratio` of the weight's numbers.
+
+        Args:
+            layer: an `nn.Linear`.
+            rank: in 1..min(I, O).
+            ratio: in (0, 1]; exactly one of rank and ratio is given.
+            form: see `from_factors`.
+            method: see `panther_compile.factorize.factorize`.
+            sketch: random test matrix of the randomized method.
+            seed: of that matrix.
+
+        Raises:
+            ConfigError, RankError: see above.
+            WeightError: the weight holds NaN or Inf, or is on the meta device.
+        """
+        weight, bias = cls._dense_weight(layer)
+        out_features, in_features = weight.shape
+        what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
+        check_rank_or_ratio(rank, ratio, what)
+        max_numbers = None if ratio is None else int(ratio * weight.numel())
+        if rank is None:
+            assert max_numbers is not None
+            rank = cls._rank_for(weight, form, max_numbers)
+        check_rank(rank, min(weight.shape), what)
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        factors = factorize(weight, rank, method=method, sketch=sketch, generator=generator)
+        new = cls.from_factors(
+            factors.left,
+            factors.right,
+            bias,
+            form=form,
+            dtype=weight.dtype,
+            device=weight.device,
+            max_numbers=max_numbers,
+        )
+        take_over(new, layer, weight.requires_grad)
+        return new
+
+    @staticmethod
+    def _rank_for(weight: Tensor, form: str, numbers: int) -> int:
+        out_features, in_features = weight.shape
+        candidate = LinearCandidate(
+            out_features,
+            in_features,
+            "pair" if form == "pair" else "pivoted",
+            gathered=weight.dtype in HALF_DTYPES,
+        )
+        return candidate.largest_rank(numbers)
+
+    @staticmethod
+    def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The weight as (O, I), and the bias."""
+        return layer.weight, layer.bias  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., I) to (..., O)."""
+        if self.form == "pair":
+            return self.up(self.down(x))
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        if _is_plain(self.down) and _is_plain(self.up):
+            return reference.pivoted_linear(
+                x, self.down.weight, self.up.weight, self.up.bias, start=self.start
+            )
+        pivots = x[..., self.start : self.start + self.rank]
+        others = x[..., self.rank :] if self.start == 0 else x[..., : self.start]
+        return self.up(pivots + self.down(others))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The factors left (O, r) and right (r, I) of the weight, differentiable, in the layer's dtype."""
+        if self.form == "pair":
+            return self.up.weight, self.down.weight
+        return from_pivoted(Pivoted(self.up.weight, self.down.weight, self.start, self.order))
+
+    def to_dense(self) -> nn.Module:
+        """An `nn.Linear` with the factors multiplied out."""
+        dense = self._empty_dense()
+        left, right = (factor.detach().double() for factor in self.factors())
+        self._fill_dense(dense, left @ right)
+        if self.bias is not None:
+            copy_into(dense.bias, self.bias)  # type: ignore[arg-type]
+        take_over(dense, self, self.down.weight.requires_grad)
+        return dense
+
+    def _empty_dense(self) -> nn.Module:
+        like = self.up.weight
+        return nn.utils.skip_init(
+            nn.Linear,
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=like.device,
+            dtype=like.dtype,
+        )
+
+    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
+        copy_into(dense.weight, weight)  # type: ignore[arg-type]
+
+    def _product(self) -> Tensor:
+        left, right = self.factors()
+        return left @ right
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, I) that the factors stand for; read-only, multiplied out when it is read."""
+        return lazy_weight((self.out_features, self.in_features), self.up.weight, self._product)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (O,), or None."""
+        return self.up.bias
+
+    def sketch_spec(self) -> Spec:
+        """See `SketchedLayer.sketch_spec`."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "rank": self.rank,
+            "bias": self.bias is not None,
+            "form": self.form,
+            "start": self.start,
+            "gathered": self.order is not None,
+        }
+
+    def extra_repr(self) -> str:
+        """The shape, rank, form and stored share, as `print(model)` shows them."""
+        share = self.stored_numbers / self.dense_numbers
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"bias={self.bias is not None}, form={self.form}, stored={share:.3f}"
+        )
+
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
+        return self.out_features * (self.in_features + (self.bias is not None))
+
+    @property
+    def dense_macs(self) -> int:
+        """See `SketchedLayer.dense_macs`."""
+        return self.out_features * self.in_features
+
+
+class SketchedConv1D(SketchedLinear):
+    """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+
+    @property
+    def nf(self) -> int:
+        """Output features, under Conv1D's name."""
+        return self.out_features
+
+    @property
+    def nx(self) -> int:
+        """Input features, under Conv1D's name."""
+        return self.in_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (I, O), transposed as Conv1D keeps it."""
+        shape = (self.in_features, self.out_features)
+        return lazy_weight(shape, self.up.weight, lambda: self._product().t())
+
+    @staticmethod
+    def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+        return layer.weight.t(), layer.bias  # type: ignore[return-value, operator]
+
+    def _empty_dense(self) -> nn.Module:
+        # The one layer that is not torch's own; importing transformers up front would cost every user.
+        conv1d: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
+        like = self.up.weight
+        dense: nn.Module = conv1d(self.out_features, self.in_features)
+        return dense.to(device=like.device, dtype=like.dtype)
+
+    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
+        copy_into(dense.weight, weight.t())  # type: ignore[arg-type]
+
+
+def _is_plain(factor: nn.Module) -> bool:
+    """Whether calling the factor is no more than F.linear on its own parameter."""
+    return (
+        type(factor) is nn.Linear
+        and type(factor.weight) is nn.Parameter
+        and not (factor._forward_hooks or factor._forward_pre_hooks)
+        and not (factor._backward_hooks or factor._backward_pre_hooks)
+    )

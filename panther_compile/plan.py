@@ -1,0 +1,238 @@
+"""Choose a scheme and a rank for every weight under one budget of stored numbers.
+
+Maximise  Σᵤ log Eᵤ(rᵤ)  subject to  Σᵤ numbersᵤ(rᵤ) ≤ ratio · Σᵤ denseᵤ,
+
+where E(r) is the share of a weight's squared Frobenius norm that rank r keeps. The product of the
+energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016): unlike
+their sum it is blind to the scale of a layer and starves none. Solved by bisection on the Lagrange multiplier
+(`_lagrange`), then by greedy steps with what is left (`_fill`).
+"""
+
+import heapq
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from panther_compile.candidates import Candidate
+from panther_compile.config import SketchConfig, selects
+from panther_compile.records import Choice, LayerPlan, SketchPlan, Unit
+from panther_compile.sites import Found
+
+# A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
+FLOOR, CEILING = 0.3, 0.95
+# How closely the budget is met, as a share of the dense numbers, before single ranks are added.
+TOLERANCE = 0.005
+# Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
+_ASSUMED_DECAY = -0.5
+_BISECTIONS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
+
+    unit: Unit
+    kind: str
+    numbers: Tensor
+    values: Tensor
+    ways: tuple[tuple[Candidate, int], ...]
+
+
+def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
+    """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
+
+    Args:
+        found: what may be sketched, and what may not.
+        config: the options.
+        route: how the sites were found, for the report.
+    """
+    budgets = config.ratios()
+    pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
+    owners: dict[str, str] = {}
+    for site, owner in tqdm(found.sites, desc="plan", disable=hides_progress(config), leave=False):
+        place = next(i for i, (s, _) in enumerate(budgets) if selects(s, site.module, site.name))
+        units = owner.units(site, energies=budgets[place][1] < 1.0)
+        pools[place].extend((unit, site.kind) for unit in units)
+        owners.update({unit.name: site.name for unit in units})
+    lines = list(found.skipped)
+    for pool, (_, ratio) in zip(pools, budgets, strict=True):
+        lines.extend(plan_units(pool, ratio, config.round_rank_to))
+    rank = {name: place for place, name in enumerate(found.order)}
+    lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
+    return SketchPlan(tuple(lines), _ratio_text(config), route)
+
+
+def hides_progress(config: SketchConfig) -> bool:
+    """Whether no progress bar is to be shown: asked not to, or not on a terminal."""
+    return not sys.stderr.isatty() if config.progress is None else not config.progress
+
+
+def _ratio_text(config: SketchConfig) -> str:
+    if isinstance(config.ratio, int | float):
+        return f"{config.ratio:g}"
+    return ", ".join(
+        f"{selector if isinstance(selector, str) else getattr(selector, '__name__', selector)}: {ratio:g}"
+        for selector, ratio in config.ratio.items()
+    )
+
+
+def plan_units(
+    units: Sequence[tuple[Unit, str]], ratio: float, round_rank_to: int | None
+) -> tuple[LayerPlan, ...]:
+    """One line for each (unit, kind of layer): how it is stored under a common budget.
+
+    Units whose sketch would not be smaller stay dense and leave the budget.
+
+    Args:
+        units: the weights that share the budget.
+        ratio: in (0, 1]; 1 leaves everything dense.
+        round_rank_to: ranks are multiples of this; None picks 8, 4 or 1 by the size of the weight, and adds
+            single ranks where the budget would else be missed by more than 0.5 %.
+    """
+    lines: dict[str, LayerPlan] = {}
+    sketched: list[tuple[Unit, str]] = []
+    for unit, kind in units:
+        reason = "ratio is 1" if ratio == 1.0 else _why_dense(unit, ratio)
+        if reason is None:
+            sketched.append((unit, kind))
+        else:
+            lines[unit.name] = _line(unit, kind, None, reason)
+    budget = math.floor(ratio * sum(unit.dense_numbers for unit, _ in sketched))
+    options = [_options(unit, kind, ratio, round_rank_to) for unit, kind in sketched]
+    chosen = _fill(options, _lagrange(options, budget), budget)
+    spent = _spent(options, chosen)
+    if round_rank_to is None and budget - spent > TOLERANCE * budget / ratio:
+        finer = [_options(unit, kind, ratio, 1) for unit, kind in sketched]
+        same = [_at(fine, int(o.numbers[i])) for fine, o, i in zip(finer, options, chosen, strict=True)]
+        options, chosen = finer, _fill(finer, same, budget)
+    for choice, option in zip(chosen, options, strict=True):
+        lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
+    return tuple(lines[unit.name] for unit, _ in units)
+
+
+def _why_dense(unit: Unit, ratio: float) -> str | None:
+    smallest = min((candidate.numbers(1) for candidate in unit.candidates), default=None)
+    if smallest is None:
+        return "no scheme fits this layer"
+    weight_numbers = unit.dense_numbers - unit.bias_numbers
+    if smallest > CEILING * weight_numbers:
+        return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
+    if smallest + unit.bias_numbers > ratio * unit.dense_numbers:
+        return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
+    return None
+
+
+def _options(unit: Unit, kind: str, ratio: float, round_rank_to: int | None) -> _Options:
+    """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
+    found: list[tuple[int, float, Candidate, int]] = []
+    for candidate in unit.candidates:
+        step = _rank_step(candidate) if round_rank_to is None else round_rank_to
+        ranks = range(step, candidate.max_rank + 1, step) or range(1, candidate.max_rank + 1)
+        log_energies = _log_energies(candidate).tolist()
+        found.extend(
+            (candidate.numbers(rank) + unit.bias_numbers, log_energies[rank - 1], candidate, rank)
+            for rank in ranks
+        )
+    found.sort(key=lambda way: (way[0], -way[1], way[2].macs(way[3])))
+    share = ratio * unit.dense_numbers
+    affordable = [way for way in found if way[0] <= share] or found[:1]
+    floor = min(FLOOR * share, affordable[-1][0])
+    front: list[tuple[int, float, Candidate, int]] = []
+    for way in found:
+        inside = floor <= way[0] <= CEILING * unit.dense_numbers
+        if inside and (not front or way[1] > front[-1][1]):
+            front.append(way)
+    front = front or affordable[-1:]
+    numbers, values, candidates, ranks_found = zip(*front, strict=True)
+    return _Options(
+        unit,
+        kind,
+        torch.tensor(numbers, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        tuple(zip(candidates, ranks_found, strict=True)),
+    )
+
+
+def _rank_step(candidate: Candidate) -> int:
+    """Multiples that suit vector units and tensor cores, where they are fine steps."""
+    return 8 if candidate.max_rank >= 128 else 4 if candidate.max_rank >= 64 else 1
+
+
+def _log_energies(candidate: Candidate) -> Tensor:
+    energies = candidate.energies
+    if energies is None:
+        decay = torch.arange(1, candidate.max_rank + 1, dtype=torch.float64).pow(_ASSUMED_DECAY)
+        energies = decay.cumsum(0) / decay.sum()
+    return energies.clamp_min(1e-30).log()
+
+
+def _lagrange(options: list[_Options], budget: int) -> list[int]:
+    """The best choice of each unit at the smallest price per number that keeps within the budget."""
+
+    def at_price(price: float) -> list[int]:
+        return [int((o.values - price * o.numbers).argmax()) for o in options]
+
+    low, high = -80.0, 20.0  # natural logarithm of the price
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _spent(options, at_price(math.exp(middle))) > budget:
+            low = middle
+        else:
+            high = middle
+    return at_price(math.exp(high))
+
+
+def _fill(options: list[_Options], chosen: list[int], budget: int) -> list[int]:
+    """Spend what is left: always the step to a unit's next option that gains most per number."""
+    chosen = list(chosen)
+    left = budget - _spent(options, chosen)
+    steps = [_next_step(o, i, place) for place, (o, i) in enumerate(zip(options, chosen, strict=True))]
+    heap = [step for step in steps if step is not None]
+    heapq.heapify(heap)
+    while heap:
+        _, cost, place = heapq.heappop(heap)
+        if cost > left:
+            continue
+        left -= cost
+        chosen[place] += 1
+        step = _next_step(options[place], chosen[place], place)
+        if step is not None:
+            heapq.heappush(heap, step)
+    return chosen
+
+
+def _next_step(option: _Options, index: int, place: int) -> tuple[float, int, int] | None:
+    """(minus the gain per number, numbers, place) of the step to the next option, if there is one."""
+    if index + 1 == len(option.ways):
+        return None
+    cost = int(option.numbers[index + 1] - option.numbers[index])
+    gain = float(option.values[index + 1] - option.values[index])
+    return -gain / cost, cost, place
+
+
+def _spent(options: list[_Options], chosen: list[int]) -> int:
+    return sum(int(o.numbers[i]) for o, i in zip(options, chosen, strict=True))
+
+
+def _at(option: _Options, numbers: int) -> int:
+    """The last option that stores at most `numbers`; the first one if none does."""
+    return max(0, int((option.numbers <= numbers).sum()) - 1)
+
+
+def _line(unit: Unit, kind: str, way: tuple[Candidate, int] | None, reason: str) -> LayerPlan:
+    if way is None:
+        return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, reason)
+    candidate, rank = way
+    choice = Choice(
+        candidate.scheme,
+        rank,
+        candidate.ranks(rank),
+        candidate.numbers(rank) + unit.bias_numbers,
+        candidate.error(rank),
+    )
+    return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, choice, reason)

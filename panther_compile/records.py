@@ -1,0 +1,186 @@
+"""What one stage hands the next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from panther_compile.candidates import Candidate
+from panther_compile.tables import render_table, share
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One weight of a site: what it is, and how it may be stored.
+
+    Attributes:
+        name: the site's name, and a suffix where a site has several weights ("self_attn.q_proj").
+        shape: of the dense weight.
+        dense_numbers: stored numbers when dense, bias included.
+        bias_numbers: those of them that no scheme touches.
+        candidates: schemes to choose from; empty if there is none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dense_numbers: int
+    bias_numbers: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A dense layer that can be sketched.
+
+    Attributes:
+        name: fully qualified; the first one if the module is reachable under several.
+        module: the layer.
+        kind: what it is, as the report shows it ("Linear", "Conv2d", ...).
+        tied: other modules that use the same weight, by name; they share the factors.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    tied: tuple[tuple[str, nn.Module], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one weight is to be stored: a scheme and its rank, within a number of stored numbers."""
+
+    scheme: str
+    rank: int
+    ranks: tuple[int, ...]
+    stored_numbers: int
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One line of a plan: what is done to one weight, and why.
+
+    Attributes:
+        name: of the weight: its layer, and a suffix where the layer has several.
+        kind: "Linear", "Conv2d", "MultiheadAttention", "Conv1D", "Embedding".
+        shape: of the dense weight.
+        dense_numbers: stored numbers of the dense weight.
+        choice: how it is sketched; None if it stays dense.
+        reason: why it stays dense, or what decided the choice.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dense_numbers: int
+    choice: Choice | None
+    reason: str
+
+    @property
+    def stored_numbers(self) -> int:
+        """Stored numbers after sketching."""
+        return self.dense_numbers if self.choice is None else self.choice.stored_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SketchPlan:
+    """What `sketchify` would do: one line for each weight, whether it is sketched or left alone.
+
+    Attributes:
+        layers: in the order of the model.
+        ratio: the ratio asked for, as text.
+        route: how the layers were found: "module tree", "fx graph", ...
+    """
+
+    layers: tuple[LayerPlan, ...]
+    ratio: str
+    route: str
+
+    @property
+    def sketched(self) -> tuple[LayerPlan, ...]:
+        """The lines that are sketched."""
+        return tuple(layer for layer in self.layers if layer.choice is not None)
+
+    @property
+    def dense_numbers(self) -> int:
+        """Dense count of the weights to be replaced."""
+        return sum(layer.dense_numbers for layer in self.sketched)
+
+    @property
+    def stored_numbers(self) -> int:
+        """Stored count of the weights to be replaced."""
+        return sum(layer.stored_numbers for layer in self.sketched)
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Stored over dense numbers of the replaced weights; 1.0 if there are none."""
+        return self.stored_numbers / self.dense_numbers if self.sketched else 1.0
+
+    def __str__(self) -> str:
+        """A table: one line for each weight, then the totals."""
+        rows = [
+            (
+                line.name or "(model)",
+                line.kind,
+                "x".join(map(str, line.shape)),
+                line.choice.scheme if line.choice else "dense",
+                "x".join(map(str, line.choice.ranks)) if line.choice else "",
+                f"{line.dense_numbers:,}",
+                f"{line.stored_numbers:,}",
+                share(line.stored_numbers, line.dense_numbers),
+                "" if line.choice is None or line.choice.error is None else f"{line.choice.error:.3f}",
+                line.reason,
+            )
+            for line in self.layers
+        ]
+        columns = (
+            ("layer", "left"),
+            ("kind", "left"),
+            ("shape", "left"),
+            ("scheme", "left"),
+            ("rank", "right"),
+            ("dense", "right"),
+            ("stored", "right"),
+            ("ratio", "right"),
+            ("error", "right"),
+            ("why", "left"),
+        )
+        footer = (
+            f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
+            f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
+            f"found through: {self.route}",
+        )
+        return render_table("Sketch plan", columns, rows, footer)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What came of one sketched weight.
+
+    Attributes:
+        scheme: as stored, which may be "pair" where a pivoted form was planned and is inaccurate.
+        ranks: of the factors.
+        method: how they were found: "svd", "randomized", "panther", "hosvd".
+        error: relative Frobenius error of the stored factors, estimated by Gaussian probes.
+    """
+
+    scheme: str
+    ranks: tuple[int, ...]
+    method: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class SketchRecord:
+    """What was done to a model; kept on it, saved with it.
+
+    Attributes:
+        plan: the plan that was carried out.
+        fitted: what came of each weight that was sketched, by name.
+    """
+
+    plan: SketchPlan
+    fitted: Mapping[str, Fitted]
+
+
+RECORD_ATTRIBUTE = "_panther_sketch"

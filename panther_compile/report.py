@@ -1,0 +1,243 @@
+"""What was done to a model, counted on the model as it is now."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther_compile.errors import NoTargetError
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.embedding import SketchedEmbedding
+from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchRecord
+from panther_compile.tables import render_table, share
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One layer, sketched or left alone.
+
+    Attributes:
+        name: fully qualified.
+        kind: class of the layer as it is now, or kind of the dense layer that was left alone.
+        scheme: how the weight is stored, "dense" where it was left alone.
+        ranks: of the factors; empty if dense.
+        dense_numbers: stored numbers (parameters and buffers) of the dense layer.
+        stored_numbers: stored numbers of the layer as it is now.
+        dense_macs: multiply-adds per row (linear, attention) or output position (convolution), dense.
+        macs: the same as it is now.
+        method: how the factors were found.
+        error: relative Frobenius error of the weight, estimated by Gaussian probes; None if dense or unknown.
+        reason: why the layer was left alone.
+    """
+
+    name: str
+    kind: str
+    scheme: str
+    ranks: tuple[int, ...]
+    dense_numbers: int
+    stored_numbers: int
+    dense_macs: int
+    macs: int
+    method: str
+    error: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SketchReport:
+    """What a sketched model stores and computes, against the dense one.
+
+    Attributes:
+        rows: one for each weight, in the order of the model.
+        dense_numbers: parameters and buffers of the whole dense model, shared ones once.
+        stored_numbers: parameters and buffers of the whole model as it is now, shared ones once.
+        replaced_dense_numbers: dense count of the replaced weights.
+        replaced_stored_numbers: their stored count now.
+        ratio_asked: as text; "-" where no record of it is left.
+        route: how the layers were found.
+    """
+
+    rows: tuple[ReportRow, ...]
+    dense_numbers: int
+    stored_numbers: int
+    replaced_dense_numbers: int
+    replaced_stored_numbers: int
+    ratio_asked: str
+    route: str
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Stored over dense numbers of the replaced weights; 1.0 if none was."""
+        if not self.replaced_dense_numbers:
+            return 1.0
+        return self.replaced_stored_numbers / self.replaced_dense_numbers
+
+    @property
+    def sketched(self) -> tuple[ReportRow, ...]:
+        """The rows that are sketched."""
+        return tuple(row for row in self.rows if row.scheme != "dense")
+
+    @property
+    def skipped(self) -> tuple[ReportRow, ...]:
+        """The rows that were left alone, each with its reason."""
+        return tuple(row for row in self.rows if row.scheme == "dense")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return asdict(self) | {"achieved_ratio": self.achieved_ratio}
+
+    def __str__(self) -> str:
+        """A table: one line for each weight, then the totals."""
+        rows = [
+            (
+                row.name or "(model)",
+                row.kind,
+                row.scheme,
+                "x".join(map(str, row.ranks)),
+                f"{row.dense_numbers:,}",
+                f"{row.stored_numbers:,}",
+                share(row.stored_numbers, row.dense_numbers),
+                share(row.macs, row.dense_macs),
+                "" if row.error is None else f"{row.error:.3f}",
+                row.method or row.reason,
+            )
+            for row in self.rows
+        ]
+        columns = (
+            ("layer", "left"),
+            ("kind", "left"),
+            ("scheme", "left"),
+            ("rank", "right"),
+            ("dense", "right"),
+            ("stored", "right"),
+            ("ratio", "right"),
+            ("FLOPs", "right"),
+            ("error", "right"),
+            ("method, or why not", "left"),
+        )
+        macs = sum(row.macs for row in self.sketched)
+        dense_macs = sum(row.dense_macs for row in self.sketched)
+        footer = (
+            f"replaced weights: {self.replaced_stored_numbers:,} of {self.replaced_dense_numbers:,} numbers, "
+            f"ratio {self.achieved_ratio:.4f} (asked {self.ratio_asked}), FLOPs {share(macs, dense_macs)}",
+            f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
+            f"ratio {share(self.stored_numbers, self.dense_numbers)}",
+            f"found through: {self.route}",
+        )
+        return render_table("Sketch report", columns, rows, footer)
+
+
+def sketch_report(model: nn.Module) -> SketchReport:
+    """Report on a sketched model: numbers, FLOPs, errors, achieved ratio, and what was left alone and why.
+
+    Counts are taken from the model given, so they hold after fine-tuning, pruning or editing too. Errors and
+    reasons come from the record that `sketchify` and `load_sketched` leave on the model; without it they are
+    missing.
+
+    Raises:
+        NoTargetError: the model was never sketched.
+    """
+    record: SketchRecord | None = model.__dict__.get(RECORD_ATTRIBUTE)
+    layers = dict(_weight_layers(model))
+    if record is None and not layers:
+        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
+    rows = list(_recorded_rows(record, layers)) if record is not None else []
+    known = {row.name for row in rows}
+    rows.extend(_row(name, layer, None) for name, layer in layers.items() if name not in known)
+    stored = _numbers(tensors_of([model]))
+    outer = list(_outermost(model))
+    saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
+    return SketchReport(
+        rows=tuple(rows),
+        dense_numbers=stored + saved,
+        stored_numbers=stored,
+        replaced_dense_numbers=_dense_numbers(layers.values()),
+        replaced_stored_numbers=_numbers(tensors_of(layers.values())),
+        ratio_asked="-" if record is None else record.plan.ratio,
+        route="-" if record is None else record.plan.route,
+    )
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of the modules, each tensor once."""
+    found = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _weight_layers(model: nn.Module) -> Iterator[tuple[str, SketchedLayer]]:
+    """The sketched layers that hold factors themselves: not an attention, but its projections."""
+    for name, module in model.named_modules():
+        if isinstance(module, SketchedLayer):
+            inner = list(module.modules())[1:]
+            if not any(isinstance(part, SketchedLayer) for part in inner):
+                yield name, module
+
+
+def _outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[SketchedLayer]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, SketchedLayer):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, seen)
+
+
+def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
+    """Dense count of the layers; of those that share their factors, only the biases count again."""
+    total, seen = 0, set()
+    for layer in layers:
+        named = dict(layer.named_parameters())
+        key = tuple(sorted(id(p) for name, p in named.items() if not name.endswith("bias")))
+        if key in seen:
+            total += _numbers(p for name, p in named.items() if name.endswith("bias"))
+        else:
+            total += layer.dense_numbers
+        seen.add(key)
+    return total
+
+
+def _recorded_rows(
+    record: SketchRecord, layers: dict[str, SketchedLayer]
+) -> Iterator[ReportRow]:
+    for line in record.plan.layers:
+        if line.choice is not None and line.name in layers:
+            yield _row(line.name, layers[line.name], record.fitted.get(line.name))
+        elif line.choice is None:
+            numbers, macs = line.dense_numbers, _product(line.shape)
+            yield ReportRow(
+                line.name, line.kind, "dense", (), numbers, numbers, macs, macs, "", None, line.reason
+            )
+
+
+def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
+    return ReportRow(
+        name=name,
+        kind=type(layer).__name__,
+        scheme=layer.scheme,
+        ranks=layer.ranks,
+        dense_numbers=layer.dense_numbers,
+        stored_numbers=layer.stored_numbers,
+        dense_macs=layer.dense_macs,
+        macs=layer.macs,
+        method="" if fitted is None else fitted.method,
+        error=None if fitted is None else fitted.error,
+        reason="",
+    )
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

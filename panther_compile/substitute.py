@@ -1,0 +1,61 @@
+"""Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+Replacements = Mapping[nn.Module, nn.Module]
+
+
+def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
+    """A deep copy in which every reference to an old module leads to its replacement.
+
+    References in lists, dicts and other Python objects follow too, and the old modules' tensors are
+    never copied. A bias that others share with an old module is shared with its replacement.
+    """
+    memo: dict[int, Any] = {id(old): replacement for old, replacement in new.items()}
+    for old, replacement in new.items():
+        old_bias, new_bias = getattr(old, "bias", None), getattr(replacement, "bias", None)
+        if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
+            memo.setdefault(id(old_bias), new_bias)
+    result: nn.Module = copy.deepcopy(model, memo)
+    return result
+
+
+def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
+    """Replace the old modules in the model itself; returns the model, or what replaces it.
+
+    Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules hold as
+    plain attributes.
+    """
+    if model in new:
+        return new[model]
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child in new:
+                module._modules[name] = new[child]
+        for name, value in list(module.__dict__.items()):
+            if name != "_modules" and isinstance(value, list | tuple | dict | nn.Module):
+                replaced = _replaced(value, new)
+                if replaced is not value:
+                    module.__dict__[name] = replaced
+    return model
+
+
+def _replaced(value: Any, new: Replacements) -> Any:
+    """The value with old modules replaced; lists and dicts are changed in place."""
+    if isinstance(value, nn.Module):
+        return new.get(value, value)
+    if isinstance(value, list):
+        value[:] = [_replaced(item, new) for item in value]
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            replaced = _replaced(item, new)
+            if replaced is not item:
+                value[key] = replaced
+    elif type(value) is tuple:
+        items = tuple(_replaced(item, new) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value

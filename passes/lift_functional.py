@@ -1,0 +1,143 @@
+"""Functional linear layers and convolutions of a graph become module calls; exact.
+
+Before:
+    %w : get_attr[target=fc.weight]
+    %b : get_attr[target=fc.bias]
+    %y : call_function[target=torch._C._nn.linear](args = (%x, %w, %b))
+After:
+    %y : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
+
+Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them. The module takes the place of the
+parameters' owner where that holds nothing else, so their names stay; else it is a new submodule of the
+owner, and a parameter that nothing else uses moves into it. A weight that is computed, not a parameter of
+the graph, is left alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+_LINEAR = (F.linear, torch.ops.aten.linear.default)
+_CONV2D = (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
+_ARGUMENTS = {
+    "linear": ("input", "weight", "bias"),
+    "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+}
+
+
+def lift_functional(graph_module: fx.GraphModule) -> int:
+    """Rewrite the graph in place; returns how many calls were lifted."""
+    made: dict[tuple[str, str], str] = {}
+    count = 0
+    for node in list(graph_module.graph.nodes):
+        call = _read(node)
+        if call is None:
+            continue
+        layer = _layer(graph_module, call)
+        if layer is None:
+            continue
+        weight_name = str(call["weight"].target)
+        key = (weight_name, repr(layer) + str(call.get("bias")))
+        if key not in made:
+            made[key] = _place(graph_module, weight_name, call.get("bias"), layer)
+        with graph_module.graph.inserting_before(node):
+            new = graph_module.graph.call_module(made[key], (call["input"],))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph_module.graph.erase_node(node)
+        count += 1
+    if count:
+        _drop_unused_parameters(graph_module)
+        graph_module.graph.lint()
+        graph_module.recompile()
+    return count
+
+
+def _read(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments by name of a functional linear layer or convolution; None for any other node."""
+    if node.op != "call_function" or node.target not in (*_LINEAR, *_CONV2D):
+        return None
+    names = _ARGUMENTS["linear" if node.target in _LINEAR else "conv2d"]
+    call = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    weight, bias = call["weight"], call.get("bias")
+    known = isinstance(weight, fx.Node) and weight.op == "get_attr"
+    known = known and (bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr"))
+    constant = not any(isinstance(value, fx.Node) for key, value in call.items() if key in names[3:])
+    return call if known and constant else None
+
+
+def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module | None:
+    """The module that computes the call, with the graph's own parameters; None if they are not parameters."""
+    weight = _attribute(graph_module, call["weight"])
+    bias = _attribute(graph_module, call.get("bias"))
+    if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
+        return None
+    layer: nn.Module
+    if weight.dim() == 2:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    else:
+        groups = call.get("groups", 1)
+        options = {key: _pair(call[key]) for key in ("stride", "padding", "dilation") if key in call}
+        layer = nn.Conv2d(
+            weight.shape[1] * groups,
+            weight.shape[0],
+            tuple(weight.shape[2:]),
+            groups=groups,
+            bias=bias is not None,
+            device="meta",
+            **options,
+        )
+    layer.weight, layer.bias = weight, bias
+    return layer.train(graph_module.training)
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
+
+
+def _place(
+    graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None, layer: nn.Module
+) -> str:
+    """Put the layer into the module tree and return its name."""
+    owner_name, _, leaf = weight_name.rpartition(".")
+    owner = graph_module.get_submodule(owner_name)
+    held = set(dict(owner.named_parameters()) | dict(owner.named_buffers()))
+    needed = {"weight"} | ({"bias"} if bias is not None else set())
+    own_bias = bias is None or str(bias.target) == f"{owner_name}.bias"
+    if own_bias and repr(owner) == repr(layer):
+        return owner_name
+    bare = type(owner) is nn.Module and not list(owner.children())
+    if owner_name and leaf == "weight" and own_bias and bare and held == needed:
+        graph_module.set_submodule(owner_name, layer)
+        return owner_name
+    stem = f"{leaf}_{type(layer).__name__.lower()}"
+    name, number = stem, 1
+    while hasattr(owner, name):
+        name, number = f"{stem}_{number}", number + 1
+    owner.add_module(name, layer)
+    return f"{owner_name}.{name}" if owner_name else name
+
+
+def _drop_unused_parameters(graph_module: fx.GraphModule) -> None:
+    """Drop reads that nothing uses any more, and the parameters that only they read."""
+    reads = [node for node in graph_module.graph.nodes if node.op == "get_attr"]
+    for node in reads:
+        if not node.users:
+            graph_module.graph.erase_node(node)
+    still_read = {str(node.target) for node in reads if node.users}
+    for node in reads:
+        owner_name, _, leaf = str(node.target).rpartition(".")
+        owner = graph_module.get_submodule(owner_name)
+        plain = type(owner) is nn.Module or isinstance(owner, fx.GraphModule)
+        if str(node.target) not in still_read and plain and leaf in owner._parameters:
+            delattr(owner, leaf)
+
+
+def _attribute(graph_module: fx.GraphModule, node: fx.Node | None) -> Any:
+    if node is None:
+        return None
+    owner_name, _, leaf = str(node.target).rpartition(".")
+    return getattr(graph_module.get_submodule(owner_name), leaf)

@@ -1,0 +1,61 @@
+"""Checks that every sketching pass shares: is this module really the plain layer it looks like?"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.utils import parametrize
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def why_not_plain(
+    module: nn.Module,
+    base: type[nn.Module],
+    *,
+    tensors: frozenset[str],
+    children: frozenset[str] = frozenset(),
+    methods: tuple[str, ...] = ("forward",),
+) -> str | None:
+    """Why a module does not compute just what its base class computes, or None if it does.
+
+    Args:
+        module: of type `base` or a subclass.
+        base: `nn.Linear`, `nn.Conv2d`, ...
+        tensors: names of the parameters and buffers that the base class has.
+        children: names of the submodules that the base class has.
+        methods: those that define what the base class computes.
+    """
+    if parametrize.is_parametrized(module):
+        return "parametrized (torch.nn.utils.parametrize); remove the parametrizations first"
+    for method in methods:
+        if method in module.__dict__:
+            return f"its {method} was replaced on the instance"
+        if getattr(type(module), method) is not getattr(base, method):
+            return f"{type(module).__name__} overrides {base.__name__}.{method}"
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
+        return "lazy: run one batch through the model first"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks, which expect the dense layer (pruning and weight_norm use them too)"
+    extra = sorted(set(own) - tensors) + sorted(set(dict(module.named_children())) - children)
+    if extra:
+        return f"holds more than {base.__name__} does: {', '.join(extra)}"
+    for name, tensor in own.items():
+        reason = _why_not_tensor(name, tensor)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_not_tensor(name: str, tensor: Tensor) -> str | None:
+    if type(tensor) not in (nn.Parameter, Tensor):
+        return f"its {name} is a {type(tensor).__name__}, not a plain tensor (quantized or sharded)"
+    if tensor.dtype not in _FLOATS:
+        return f"its {name} is {tensor.dtype}, wanted a floating dtype"
+    return None

@@ -1,0 +1,221 @@
+"""What the texts say holds: their code runs, the paths they name exist, the examples work."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+TEXTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^```\s*$", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: \S.*? -->\s*\Z", re.S)
+
+SUFFIX = r"\.(?:py|pyi|md|toml|typed|ya?ml|json|txt|cfg|sh|png|svg|csv)"
+PATH = re.compile(rf"[\w.*-]+(?:/[\w.*-]+)*(?:/|{SUFFIX})|[\w.*-]+(?:/[\w.*-]+)+")
+# In backticks and with a slash, yet not a path of the repository: what it is instead.
+NOT_PATHS = {
+    "sentence-transformers/all-MiniLM-L6-v2": "the name of a model",
+}
+# What a run leaves behind, or a set-up makes.
+MADE = (".venv", "out", "build", "dist")
+SKIPPED_FOLDERS = {".git", "__pycache__", *MADE}
+
+
+def find_blocks(markdown, language):
+    """Yield (first line number, code, is run) of each block in a language."""
+    for match in FENCE.finditer(markdown):
+        if match["language"] == language:
+            line = markdown.count("\n", 0, match.start("body"))
+            is_run = not NOT_RUN.search(markdown[: match.start()])
+            yield line, match["body"], is_run
+
+
+def run_blocks(markdown, name):
+    """Run a text's Python blocks top to bottom in one namespace; how many there were."""
+    namespace = {"__name__": "__main__"}
+    blocks = [(line, code) for line, code, is_run in find_blocks(markdown, "python") if is_run]
+    for line, code in blocks:
+        # Blank lines in front give tracebacks the text's own line numbers.
+        exec(compile("\n" * line + code, name, "exec"), namespace)
+    return len(blocks)
+
+
+def list_files(root):
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in SKIPPED_FOLDERS and not name.endswith("-info")
+        ]
+        relative = Path(folder).relative_to(root)
+        files += [(relative / name).as_posix() for name in [*names, *subfolders]]
+    return files
+
+
+def exists(path, files):
+    """Whether a path names something: in full, or by its end when that is how the text puts it."""
+    if path in NOT_PATHS or path.split("/")[0] in MADE:
+        return True
+    pattern = re.escape(path.removeprefix("./").rstrip("/")).replace(r"\*", "[^/]*")
+    return any(re.fullmatch(f"(?:.*/)?{pattern}", file) for file in files)
+
+
+def find_inline_paths(markdown):
+    prose = FENCE.sub("", markdown)
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        if PATH.fullmatch(code):
+            yield code
+
+
+def find_links(markdown):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", markdown)):
+        if "://" not in target and not target.startswith(("#", "mailto:")):
+            yield target.split("#")[0]
+
+
+def find_tree_paths(block):
+    """Paths of a drawn or indented tree of files; nothing if the block is something else."""
+    stack, paths = [], []
+    for line in block.splitlines():
+        text = re.sub(r"[│├└─┬|]", " ", line)
+        indent = len(text) - len(text.lstrip())
+        cell = re.split(r"\s{2,}|\s#", text.strip())[0]
+        names = re.split(r"[,\s]+", cell)
+        if not text.strip() or not all(PATH.fullmatch(name) for name in names):
+            continue
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        above = "".join(name for _, name in stack)
+        paths += [above + name for name in names]
+        if names[-1].endswith("/"):
+            stack.append((indent, names[-1]))
+    folders = sum(path.endswith("/") for path in paths)
+    return paths if len(paths) >= 3 and folders else []
+
+
+def missing_tree_paths(block, root):
+    """Paths of the tree that are not there, seen from the root or from the folder around it."""
+    paths = find_tree_paths(block)
+    below_first = [path.removeprefix(paths[0]) for path in paths[1:]]
+
+    def missing(candidates):
+        return [
+            path
+            for path in candidates
+            if path.split("/")[0] not in MADE and not list(root.glob(path.rstrip("/")))
+        ]
+
+    return min(missing(paths), missing(below_first), key=len)
+
+
+def test_readme_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(README.read_text(encoding="utf-8"), "README.md") > 0
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)
+def test_named_paths_exist(text):
+    markdown = text.read_text(encoding="utf-8")
+    files = list_files(ROOT)
+    missing = [path for path in find_inline_paths(markdown) if not exists(path, files)]
+    missing += [path for path in find_links(markdown) if not (text.parent / path).exists()]
+    for language in ["", "text"]:
+        for _, block, _ in find_blocks(markdown, language):
+            missing += missing_tree_paths(block, ROOT)
+    assert missing == []
+
+
+def test_there_are_examples():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(example, tmp_path):
+    done = subprocess.run(
+        [sys.executable, example, "--quick"],
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+# The checks themselves, on texts that break their promise.
+
+PAGE = """
+See `docs/design.md`, `sites.py`, `passes/sketch_*.py`, `x_BI` and `nn.Linear`;
+[a](docs/design.md#b), [c](https://d.e).
+
+```python
+x = 1
+```
+
+<!-- not run: needs a GPU -->
+```python
+raise RuntimeError
+```
+
+```python
+y = x + 1
+```
+"""
+
+
+def test_blocks_share_a_namespace_and_marked_ones_are_skipped():
+    assert run_blocks(PAGE, "page.md") == 2
+    with pytest.raises(RuntimeError):
+        run_blocks(PAGE.replace("<!-- not run: needs a GPU -->", ""), "page.md")
+    with pytest.raises(RuntimeError):
+        run_blocks(PAGE.replace("not run: needs a GPU", "not run:"), "page.md")
+
+
+def test_traceback_has_the_line_of_the_text():
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_blocks("a\n\n```python\nx = 1\n1 / 0\n```\n", "page.md")
+    assert caught.traceback[-1].lineno + 1 == 5
+
+
+def test_paths_are_found_in_prose():
+    assert list(find_inline_paths(PAGE)) == ["docs/design.md", "sites.py", "passes/sketch_*.py"]
+    assert list(find_links(PAGE)) == ["docs/design.md"]
+
+
+def test_missing_paths_are_noticed():
+    files = ["docs/design.md", "passes", "passes/sketch_linear.py"]
+    for path in ["docs/design.md", "design.md", "passes/", "passes/sketch_*.py", "out/a.json"]:
+        assert exists(path, files), path
+    for path in ["docs/missing.md", "sign.md", "pass/", "passes/lift_*.py"]:
+        assert not exists(path, files), path
+
+
+TREES = [
+    "top/\n├── a.py     what a does\n├── deep/\n│   └── b.py, c.py   both\n└── d.md\n",
+    "top/          all of it\n  a.py        what a does\n  deep/\n    b.py c.py   both\n  d.md\n",
+    "a.py   what a does\ndeep/\n  b.py\n  c.py\nd.md\n",
+]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_are_read(tmp_path, tree):
+    (tmp_path / "deep").mkdir()
+    for name in ["a.py", "deep/b.py", "deep/c.py"]:
+        (tmp_path / name).touch()
+    assert missing_tree_paths(tree, tmp_path) == ["d.md"]
+    (tmp_path / "d.md").touch()
+    assert missing_tree_paths(tree, tmp_path) == []
+    (tmp_path / "deep/c.py").rename(tmp_path / "c.py")
+    assert missing_tree_paths(tree, tmp_path) == ["deep/c.py"]
+
+
+def test_other_blocks_are_no_trees():
+    assert find_tree_paths("cli\napi\nreport | checkpoint\n") == []
+    assert find_tree_paths("$ make test\n123 passed in 4.5s\n") == []
