@@ -16,7 +16,7 @@ from panther_compile.errors import (
     WeightError,
     WrappedModelError,
 )
-from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.base import outermost
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.plan import hides_progress, make_plan
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord
@@ -103,12 +103,9 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     Raises:
         NoTargetError: the model holds no sketched layer.
     """
-    sketched = [module for module in model.modules() if isinstance(module, SketchedLayer)]
-    parts = {id(part) for layer in sketched for part in list(layer.modules())[1:]}
-    outer = [layer for layer in sketched if id(layer) not in parts]
-    if not outer:
+    dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
+    if not dense:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
-    dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outer}
     _tie_again(dense)
     result = (replace_inside if inplace else copy_with)(model, dense)
     result.__dict__.pop(RECORD_ATTRIBUTE, None)

@@ -1,16 +1,17 @@
 """Low-rank forms of a convolution's weight W (O, I/G, kh, kw), and what each rank of them costs.
 
-Each form is a chain of smaller convolutions, all with the G groups of the dense one; ranks are per group:
+Each form is a chain of smaller convolutions, all with the G groups of the dense one:
 
-    channel   kh x kw (I -> G r), 1 x 1 (G r -> O)             W[o,i,a,b] = Σ_p  U[o,p] V[p,i,a,b]
-    spatial   kh x 1  (I -> G r), 1 x kw (G r -> O)            W[o,i,a,b] = Σ_p  U[o,p,b] V[p,i,a]
-    tucker2   1 x 1 (I -> G q), kh x kw (G q -> G p), 1 x 1 (G p -> O)
-                                                               W[o,i,a,b] = Σ_pq U[o,p] C[p,q,a,b] V[q,i]
+    channel   kh x kw, 1 x 1           W[o,i,a,b] = Σ_p  U[o,p] V[p,i,a,b]
+    spatial   kh x 1, 1 x kw           W[o,i,a,b] = Σ_p  U[o,p,b] V[p,i,a]
+    tucker2   1 x 1, kh x kw, 1 x 1    W[o,i,a,b] = Σ_pq U[o,p] C[p,q,a,b] V[q,i]
 
-The first two are truncated SVDs of W as a matrix, (o) x (i,a,b) and (o,b) x (i,a); the third is the higher-order
-SVD followed by alternating least squares, HOOI. Sources: Zhang et al., TPAMI 38 (2016) (channel);
-Jaderberg et al., BMVC 2014 (spatial); Kim et al., ICLR 2016 (tucker2); De Lathauwer et al., SIAM J. Matrix Anal.
-Appl. 21 (2000) (HOSVD, HOOI).
+within a group; ranks, p = 1..r or p = 1..r_out and q = 1..r_in, are per group. The first two are truncated
+SVDs of W as a matrix, (o) x (i,a,b) and (o,b) x (i,a); the third is the higher-order SVD, refined by
+alternating projections (HOOI).
+
+Sources: Zhang et al., TPAMI 38 (2016) (channel); Jaderberg et al., BMVC 2014 (spatial); Kim et al., ICLR
+2016 (tucker2); De Lathauwer et al., SIAM J. Matrix Anal. Appl. 21 (2000) (HOSVD, HOOI).
 """
 
 # G groups, O out_channels, I in_channels, kh x kw kernel; per group: o = O/G, i = I/G, k = kh kw
@@ -35,7 +36,8 @@ class ConvKernels:
 
     Attributes:
         scheme: one of `SCHEMES`.
-        kernels: float64 weights of the stages, (C_out, C_in / G, height, width) each, of equal Frobenius norm.
+        kernels: float64 weights of the stages, (C_out, C_in / G, height, width) each, of equal
+            Frobenius norm.
         error: relative Frobenius error of the chain, exact.
     """
 
@@ -47,8 +49,8 @@ class ConvKernels:
 class ConvCandidate(Candidate):
     """One scheme for a kernel W (O, I/G, kh, kw) with G groups.
 
-    `macs` counts per output position. With a stride that holds for every stage but those which run before
-    the stride is complete: the first of tucker2 (stride_h stride_w as many) and of spatial (stride_w as many).
+    `macs` counts per output position, as if the stride were 1. Stages ahead of a stride see more
+    positions: the first of tucker2 stride_h stride_w as many, the first of spatial stride_w as many.
 
     Args:
         shape: of the weight, (O, I/G, kh, kw).
@@ -131,26 +133,22 @@ class Tucker2Candidate(ConvCandidate):
         v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), self.inputs)
         kept = _core(tensor_goik, u_gop, v_giq).square().sum(dim=(0, 3)).cumsum(0).cumsum(1)
         r_in, r_out = torch.tensor([self.ranks(r + 1) for r in range(self.max_rank)]).T
-        return (
-            kept[r_out - 1, r_in - 1] / kept[-1, -1] if kept[-1, -1] > 0 else torch.ones(len(r_in))
-        )
+        return kept[r_out - 1, r_in - 1] / kept[-1, -1] if kept[-1, -1] > 0 else torch.ones(len(r_in))
 
 
-def conv_candidates(
-    weight: Tensor, groups: int, compute_energies: bool = True
-) -> tuple[Candidate, ...]:
+def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) -> tuple[Candidate, ...]:
     """Every scheme for a convolution.
 
-    A 1 x 1 kernel without groups is a matrix: "pivoted". One with groups has "channel", the plain pair, alone; so
-    has a kh x 1 kernel, whose "spatial" form is the same. A depthwise weight has none.
+    A 1 x 1 kernel without groups is a matrix: "pivoted". With groups it has "channel" alone, the plain
+    pair. A kh x 1 kernel has no "spatial", which would be "channel" again. A depthwise weight has none.
 
     Args:
         weight: (O, I/G, kh, kw); a meta tensor will do without energies.
         groups: G.
-        compute_energies: whether to compute what each rank keeps, which costs one eigendecomposition each.
+        compute_energies: whether to compute what each rank keeps: an eigendecomposition or two each.
 
     Raises:
-        WeightError: the energies are asked for and the weight holds NaN or Inf, or is on the meta device.
+        WeightError: energies are asked for and the weight holds NaN or Inf, or is on the meta device.
     """
     out_channels, inputs, kh, kw = weight.shape
     if is_depthwise(inputs, groups):
@@ -242,16 +240,14 @@ def multiply_out(kernels: tuple[Tensor, ...], groups: int, scheme: str) -> Tenso
 
 
 def to_matrices(weight: Tensor, groups: int, scheme: str) -> Tensor:
-    """The matrices whose truncated SVD is the scheme: (G, o, i kh kw) or, for "spatial", (G, o kw, i kh)."""
+    """The matrices to truncate: (G, o, i kh kw) for "channel", (G, o kw, i kh) for "spatial"."""
     tensor = _grouped(weight, groups)
     if scheme == "channel":
         return tensor.flatten(2)
     return tensor.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2)
 
 
-def tucker2_ranks(
-    shape: tuple[int, ...], groups: int, rank: int | tuple[int, ...]
-) -> tuple[int, ...]:
+def tucker2_ranks(shape: tuple[int, ...], groups: int, rank: int | tuple[int, ...]) -> tuple[int, ...]:
     """(r_in, r_out) from a pair, which is checked, or from one number.
 
     Raises:
@@ -262,12 +258,9 @@ def tucker2_ranks(
         if not 1 <= rank <= candidate.max_rank:
             raise RankError(f"tucker2: {rank=}, wanted 1..{candidate.max_rank}")
         return candidate.ranks(rank)
-    if len(rank) != 2 or not (
-        1 <= rank[0] <= candidate.inputs and 1 <= rank[1] <= candidate.outputs
-    ):
+    if len(rank) != 2 or not (1 <= rank[0] <= candidate.inputs and 1 <= rank[1] <= candidate.outputs):
         raise RankError(
-            f"tucker2: rank={rank!r}, wanted (r_in, r_out) in "
-            f"1..{candidate.inputs}, 1..{candidate.outputs}"
+            f"tucker2: rank={rank!r}, wanted (r_in, r_out) in 1..{candidate.inputs}, 1..{candidate.outputs}"
         )
     return rank
 
@@ -278,15 +271,11 @@ def check_scheme(scheme: str, known: tuple[str, ...] = SCHEMES) -> None:
         raise ConfigError(f"scheme={scheme!r}, wanted one of {', '.join(known)}")
 
 
-def _to_kernels(
-    left_gmr: Tensor, right_grn: Tensor, shape: torch.Size, scheme: str
-) -> tuple[Tensor, ...]:
+def _to_kernels(left_gmr: Tensor, right_grn: Tensor, shape: torch.Size, scheme: str) -> tuple[Tensor, ...]:
     """Two-stage kernels from the factors of `to_matrices`."""
     _, inputs, kh, kw = shape
     if scheme == "channel":
-        return right_grn.flatten(0, 1).unflatten(1, (inputs, kh, kw)), left_gmr.flatten(0, 1)[
-            ..., None, None
-        ]
+        return right_grn.flatten(0, 1).unflatten(1, (inputs, kh, kw)), left_gmr.flatten(0, 1)[..., None, None]
     down = right_grn.flatten(0, 1).unflatten(1, (inputs, kh))[..., None]
     up = left_gmr.unflatten(1, (-1, kw)).flatten(0, 1).transpose(1, 2)[:, :, None]
     return down, up

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther_compile.errors import NoTargetError
-from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.embedding import SketchedEmbedding
+from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchRecord
 from panther_compile.tables import render_table, share
 
@@ -146,7 +145,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
     known = {row.name for row in rows}
     rows.extend(_row(name, layer, None) for name, layer in layers.items() if name not in known)
     stored = _numbers(tensors_of([model]))
-    outer = list(_outermost(model))
+    outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
     return SketchReport(
         rows=tuple(rows),
@@ -179,18 +178,6 @@ def _weight_layers(model: nn.Module) -> Iterator[tuple[str, SketchedLayer]]:
             inner = list(module.modules())[1:]
             if not any(isinstance(part, SketchedLayer) for part in inner):
                 yield name, module
-
-
-def _outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[SketchedLayer]:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    if isinstance(module, SketchedLayer):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child, seen)
 
 
 def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:

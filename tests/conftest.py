@@ -1,4 +1,4 @@
-"""Under every test: no network, a fixed seed, two threads, Triton interpreted without CUDA."""
+"""Under every test: no network, a fixed seed, one thread, Triton interpreted without CUDA."""
 
 import os
 
@@ -13,7 +13,7 @@ if not HAS_CUDA:
     # Read when a kernel is defined; torch itself does not import triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SPECTRA = ["noise", "i^-0.3", "i^-1", "exponential"]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """On matrices this small threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

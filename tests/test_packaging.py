@@ -57,14 +57,23 @@ def test_mapped_folders_are_those_of_this_test():
     assert read_setuptools_table()["package-dir"] == FOLDER_OF_PACKAGE
 
 
-@pytest.mark.parametrize("folder", ["passes", "kernels"])
-def test_mapped_folder_refuses_its_other_name(folder):
-    done = run("-c", f"import {folder}", cwd=ROOT)
+def test_passes_refuses_its_other_name():
+    done = run("-c", "import passes", cwd=ROOT)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: this folder is panther_compile.{folder}, not {folder!r}: "
-        "import it by that name"
+        "ImportError: this folder is panther_compile.passes, not 'passes': import it by that name"
     )
+
+
+def test_kernels_has_no_modules_under_its_other_name():
+    done = run("-c", "import kernels.reference", cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'kernels.reference'"
+
+
+def test_transformers_takes_the_kernels_folder_for_absent():
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    done = run("-c", code, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,15 @@ from panther_compile.sketches import SKETCH_KINDS, SketchOperator, make_sketch, 
 SIZES = [(1, 1), (2, 1), (7, 3), (16, 16), (37, 10), (64, 5)]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """On matrices this small threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def draw(
     kind: str,
     rows: int,

@@ -1,6 +1,11 @@
 """The layers that stand in for dense ones."""
 
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 
-__all__ = ["SketchedConv1D", "SketchedLayer", "SketchedLinear"]
+LAYER_TYPES: dict[str, type[SketchedLayer]] = {
+    layer.__name__: layer for layer in (SketchedLinear, SketchedConv1D, SketchedEmbedding)
+}
+
+__all__ = ["LAYER_TYPES", "SketchedConv1D", "SketchedEmbedding", "SketchedLayer", "SketchedLinear"]

@@ -1,6 +1,7 @@
 """What every sketched layer can do, whatever it replaces."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,6 +54,19 @@ class SketchedLayer(nn.Module):
         """Numbers this layer stores: parameters and buffers."""
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
         return sum(tensor.numel() for tensor in tensors)
+
+
+def outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[SketchedLayer]:
+    """The sketched layers of a model, each once, without those that are parts of another."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if isinstance(module, SketchedLayer):
+        yield module
+        return
+    for child in module.children():
+        yield from outermost(child, seen)
 
 
 def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:

@@ -5,14 +5,15 @@ spatial:  y = up(down(x)) + b          down kh x 1  (I -> G r), up 1 x kw
 tucker2:  y = up(core(down(x))) + b    down 1 x 1 (I -> G q), core kh x kw (G q -> G p), up 1 x 1
 pivoted:  y = up(x₁ + down(x₂)) + b    1 x 1 kernels without groups only: pivot.py
 
-Every stage has the G groups of the dense layer. Stride, padding and dilation belong to the stage that is as
-tall or as wide as the dense kernel; the stages before it have no bias, so what they see of the padding is
-the same: zeros stay zeros, and copies stay copies. factorize_conv2d.py has the weights.
+Every stage has the G groups of the dense layer. Stride, padding and dilation belong to the stage that
+is as tall or as wide as the dense kernel. Padding there is the same as padding x: the stages before it
+have no bias, so zeros stay zeros and copies stay copies. The weights come from factorize_conv2d.py.
 """
 
-# O out_channels, I in_channels, G groups, R rank, S = I - R, P positions (height x width)
+# N batch, O out_channels, I in_channels, G groups, R rank, S = I - R, P = height x width
 
-from typing import Any, Self
+import math
+from typing import Any, Literal, Self
 
 import torch
 import torch.fx
@@ -44,8 +45,19 @@ from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import HALF_DTYPES
 from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
 
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
-# Along which axes (0 height, 1 width) each stage has the dense layer's kernel, stride, padding and dilation.
+_GEOMETRY = (
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "padding_mode",
+)
+# Along which axes, 0 height and 1 width, a stage has the dense kernel, stride, padding and dilation.
 _AXES: dict[str, dict[str, tuple[int, ...]]] = {
     "channel": {"down": (0, 1), "up": ()},
     "spatial": {"down": (0,), "up": (1,)},
@@ -55,7 +67,7 @@ _AXES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class SketchedConv2d(SketchedLayer):
-    """A low-rank stand-in for `nn.Conv2d`; x (N, I, H, W) or (I, H, W) gives what the dense layer would.
+    """A low-rank stand-in for `nn.Conv2d`, for x (N, I, H, W) or (I, H, W).
 
     Args:
         in_channels: I.
@@ -70,7 +82,7 @@ class SketchedConv2d(SketchedLayer):
         bias: whether there is a bias of shape (O,).
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         start: first channel of the pivot slice, 0 or I - r ("pivoted" only).
-        gathered: whether the input channels are permuted by the index buffer `order` ("pivoted" only).
+        gathered: whether the buffer `order` permutes the input channels ("pivoted" only).
         device: where the factors are made.
         dtype: of the factors, any floating dtype.
 
@@ -82,7 +94,7 @@ class SketchedConv2d(SketchedLayer):
     """
 
     order: Tensor | None
-    core: nn.Conv2d | None
+    core: nn.Conv2d
 
     def __init__(
         self,
@@ -97,7 +109,7 @@ class SketchedConv2d(SketchedLayer):
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: PaddingMode = "zeros",
         start: int = 0,
         gathered: bool = False,
         device: torch.device | str | None = None,
@@ -122,42 +134,37 @@ class SketchedConv2d(SketchedLayer):
             dense.stride,
             dense.dilation,
         )
-        self.padding, self.padding_mode = dense.padding, padding_mode
+        self.padding, self.padding_mode = dense.padding, dense.padding_mode
         self.scheme, self.start = scheme, start
         _refuse_depthwise(dense)
         self.rank = self._checked_rank(rank)
-        r_in, r_out = self.rank if isinstance(self.rank, tuple) else (self.rank, self.rank)
+        self.ranks = self.rank if isinstance(self.rank, tuple) else (self.rank,)
+        r_in, r_out = self.ranks[0], self.ranks[-1]
         width = in_channels - r_in if scheme == "pivoted" else in_channels
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.down = self._stage("down", width, groups * r_in, False, factory)
-        core = self._stage("core", groups * r_in, groups * r_out, False, factory)
-        self.register_module("core", core if scheme == "tucker2" else None)
+        if scheme == "tucker2":
+            self.core = self._stage("core", groups * r_in, groups * r_out, False, factory)
         self.up = self._stage("up", groups * r_out, out_channels, bias, factory)
-        self.register_buffer(
-            "order", torch.arange(in_channels, device=device) if gathered else None
-        )
+        self.register_buffer("order", torch.arange(in_channels, device=device) if gathered else None)
 
     def _checked_rank(self, rank: int | tuple[int, ...]) -> int | tuple[int, ...]:
         what = f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {self.scheme})"
         shape = self._weight_shape()
         _, inputs, kh, kw = shape
         if self.scheme == "tucker2":
-            return tucker2_ranks(
-                shape, self.groups, tuple(rank) if isinstance(rank, list) else rank
-            )
-        largest = {
-            "channel": min(self.out_channels // self.groups, inputs * kh * kw),
-            "spatial": min(self.out_channels // self.groups * kw, inputs * kh),
-            "pivoted": min(self.out_channels, inputs - 1),
-        }[self.scheme]
+            return tucker2_ranks(shape, self.groups, rank if isinstance(rank, int) else tuple(rank))
         if self.scheme == "pivoted" and not kh == kw == self.groups == 1:
             raise LayerError(f"{what}: the pivoted form is for 1 x 1 kernels without groups")
-        check_rank(rank, largest, what)  # type: ignore[arg-type]
-        return rank
+        outputs = self.out_channels // self.groups
+        largest = {
+            "channel": min(outputs, inputs * kh * kw),
+            "spatial": min(outputs * kw, inputs * kh),
+            "pivoted": min(outputs, inputs - 1),
+        }
+        return _one_rank(rank, largest[self.scheme], what)
 
-    def _stage(
-        self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]
-    ) -> nn.Conv2d:
+    def _stage(self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]) -> nn.Conv2d:
         axes = _AXES[self.scheme].get(name, ())
 
         def along(values: tuple[int, ...], other: int) -> tuple[int, int]:
@@ -202,17 +209,10 @@ class SketchedConv2d(SketchedLayer):
         check_scheme(scheme, CONV_SCHEMES)
         ranks = tuple(kernel.shape[0] // like.groups for kernel in kernels[:-1])
         new = cls(
-            like.in_channels,
-            like.out_channels,
-            like.kernel_size,  # type: ignore[arg-type]
-            ranks if scheme == "tucker2" else ranks[0],
+            **_geometry(like),
+            rank=ranks if scheme == "tucker2" else ranks[0],
             scheme=scheme,
-            stride=like.stride,  # type: ignore[arg-type]
-            padding=like.padding,  # type: ignore[arg-type]
-            dilation=like.dilation,  # type: ignore[arg-type]
-            groups=like.groups,
             bias=like.bias is not None,
-            padding_mode=like.padding_mode,
             start=start,
             gathered=order is not None,
             device=like.weight.device,
@@ -239,23 +239,23 @@ class SketchedConv2d(SketchedLayer):
         sketch: str = "gaussian",
         seed: int = 0,
     ) -> Self:
-        """The closest layer of a rank, or of the largest rank that stores `ratio` of the weight's numbers.
+        """The closest layer of a rank, or of the largest that stores `ratio` of the weight's numbers.
 
         Args:
             layer: an `nn.Conv2d`, not depthwise.
             rank: see the constructor.
             ratio: in (0, 1]; exactly one of rank and ratio is given.
-            scheme: see the constructor. "auto" with a ratio takes the scheme of least error, and of those
-                that agree to three digits the one of fewest multiply-adds; with a rank it takes "pivoted" where
-                that fits, else "channel". "pivoted" becomes "channel", the plain pair, where it would be
-                inaccurate in the layer's dtype.
+            scheme: see the constructor. "auto" takes, given a ratio, the scheme of least error, and of
+                those that agree to three digits the one of fewest multiply-adds; given a rank,
+                "pivoted" where that fits, else "channel". "pivoted" becomes "channel", the plain
+                pair, where it would be inaccurate in the layer's dtype.
             method: see `panther_compile.factorize.factorize`.
             sketch: random test matrix of the randomized method.
             seed: of that matrix.
 
         Raises:
             ConfigError, RankError: see the constructor; also where no rank stores so little.
-            LayerError: the layer is no `nn.Conv2d`, is depthwise, or the scheme does not fit its kernel.
+            LayerError: the layer is no `nn.Conv2d`, is depthwise, or the scheme does not fit it.
             WeightError: the weight holds NaN or Inf, or is on the meta device.
         """
         what = f"{cls.__name__}.from_dense({layer})"
@@ -285,40 +285,44 @@ class SketchedConv2d(SketchedLayer):
                 generator=generator,
             )
             return cls.from_kernels(candidate.scheme, found.kernels, layer)
-        check_rank(rank, candidate.max_rank, what)  # type: ignore[arg-type]
+        rank = _one_rank(rank, candidate.max_rank, what)
         matrix = weight.flatten(1)
-        pair = factorize(matrix, rank, method=method, sketch=sketch, generator=generator)  # type: ignore[arg-type]
-        return cls._from_factors(pair.left, pair.right, layer, max_numbers)
+        pair = factorize(matrix, rank, method=method, sketch=sketch, generator=generator)
+        return cls.from_factors(pair.left, pair.right, layer, max_numbers=max_numbers)
 
     @classmethod
-    def _from_factors(
-        cls, left: Tensor, right: Tensor, like: nn.Conv2d, max_numbers: int | None
+    def from_factors(
+        cls, left: Tensor, right: Tensor, like: nn.Conv2d, *, max_numbers: int | None = None
     ) -> Self:
-        """A 1 x 1 convolution in pivoted form, or as a pair of at most `max_numbers` where that is inaccurate."""
+        """A 1 x 1 layer with the weight left @ right: pivoted, or the plain pair if inaccurate.
+
+        Args:
+            left: `(O, r)`, float32 or float64, columns by falling importance.
+            right: `(r, I)`, float32 or float64.
+            like: see `from_kernels`; it has no groups.
+            max_numbers: what the weight may store; a pair that exceeds it loses its last columns.
+        """
         dtype = like.weight.dtype
         pivoted = to_pivoted(left, right, dtype=dtype, gather=dtype in HALF_DTYPES)
         if pivoted is not None:
-            matrices = (pivoted.coefficients, pivoted.columns)
-            kernels = tuple(matrix[..., None, None] for matrix in matrices)
-            return cls.from_kernels(
-                "pivoted", kernels, like, start=pivoted.start, order=pivoted.order
-            )
+            down, up = pivoted.coefficients[..., None, None], pivoted.columns[..., None, None]
+            return cls.from_kernels("pivoted", (down, up), like, start=pivoted.start, order=pivoted.order)
         if max_numbers is not None:
-            rank = min(left.shape[1], max(1, max_numbers // (like.in_channels + like.out_channels)))
+            rank = max(1, max_numbers // (like.in_channels + like.out_channels))
             left, right = left[:, :rank], right[:rank]
         return cls.from_kernels("channel", (right[..., None, None], left[..., None, None]), like)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (N, I, H, W) or (I, H, W) to what the dense layer would give it; its memory format is kept."""
+        """Map x (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
             return self.up(self._pivoted_latent(x))
         x = self.down(x)
-        if self.core is not None:
+        if self.scheme == "tucker2":
             x = self.core(x)
         return self.up(x)
 
     def _pivoted_latent(self, x: Tensor) -> Tensor:
-        """z = x₁ + down(x₂), with the dense layer's padding and stride done on x."""
+        """The sum x₁ + down(x₂), with the dense layer's padding and stride done on x."""
         if not isinstance(self.padding, str) and any(self.padding):
             height, width = self.padding
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
@@ -327,13 +331,13 @@ class SketchedConv2d(SketchedLayer):
             x = x[..., :: self.stride[0], :: self.stride[1]]
         if self.order is not None:
             x = x.index_select(-3, self.order)
-        rank, others = self.up.in_channels, self.down.in_channels
-        pivots = x.narrow(-3, self.start, rank)
-        rest = x.narrow(-3, rank if self.start == 0 else 0, others)
-        return pivots + self.down(rest)
+        if _is_plain(self.down):
+            return _pivoted_conv1x1(x, self.down.weight, self.start)
+        pivots, others = _split(x, self.up.in_channels, self.start)
+        return pivots + self.down(others)
 
     def _stages(self) -> tuple[nn.Conv2d, ...]:
-        return (self.down, self.up) if self.core is None else (self.down, self.core, self.up)
+        return tuple(getattr(self, name) for name in _AXES[self.scheme])
 
     def _product(self) -> Tensor:
         if self.scheme == "pivoted":
@@ -348,15 +352,8 @@ class SketchedConv2d(SketchedLayer):
         like = self.up.weight
         dense = nn.utils.skip_init(
             nn.Conv2d,
-            self.in_channels,
-            self.out_channels,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.bias is not None,
-            self.padding_mode,
+            **_geometry(self),
+            bias=self.bias is not None,
             device=like.device,
             dtype=like.dtype,
         )
@@ -370,7 +367,7 @@ class SketchedConv2d(SketchedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (O, I/G, kh, kw) that the stages stand for; read-only, multiplied out when it is read."""
+        """The weight (O, I/G, kh, kw) that the stages stand for; read-only, computed when read."""
         return lazy_weight(self._weight_shape(), self.up.weight, self._product)
 
     @property
@@ -378,44 +375,43 @@ class SketchedConv2d(SketchedLayer):
         """The bias (O,), or None."""
         return self.up.bias
 
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
+        return self.dense_macs + (self.out_channels if self.bias is not None else 0)
+
+    @property
+    def dense_macs(self) -> int:
+        """See `SketchedLayer.dense_macs`."""
+        return math.prod(self._weight_shape())
+
     def _weight_shape(self) -> tuple[int, ...]:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
-        return {
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "kernel_size": list(self.kernel_size),
-            "rank": list(self.rank) if isinstance(self.rank, tuple) else self.rank,
+        spec = {
+            **_geometry(self),
+            "rank": self.rank,
             "scheme": self.scheme,
-            "stride": list(self.stride),
-            "padding": self.padding if isinstance(self.padding, str) else list(self.padding),
-            "dilation": list(self.dilation),
-            "groups": self.groups,
             "bias": self.bias is not None,
-            "padding_mode": self.padding_mode,
             "start": self.start,
             "gathered": self.order is not None,
         }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in spec.items()}
 
     def extra_repr(self) -> str:
-        """What `nn.Conv2d` shows, and the rank, scheme and stored share."""
-        dense = self.out_channels * (
-            self.in_channels // self.groups * self.kernel_size[0] * self.kernel_size[1]
-            + (self.bias is not None)
-        )
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
-            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
-            f"groups={self.groups}, bias={self.bias is not None}, padding_mode={self.padding_mode}, "
-            f"rank={self.rank}, scheme={self.scheme}, stored={self.stored_numbers / dense:.3f}"
-        )
+        """The constructor's arguments and the stored share, as `print(model)` shows them."""
+        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
+        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
 
 
-def _fitting(
-    weight: Tensor, groups: int, scheme: str, what: str, *, energies: bool
-) -> tuple[Candidate, ...]:
+def _geometry(layer: nn.Module) -> dict[str, Any]:
+    """What `nn.Conv2d` and `SketchedConv2d` are built with, bias aside."""
+    return {name: getattr(layer, name) for name in _GEOMETRY}
+
+
+def _fitting(weight: Tensor, groups: int, scheme: str, what: str, *, energies: bool) -> tuple[Candidate, ...]:
     """The candidates of a scheme, or of all."""
     if scheme == "channel":  # also of a 1 x 1 kernel, whose pivoted form is the better choice
         return (ChannelCandidate(tuple(weight.shape), groups),)
@@ -442,8 +438,53 @@ def _best(candidates: tuple[Candidate, ...], numbers: int, what: str) -> tuple[C
     return min(affordable, key=cost)
 
 
+def _pivoted_conv1x1(x: Tensor, down_RS11: Tensor, start: int) -> Tensor:
+    """Latent x₁ + conv1x1(x₂) (N, R, H, W) of x (N, R + S, H, W), or the same without N.
+
+    On a CPU it is a matrix product: a convolution would copy its slice of the channels first.
+    """
+    if x.dim() == 3:
+        return _pivoted_conv1x1(x[None], down_RS11, start)[0]
+    pivots, others = _split(x, down_RS11.shape[0], start)
+    if x.device.type != "cpu":
+        return pivots + F.conv2d(others, down_RS11)
+    down_RS = down_RS11.flatten(1)
+    if x.stride(1) == 1:  # channels_last
+        pivots_NHWR, others_NHWS = pivots.movedim(1, -1), others.movedim(1, -1)
+        z_BR = torch.addmm(pivots_NHWR.flatten(0, 2), others_NHWS.flatten(0, 2), down_RS.T)
+        return z_BR.view(pivots_NHWR.shape).movedim(-1, 1)
+    z_NRP = torch.baddbmm(pivots.flatten(2), down_RS.expand(x.shape[0], -1, -1), others.flatten(2))
+    return z_NRP.view(pivots.shape)
+
+
+torch.fx.wrap("_pivoted_conv1x1")  # a symbolic trace has no strides to choose by
+
+
+def _split(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
+    """The pivot channels of x (..., I, H, W), and the others."""
+    others = x.shape[-3] - rank
+    return x.narrow(-3, start, rank), x.narrow(-3, rank if start == 0 else 0, others)
+
+
+def _is_plain(factor: nn.Module) -> bool:
+    """Whether calling the factor is no more than F.conv2d on its own parameter."""
+    return (
+        type(factor) is nn.Conv2d
+        and type(factor.weight) is nn.Parameter
+        and not (factor._forward_hooks or factor._forward_pre_hooks)
+        and not (factor._backward_hooks or factor._backward_pre_hooks)
+    )
+
+
+def _one_rank(rank: int | tuple[int, ...], largest: int, what: str) -> int:
+    if not isinstance(rank, int):
+        raise RankError(f"{what}: {rank=}, wanted one integer in 1..{largest}")
+    check_rank(rank, largest, what)
+    return rank
+
+
 def _refuse_depthwise(layer: nn.Conv2d) -> None:
     if is_depthwise(layer.in_channels // layer.groups, layer.groups):
         raise LayerError(
-            f"{layer} is depthwise: each filter sees one channel, so a low rank has nothing to share"
+            f"{layer} is depthwise: a filter sees one channel, so a low rank has nothing to share"
         )
