@@ -84,7 +84,7 @@ def favor_attention(
     else:
         top = _top(log_k)
         sums = _shifted_exp(log_q + top) @ ((log_k - top).exp().mT @ v1)
-    return sums[..., :-1] / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
+    return _divide(sums[..., :-1], sums[..., -1:])
 
 
 def favor_weights(
@@ -100,7 +100,7 @@ def favor_weights(
     top = _top(log_k)
     weights = _shifted_exp(log_q + top) @ (log_k - top).exp().mT
     weights = weights.tril() if causal else weights
-    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return _divide(weights, weights.sum(-1, keepdim=True))
 
 
 def _causal_sums(log_q: Tensor, log_k: Tensor, v1: Tensor, chunk: int) -> Tensor:
@@ -142,3 +142,9 @@ def _top(log_k: Tensor) -> Tensor:
 def _shifted_exp(log_q: Tensor) -> Tensor:
     """The exponential, each row divided by its largest entry: it cancels in the attention."""
     return (log_q - log_q.detach().amax(-1, keepdim=True)).exp()
+
+
+def _divide(x: Tensor, total: Tensor) -> Tensor:
+    """The quotient; 0 where the total is so small that gradients would overflow, or is 0."""
+    smallest = torch.finfo(total.dtype).tiny ** 0.75
+    return x / torch.where(total > smallest, total, torch.inf)

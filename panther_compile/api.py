@@ -17,6 +17,7 @@ from panther_compile.errors import (
     WrappedModelError,
 )
 from panther_compile.layers.base import outermost
+from panther_compile.passes.base import SharingPass
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.plan import hides_progress, make_plan
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord
@@ -38,6 +39,7 @@ class SketchOptions(TypedDict, total=False):
     features: int
     min_params: int
     round_rank_to: int | None
+    allow_slower: bool
     inplace: bool
     seed: int
     progress: bool | None
@@ -203,6 +205,7 @@ def _sketch(
         fitted |= came_of_it
         new[site.module] = layer
         for _, other in site.tied:
+            assert isinstance(owner, SharingPass)
             new[other] = owner.share(layer, other)
     return new, fitted
 

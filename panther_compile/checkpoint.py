@@ -42,6 +42,8 @@ from panther_compile.trace import clone_structure
 
 FORMAT, FORMAT_VERSION = "panther_compile.sketch", 1
 PLAN_FILE = "sketch.json"
+# "weights-", the first 16 hexadecimal digits of the checksum, ".safetensors"; no other file is ever removed.
+_WEIGHTS_PATTERN = "weights-" + "[0-9a-f]" * 16 + ".safetensors"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -74,16 +76,16 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 "model": type(model).__name__,
                 "weights": {"file": weights_name, "sha256": checksum},
                 "aliases": aliases,
-                "frozen": [n for n, p in model.named_parameters() if not p.requires_grad],
+                "frozen": [n for n, p in _all_parameters(model).items() if not p.requires_grad],
                 "layers": _layers_to_json(model, layers),
                 "record": _record_to_json(model.__dict__.get(RECORD_ATTRIBUTE)),
             }
             document["sha256"] = _document_sha256(document)
             plan.write_text(json.dumps(document, indent=1))
+            weights.chmod(plan.stat().st_mode)  # safetensors writes for the owner alone
             _flush(weights, plan)
-            os.replace(weights, path / weights_name)
-            os.replace(plan, path / PLAN_FILE)  # from here on the new checkpoint is the one in place
-        for old in path.glob("weights-*.safetensors"):
+            _put_in_place(weights, path / weights_name, plan, path / PLAN_FILE)
+        for old in path.glob(_WEIGHTS_PATTERN):
             if old.name != weights_name:
                 old.unlink()
     except (OSError, SafetensorError) as error:
@@ -125,13 +127,24 @@ def load_sketched(
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by name, non-persistent buffers too: a meta skeleton lacks them."""
     state = model.state_dict()
-    state.update({name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in state})
+    state.update({name: b for name, b in _all_buffers(model).items() if name not in state})
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name} is a {type(value).__name__}: safetensors holds tensors only")
         if value.is_meta:
             raise CheckpointError(f"{name} is on the meta device: there is nothing to save")
+        if value.layout != torch.strided or value.is_quantized or value.dtype == torch.complex128:
+            raise CheckpointError(f"{name} is {value.layout} of {value.dtype}: safetensors does not hold it")
     return state
+
+
+def _all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by name, a shared one under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _all_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -233,15 +246,38 @@ def _empty_layers(
                 f"{path} is a sketch of a {document['model']}; the skeleton, a {type(skeleton).__name__}, "
                 f"has no layer {name!r}"
             ) from error
-        layer = LAYER_TYPES[entry["type"]](**entry["spec"], device="meta")
+        layer_type = LAYER_TYPES.get(entry["type"])
+        if layer_type is None:
+            raise CheckpointVersionError(
+                f"{path} holds a {entry['type']} ({name!r}), which this panther_compile does not know: upgrade it"
+            )
+        layer = layer_type(**entry["spec"], device="meta")
+        _check_size(old, layer, name, document, path)
         new[old] = layer.train(old.training)
     return new
+
+
+def _check_size(
+    old: nn.Module, new: SketchedLayer, name: str, document: dict[str, Any], path: Path
+) -> None:
+    """Raise CheckpointMismatchError unless `new` stands for a layer of the size of `old`."""
+    numbers = sum(tensor.numel() for tensor in (*old.parameters(), *old.buffers()))
+    if isinstance(old, SketchedLayer):
+        numbers = old.dense_numbers
+    old_weight, new_weight = getattr(old, "weight", None), getattr(new, "weight", None)
+    found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
+    if numbers != new.dense_numbers or found != wanted:
+        raise CheckpointMismatchError(
+            f"{path} is a sketch of a {document['model']} of another size: {name!r} replaces a layer of "
+            f"{new.dense_numbers:,} numbers, the skeleton has a {type(old).__name__} of {numbers:,}"
+            + (f" (weights {tuple(wanted)} and {tuple(found)})" if wanted and found else "")
+        )
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path) -> None:
     """Put the tensors into the model, tie what was tied, freeze what was frozen."""
     persistent = set(model.state_dict())
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = _all_buffers(model)
     wanted, given = persistent | set(buffers), set(tensors)
     if wanted != given:
         missing, unexpected = sorted(wanted - given), sorted(given - wanted)
@@ -252,25 +288,25 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any]
         )
     _check_shapes(model, tensors, document, path)
     frozen = set(document["frozen"])
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = _all_parameters(model)
     made: dict[str, nn.Parameter] = {}
     for name in parameters:
         first = document["aliases"].get(name, name)
         if first not in made:
-            made[first] = nn.Parameter(tensors[first], tensors[first].is_floating_point() and first not in frozen)
+            made[first] = nn.Parameter(tensors[first], name not in frozen)
         owner, leaf = _owner(model, name)
         owner._parameters[leaf] = made[first]
     for name in buffers:
         owner, leaf = _owner(model, name)
         owner._buffers[leaf] = tensors[name]
+    for name in persistent - set(parameters) - set(buffers):  # the extra state of a module, as a tensor
+        _owner(model, name)[0].set_extra_state(tensors[name])
 
 
 def _check_shapes(
     model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path
 ) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    for name, tensor in own.items():
+    for name, tensor in (_all_parameters(model) | _all_buffers(model)).items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointMismatchError(
                 f"{path} is a sketch of a {document['model']} of another size: {name} has shape "
@@ -281,6 +317,18 @@ def _check_shapes(
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
+
+
+def _put_in_place(weights: Path, weights_place: Path, plan: Path, plan_place: Path) -> None:
+    """Move both files to where they belong, the plan last; if that fails, leave the old checkpoint alone."""
+    is_new = not weights_place.exists()
+    os.replace(weights, weights_place)
+    try:
+        os.replace(plan, plan_place)  # from here on the new checkpoint is the one in place
+    except BaseException:
+        if is_new:
+            weights_place.unlink()
+        raise
 
 
 def _file_sha256(file: Path) -> str:

@@ -38,6 +38,8 @@ class SketchConfig:
         features: random features of `attention="favor"`.
         min_params: layers whose weight is smaller stay dense.
         round_rank_to: ranks are multiples of this; None takes 8 where that is fine enough for the budget.
+        allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
+            (small ones, some convolutions); by default they stay dense.
         inplace: change the model given, in place of a copy.
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
@@ -57,6 +59,7 @@ class SketchConfig:
     features: int = 256
     min_params: int = 4096
     round_rank_to: int | None = None
+    allow_slower: bool = False
     inplace: bool = False
     seed: int = 0
     progress: bool | None = None
@@ -87,6 +90,7 @@ class SketchConfig:
         if self.round_rank_to is not None:
             _check_integer("round_rank_to", self.round_rank_to, 1)
         _check_integer("seed", self.seed, 0)
+        _check_type("allow_slower", self.allow_slower, bool)
         _check_type("inplace", self.inplace, bool)
         if self.progress is not None:
             _check_type("progress", self.progress, bool)

@@ -4,6 +4,7 @@ PantherError
 ├── ConfigError (ValueError)          an option is out of range, or two options conflict
 │   └── SelectorError                 an include / exclude / ratio pattern matches nothing
 ├── ConfigTypeError (TypeError)       an option has the wrong type
+├── ModelSourceError (ValueError)     the command line's model cannot be found or built
 ├── NoTargetError (ValueError)        the model holds nothing that could be sketched
 ├── WeightError (ValueError)          a weight holds NaN or Inf, or is still on the meta device
 ├── WrappedModelError (TypeError)     the model is wrapped in DDP, FSDP or torch.compile
@@ -33,6 +34,10 @@ class SelectorError(ConfigError):
 
 class ConfigTypeError(PantherError, TypeError):
     """An option, or the model itself, has the wrong type."""
+
+
+class ModelSourceError(PantherError, ValueError):
+    """The model named on the command line cannot be found or built."""
 
 
 class NoTargetError(PantherError, ValueError):

@@ -131,15 +131,15 @@ def choose_method(out_features: int, in_features: int, rank: int) -> str:
     """Choose between the exact and the randomized route.
 
     The exact route gives the better pair, so the randomized one must take about half its time or less.
-    Measured on 2 CPU cores (float32, torch 2.13, benchmarks/factorize.py), it takes half the exact time
-    at rank / min(O, I) of
+    Measured in CPU time of one thread (AMD EPYC, torch 2.13 with MKL, float32 noise, Gaussian sketch,
+    short sides of 512 to 4096), as rank / min(O, I):
 
-        long / short side     1      2      4      8
-        measured            0.25   0.18   0.13   0.1
-        rule                0.25   0.15   0.10   0.075
+        long / short side             1           2           4           8
+        half the exact time at   0.24-0.27+  0.17-0.21   0.12-0.14   0.05-0.15
+        as much time at          0.38-0.40   0.29-0.33   0.21-0.28   0.14-0.28
+        rule                        0.25        0.15        0.10        0.075
 
-    and as much time at about 0.4, 0.28, 0.22 and 0.2. Up to 512 on the short side the exact route takes
-    a tenth of a second at most and is always chosen.
+    Up to 512 on the short side the exact route takes a tenth of a second or so and is always chosen.
 
     Args:
         out_features: O.
@@ -212,8 +212,8 @@ def probe_error(
     for weight_block, left_block in zip(weight.split(_PROBE_ROWS), left.split(_PROBE_ROWS), strict=True):
         block = weight_block.double()
         difference = omega.apply_right(block) - left_block.double() @ image_rp
-        residual = math.hypot(residual, float(torch.linalg.vector_norm(difference)))
-        total = math.hypot(total, float(torch.linalg.vector_norm(block)))
+        residual = math.hypot(residual, _norm(difference))
+        total = math.hypot(total, _norm(block))
     if total == 0:
         return 0.0 if residual == 0 else math.inf
     return residual / total
@@ -224,8 +224,8 @@ def _truncate(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 
     V is orthonormal to rounding, so at full rank W V V^T = W to rounding: the small singular values
     that the Gram loses (below 1e-8 of the largest) cost no accuracy. The Gram is
-    float64 for float32 weights too: a float32 one takes half the time, but on exponential spectra the
-    error at small tails rises (by 0.5 % at a tail of 2e-3, many times at 1e-4).
+    float64 for float32 weights too: a float32 one takes half the time, but on steep spectra the
+    error rises (by 0.5 % where the best is 2e-3, 2.6 times where it is 1e-4).
     """
     if weight.shape[0] < weight.shape[1]:
         right_T, left_T, error = _truncate(weight.mT, rank)
@@ -314,6 +314,11 @@ def _to_unit_size(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Divide by the largest entry, so that squares neither overflow nor vanish."""
     size = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
     return weight / size, size
+
+
+def _norm(matrix: Tensor) -> float:
+    unit, size = _to_unit_size(matrix)
+    return float(torch.linalg.vector_norm(unit) * size)
 
 
 def _check_values(weight: Tensor) -> None:

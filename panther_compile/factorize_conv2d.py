@@ -39,11 +39,13 @@ class ConvKernels:
         kernels: float64 weights of the stages, (C_out, C_in / G, height, width) each, of equal
             Frobenius norm.
         error: relative Frobenius error of the chain, exact.
+        method: how they were found: that of the SVDs, or "hooi".
     """
 
     scheme: str
     kernels: tuple[Tensor, ...]
     error: float
+    method: str
 
 
 class ConvCandidate(Candidate):
@@ -209,6 +211,7 @@ def factorize_conv2d(
     work = _checked(weight)
     if scheme == "tucker2":
         kernels = _tucker2(work, groups, tucker2_ranks(tuple(weight.shape), groups, rank))
+        used = "hooi"
     else:
         if not isinstance(rank, int):
             raise RankError(f"scheme={scheme!r} takes one rank, got {rank!r}")
@@ -219,10 +222,12 @@ def factorize_conv2d(
         left_gmr = torch.stack([pair.left.double() for pair in pairs])
         right_grn = torch.stack([pair.right.double() for pair in pairs])
         kernels = _to_kernels(left_gmr, right_grn, work.shape, scheme)
+        used = pairs[0].method
     kernels = _balanced(kernels)
     size = torch.linalg.vector_norm(work)
     distance = torch.linalg.vector_norm(work - multiply_out(kernels, groups, scheme))
-    return ConvKernels(scheme, kernels, float(distance / size) if size > 0 else 0.0)
+    error = float(distance / size) if size > 0 else 0.0
+    return ConvKernels(scheme, kernels, error, used)
 
 
 def multiply_out(kernels: tuple[Tensor, ...], groups: int, scheme: str) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from panther_compile import cost
 from panther_compile.candidates import Candidate
 from panther_compile.config import SketchConfig, selects
 from panther_compile.records import Choice, LayerPlan, SketchPlan, Unit
@@ -61,7 +62,7 @@ def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
-        lines.extend(plan_units(pool, ratio, config.round_rank_to))
+        lines.extend(plan_units(pool, ratio, config.round_rank_to, config.allow_slower))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route)
@@ -82,57 +83,102 @@ def _ratio_text(config: SketchConfig) -> str:
 
 
 def plan_units(
-    units: Sequence[tuple[Unit, str]], ratio: float, round_rank_to: int | None
+    units: Sequence[tuple[Unit, str]],
+    ratio: float,
+    round_rank_to: int | None,
+    allow_slower: bool,
 ) -> tuple[LayerPlan, ...]:
     """One line for each (unit, kind of layer): how it is stored under a common budget.
 
-    Units whose sketch would not be smaller stay dense and leave the budget.
+    Units whose sketch would not be smaller, or would be slower, stay dense and leave the budget.
 
     Args:
         units: the weights that share the budget.
         ratio: in (0, 1]; 1 leaves everything dense.
         round_rank_to: ranks are multiples of this; None picks 8, 4 or 1 by the size of the weight, and adds
             single ranks where the budget would else be missed by more than 0.5 %.
+        allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
     """
+    limits = {unit.name: _Limits(unit, ratio, allow_slower) for unit, _ in units}
     lines: dict[str, LayerPlan] = {}
     sketched: list[tuple[Unit, str]] = []
     for unit, kind in units:
-        reason = "ratio is 1" if ratio == 1.0 else _why_dense(unit, ratio)
+        reason = "ratio is 1" if ratio == 1.0 else limits[unit.name].why_dense
         if reason is None:
             sketched.append((unit, kind))
         else:
             lines[unit.name] = _line(unit, kind, None, reason)
     budget = math.floor(ratio * sum(unit.dense_numbers for unit, _ in sketched))
-    options = [_options(unit, kind, ratio, round_rank_to) for unit, kind in sketched]
+
+    def all_options(step: int | None) -> list[_Options]:
+        return [_options(unit, kind, limits[unit.name], ratio, step) for unit, kind in sketched]
+
+    options = all_options(round_rank_to)
     chosen = _fill(options, _lagrange(options, budget), budget)
     spent = _spent(options, chosen)
-    if round_rank_to is None and budget - spent > TOLERANCE * budget / ratio:
-        finer = [_options(unit, kind, ratio, 1) for unit, kind in sketched]
+    enough = math.ceil(budget - TOLERANCE * budget / ratio)
+    if round_rank_to is None and spent < enough:
+        finer = all_options(1)
         same = [_at(fine, int(o.numbers[i])) for fine, o, i in zip(finer, options, chosen, strict=True)]
-        options, chosen = finer, _fill(finer, same, budget)
+        options, chosen = finer, _fill(finer, same, budget, enough)
     for choice, option in zip(chosen, options, strict=True):
         lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
     return tuple(lines[unit.name] for unit, _ in units)
 
 
-def _why_dense(unit: Unit, ratio: float) -> str | None:
-    smallest = min((candidate.numbers(1) for candidate in unit.candidates), default=None)
-    if smallest is None:
-        return "no scheme fits this layer"
-    weight_numbers = unit.dense_numbers - unit.bias_numbers
-    if smallest > CEILING * weight_numbers:
-        return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
-    if smallest + unit.bias_numbers > ratio * unit.dense_numbers:
-        return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
-    return None
+class _Limits:
+    """The largest worthwhile rank of each candidate of a unit, or why there is none."""
+
+    def __init__(self, unit: Unit, ratio: float, allow_slower: bool) -> None:
+        self.ranks = {
+            candidate: candidate.max_rank if allow_slower else _fast_rank(unit, candidate)
+            for candidate in unit.candidates
+        }
+        self.why_dense = self._reason(unit, ratio)
+
+    def _reason(self, unit: Unit, ratio: float) -> str | None:
+        if not unit.candidates:
+            return "no scheme fits this layer"
+        smallest = min(candidate.numbers(1) for candidate in unit.candidates)
+        weight_numbers = unit.dense_numbers - unit.bias_numbers
+        if smallest > CEILING * weight_numbers:
+            return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
+        share = math.floor(ratio * unit.dense_numbers) - unit.bias_numbers
+        if smallest > share:
+            return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
+        affordable = {candidate: candidate.largest_rank(share) for candidate in unit.candidates}
+        if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
+            return None
+        best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
+        return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
 
 
-def _options(unit: Unit, kind: str, ratio: float, round_rank_to: int | None) -> _Options:
+def _fast_rank(unit: Unit, candidate: Candidate) -> int:
+    """The largest rank that is predicted to be worthwhile; time rises with the rank."""
+    low, high = 0, candidate.max_rank
+    while low < high:
+        middle = (low + high + 1) // 2
+        fast = _speedup(unit, candidate, middle) >= cost.WORTHWHILE
+        low, high = (middle, high) if fast else (low, middle - 1)
+    return low
+
+
+def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
+    if unit.device is None:
+        return math.inf
+    return cost.speedup(
+        candidate, rank, unit.shape, groups=unit.groups, stride=unit.stride, device=unit.device
+    )
+
+
+def _options(
+    unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None
+) -> _Options:
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
-    for candidate in unit.candidates:
-        step = _rank_step(candidate) if round_rank_to is None else round_rank_to
-        ranks = range(step, candidate.max_rank + 1, step) or range(1, candidate.max_rank + 1)
+    for candidate, limit in limits.ranks.items():
+        step = cost.rank_step(candidate) if round_rank_to is None else round_rank_to
+        ranks = range(step, limit + 1, step) or range(1, limit + 1)
         log_energies = _log_energies(candidate).tolist()
         found.extend(
             (candidate.numbers(rank) + unit.bias_numbers, log_energies[rank - 1], candidate, rank)
@@ -156,11 +202,6 @@ def _options(unit: Unit, kind: str, ratio: float, round_rank_to: int | None) -> 
         torch.tensor(values, dtype=torch.float64),
         tuple(zip(candidates, ranks_found, strict=True)),
     )
-
-
-def _rank_step(candidate: Candidate) -> int:
-    """Multiples that suit vector units and tensor cores, where they are fine steps."""
-    return 8 if candidate.max_rank >= 128 else 4 if candidate.max_rank >= 64 else 1
 
 
 def _log_energies(candidate: Candidate) -> Tensor:
@@ -187,18 +228,20 @@ def _lagrange(options: list[_Options], budget: int) -> list[int]:
     return at_price(math.exp(high))
 
 
-def _fill(options: list[_Options], chosen: list[int], budget: int) -> list[int]:
-    """Spend what is left: always the step to a unit's next option that gains most per number."""
+def _fill(
+    options: list[_Options], chosen: list[int], budget: int, enough: float = math.inf
+) -> list[int]:
+    """Spend what is left, up to `enough`: always the step to a next option that gains most per number."""
     chosen = list(chosen)
     left = budget - _spent(options, chosen)
     steps = [_next_step(o, i, place) for place, (o, i) in enumerate(zip(options, chosen, strict=True))]
     heap = [step for step in steps if step is not None]
     heapq.heapify(heap)
-    while heap:
-        _, cost, place = heapq.heappop(heap)
-        if cost > left:
+    while heap and budget - left < enough:
+        _, numbers, place = heapq.heappop(heap)
+        if numbers > left:
             continue
-        left -= cost
+        left -= numbers
         chosen[place] += 1
         step = _next_step(options[place], chosen[place], place)
         if step is not None:
@@ -210,9 +253,9 @@ def _next_step(option: _Options, index: int, place: int) -> tuple[float, int, in
     """(minus the gain per number, numbers, place) of the step to the next option, if there is one."""
     if index + 1 == len(option.ways):
         return None
-    cost = int(option.numbers[index + 1] - option.numbers[index])
+    numbers = int(option.numbers[index + 1] - option.numbers[index])
     gain = float(option.values[index + 1] - option.values[index])
-    return -gain / cost, cost, place
+    return -gain / numbers, numbers, place
 
 
 def _spent(options: list[_Options], chosen: list[int]) -> int:

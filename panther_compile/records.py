@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from panther_compile.candidates import Candidate
+from panther_compile.cost import Device
 from panther_compile.tables import render_table, share
 
 
@@ -19,6 +20,9 @@ class Unit:
         dense_numbers: stored numbers when dense, bias included.
         bias_numbers: those of them that no scheme touches.
         candidates: schemes to choose from; empty if there is none.
+        device: class of device it runs on; None for a look-up, which takes no time to speak of.
+        groups: of a convolution.
+        stride: of a convolution.
     """
 
     name: str
@@ -26,6 +30,9 @@ class Unit:
     dense_numbers: int
     bias_numbers: int
     candidates: tuple[Candidate, ...]
+    device: Device | None
+    groups: int = 1
+    stride: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +44,14 @@ class Site:
         module: the layer.
         kind: what it is, as the report shows it ("Linear", "Conv2d", ...).
         tied: other modules that use the same weight, by name; they share the factors.
+        aliases: other names of the module.
     """
 
     name: str
     module: nn.Module
     kind: str
     tied: tuple[tuple[str, nn.Module], ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,17 +181,19 @@ def _weight_layers(model: nn.Module) -> Iterator[tuple[str, SketchedLayer]]:
 
 
 def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
-    """Dense count of the layers; of those that share their factors, only the biases count again."""
-    total, seen = 0, set()
+    """Dense count of the layers; weights whose factors are shared, and biases that are, count once."""
+    total = 0
+    seen: set[tuple[int, ...]] = set()
+    biases: dict[int, Tensor] = {}
     for layer in layers:
         named = dict(layer.named_parameters())
-        key = tuple(sorted(id(p) for name, p in named.items() if not name.endswith("bias")))
-        if key in seen:
-            total += _numbers(p for name, p in named.items() if name.endswith("bias"))
-        else:
-            total += layer.dense_numbers
-        seen.add(key)
-    return total
+        own_biases = {id(p): p for name, p in named.items() if name.endswith("bias")}
+        factors = tuple(sorted(id(p) for p in named.values() if id(p) not in own_biases))
+        if factors not in seen:
+            total += layer.dense_numbers - _numbers(own_biases.values())
+        seen.add(factors)
+        biases |= own_biases
+    return total + _numbers(biases.values())
 
 
 def _recorded_rows(

@@ -1,18 +1,19 @@
 """Find what can be sketched in a model, and say of everything else why it is left alone."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from panther_compile.config import Selector, SketchConfig, selectors, selects
 from panther_compile.errors import SelectorError
-from panther_compile.layers.base import SketchedLayer
-from panther_compile.passes.base import SketchPass
+from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.passes.base import SharingPass, SketchPass
 from panther_compile.passes.default import SKETCH_PASSES
-from panther_compile.records import LayerPlan, Site
+from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
 from panther_compile.trace import Reading
 
 
@@ -31,6 +32,7 @@ class _Target:
     module: nn.Module
     kind: str
     owner: SketchPass
+    aliases: tuple[str, ...]
 
 
 def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Found:
@@ -47,8 +49,10 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     Raises:
         SelectorError: a selector matches no layer that could be sketched.
     """
-    targets = list(_targets(model))
-    _check_selectors(targets, config)
+    names = _Names(model)
+    targets = list(_targets(model, names))
+    sketched = [(names.first(layer), layer) for layer in outermost(model)]
+    _check_selectors(targets, sketched, config)
     users = _users_of_weights(model)
     head = _output_head(model, targets)
     reasons = {
@@ -59,34 +63,65 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
         for target in targets
     }
     sites: list[tuple[Site, SketchPass]] = []
-    skipped: list[LayerPlan] = []
-    tied_names: set[str] = set()
-    for target in targets:
-        if target.name in tied_names:
-            continue
-        tied = _tied_to(target, targets)
-        reason = (
-            reasons[target.name]
-            or _unsafe_tie(target, tied, reasons, users)
+    skipped = [_stays_sketched(name, layer) for name, layer in sketched]
+    for group in _tied_groups(targets):
+        leader = next((target for target in group if _can_lead(target, group)), None)
+        why = {
+            target.name: reasons[target.name]
+            or _unsafe_tie(target, group, leader, reasons, users)
             or _too_small(target, config)
-        )
-        if reason is None:
-            others = tuple((other.name, other.module) for other in tied)
-            tied_names.update(name for name, _ in others)
-            sites.append((Site(target.name, target.module, target.kind, others), target.owner))
+            for target in group
+        }
+        if leader is None or any(why.values()):
+            skipped.extend(_stays_dense(target, why[target.name] or "") for target in group)
         else:
-            skipped.append(_stays_dense(target, reason))
-    return Found(tuple(sites), tuple(skipped), tuple(target.name for target in targets))
+            others = tuple((other.name, other.module) for other in group if other is not leader)
+            site = Site(leader.name, leader.module, leader.kind, others, leader.aliases)
+            sites.append((site, leader.owner))
+    order = (*(target.name for target in targets), *(name for name, _ in sketched))
+    return Found(tuple(sites), tuple(skipped), order)
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
     """The parameters of a dense layer that are matrices or kernels, not biases."""
-    named = module.named_parameters()
+    named = _filled_parameters(module).items()
     return tuple(name for name, parameter in named if not name.endswith("bias") and parameter.dim() > 1)
 
 
+def _filled_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have a shape: those of a lazy layer get theirs with the first batch."""
+    named = module.named_parameters()
+    return {name: p for name, p in named if not isinstance(p, UninitializedTensorMixin)}
+
+
+class _Names:
+    """The names under which modules are registered in a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first = {module: name for name, module in model.named_modules()}
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in self._first:
+            for key, child in module._modules.items():
+                if child is not None:
+                    self._places[child].append((module, key))
+
+    def first(self, module: nn.Module) -> str:
+        """The name that `named_modules` gives it."""
+        return self._first[module]
+
+    def all(self, module: nn.Module, below: tuple[nn.Module, ...] = ()) -> Iterator[str]:
+        """Every name, also those through a container that several names reach."""
+        if module is self._model:
+            yield ""
+        elif module not in below:  # a module may be registered inside itself
+            for parent, key in self._places[module]:
+                for name in self.all(parent, (*below, module)):
+                    yield f"{name}.{key}" if name else key
+
+
 def _targets(
-    module: nn.Module, name: str = "", seen: set[int] | None = None
+    module: nn.Module, names: _Names, name: str = "", seen: set[int] | None = None
 ) -> Iterator[_Target]:
     """Every module that a pass knows, parents before children, each once, without their parts."""
     seen = set() if seen is None else seen
@@ -97,19 +132,24 @@ def _targets(
         kind = owner.kind(module)
         if kind is not None:
             seen.update(id(part) for part in module.modules())
-            yield _Target(name, module, kind, owner)
+            aliases = tuple(alias for alias in names.all(module) if alias != name)
+            yield _Target(name, module, kind, owner, aliases)
             return
     for child_name, child in module.named_children():
-        yield from _targets(child, f"{name}.{child_name}" if name else child_name, seen)
+        yield from _targets(child, names, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def _check_selectors(targets: list[_Target], config: SketchConfig) -> None:
+def _check_selectors(
+    targets: list[_Target], sketched: Sequence[tuple[str, nn.Module]], config: SketchConfig
+) -> None:
+    """Raise SelectorError for a selector that matches no layer, neither dense nor sketched before."""
     options = {"include": selectors(config.include), "exclude": selectors(config.exclude)}
     if not isinstance(config.ratio, float | int):
         options["ratio"] = tuple(config.ratio)
     for option, given in options.items():
         for selector in given:
-            if targets and not any(selects(selector, t.module, t.name) for t in targets):
+            known = any(_any((selector,), target) for target in targets)
+            if targets and not known and not any(selects(selector, m, name) for name, m in sketched):
                 names = ", ".join(target.name for target in targets[:5])
                 raise SelectorError(
                     f"{option}: {selector!r} matches none of the {len(targets)} layers that could be "
@@ -138,9 +178,10 @@ def _left_alone_by_default(target: _Target, head: nn.Module | None, config: Sket
 
 
 def _read_directly(target: _Target, reading: Reading) -> str | None:
+    if not target.name:
+        return None  # the model is the layer itself, and its own forward was read
     for name in weight_names(target.module):
-        full = f"{target.name}.{name}" if target.name else name
-        if full in reading.direct:
+        if f"{target.name}.{name}" in reading.direct:
             return f"forward uses its {name} directly: sketch torch.fx.symbolic_trace(model) instead"
     return None
 
@@ -150,7 +191,8 @@ def _asked_for(target: _Target, config: SketchConfig) -> bool:
 
 
 def _any(given: tuple[Selector, ...], target: _Target) -> bool:
-    return any(selects(selector, target.module, target.name) for selector in given)
+    names = (target.name, *target.aliases)
+    return any(selects(selector, target.module, name) for selector in given for name in names)
 
 
 def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
@@ -159,7 +201,7 @@ def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
     Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
     the number of features, and it is not one of a list of equal blocks.
     """
-    if hasattr(model, "get_output_embeddings"):
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         named = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(named, nn.Module):
             return named
@@ -169,8 +211,8 @@ def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
     last = linears[-1]
     assert isinstance(last.module, nn.Linear)
     parents = last.name.split(".")[:-1]
-    blocks = (model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents)))
-    in_blocks = any(isinstance(block, nn.ModuleList) for block in blocks)
+    prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
+    in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
     same_width = last.module.in_features == last.module.out_features
     return None if in_blocks or same_width else last.module
 
@@ -185,51 +227,67 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]
     return users
 
 
-def _tied_to(target: _Target, targets: list[_Target]) -> list[_Target]:
-    weight = getattr(target.module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return []
-    return [
-        other
-        for other in targets
-        if other is not target and getattr(other.module, "weight", None) is weight
-    ]
+def _tied_groups(targets: list[_Target]) -> list[list[_Target]]:
+    """The targets, those that have one weight in common together."""
+    groups: dict[int, list[_Target]] = {}
+    for target in targets:
+        weight = target.module._parameters.get("weight")
+        groups.setdefault(id(target.module if weight is None else weight), []).append(target)
+    return list(groups.values())
+
+
+def _can_lead(target: _Target, group: list[_Target]) -> bool:
+    """Whether all others of the group can use the factors of this one's stand-in."""
+    owner = target.owner
+    return len(group) == 1 or (
+        isinstance(owner, SharingPass)
+        and all(owner.can_share(target.module, other.module) for other in group if other is not target)
+    )
 
 
 def _unsafe_tie(
     target: _Target,
-    tied: list[_Target],
+    group: list[_Target],
+    leader: _Target | None,
     reasons: dict[str, str | None],
     users: dict[int, list[tuple[str, nn.Module]]],
 ) -> str | None:
     """Why a weight that others use must stay dense, or None."""
     parts = {id(part) for part in target.module.modules()}
-    parts.update(id(other.module) for other in tied)
+    parts.update(id(other.module) for other in group)
     for name, parameter in target.module.named_parameters():
         if name in weight_names(target.module):
             for user, module in users[id(parameter)]:
                 if id(module) not in parts:
                     return f"its {name} is shared with {user or 'the model itself'}, which stays dense"
-    for other in tied:
+    for other in group:
+        if other is target:
+            continue
         if isinstance(other.module, nn.Embedding) and reasons[other.name] is not None:
             return f"tied to the embedding {other.name}: left alone unless both are included"
         if reasons[other.name] is not None:
             return f"its weight is tied to {other.name}, which stays dense ({reasons[other.name]})"
-        if not target.owner.can_share(target.module, other.module):
+        if leader is None:
             return f"its weight is tied to {other.name}, a {other.kind}"
     return None
 
 
 def _too_small(target: _Target, config: SketchConfig) -> str | None:
-    named = dict(target.module.named_parameters())
+    named = _filled_parameters(target.module)
     numbers = sum(named[name].numel() for name in weight_names(target.module))
+    if numbers == 0:
+        return "empty: its weight holds no numbers"
     if numbers < config.min_params:
         return f"small: {numbers:,} numbers, min_params is {config.min_params:,}"
     return None
 
 
 def _stays_dense(target: _Target, reason: str) -> LayerPlan:
-    named = dict(target.module.named_parameters())
+    named = _filled_parameters(target.module)
     shapes = [tuple(named[name].shape) for name in weight_names(target.module)]
     numbers = sum(parameter.numel() for parameter in named.values())
     return LayerPlan(target.name, target.kind, shapes[0] if shapes else (), numbers, None, reason)
+
+
+def _stays_sketched(name: str, layer: SketchedLayer) -> LayerPlan:
+    return LayerPlan(name, type(layer).__name__, (), layer.stored_numbers, None, ALREADY_SKETCHED)

@@ -1,7 +1,7 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,10 +16,9 @@ def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
     never copied. A bias that others share with an old module is shared with its replacement.
     """
     memo: dict[int, Any] = {id(old): replacement for old, replacement in new.items()}
-    for old, replacement in new.items():
-        old_bias, new_bias = getattr(old, "bias", None), getattr(replacement, "bias", None)
-        if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
-            memo.setdefault(id(old_bias), new_bias)
+    for old_bias, new_bias, replacement in _biases(new):
+        shared = memo.setdefault(id(old_bias), new_bias)
+        _put_parameter(replacement, new_bias, shared)
     result: nn.Module = copy.deepcopy(model, memo)
     return result
 
@@ -28,8 +27,10 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
     """Replace the old modules in the model itself; returns the model, or what replaces it.
 
     Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules hold as
-    plain attributes.
+    plain attributes. The replacements take the biases themselves over, so that what shares one still does.
     """
+    for old_bias, new_bias, replacement in _biases(new):
+        _put_parameter(replacement, new_bias, old_bias)
     if model in new:
         return new[model]
     for module in list(model.modules()):
@@ -38,24 +39,44 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
                 module._modules[name] = new[child]
         for name, value in list(module.__dict__.items()):
             if name != "_modules" and isinstance(value, list | tuple | dict | nn.Module):
-                replaced = _replaced(value, new)
+                replaced = _replaced(value, new, set())
                 if replaced is not value:
                     module.__dict__[name] = replaced
     return model
 
 
-def _replaced(value: Any, new: Replacements) -> Any:
-    """The value with old modules replaced; lists and dicts are changed in place."""
+def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:
+    """(old bias, new bias, replacement) wherever both have one."""
+    for old, replacement in new.items():
+        old_bias, new_bias = getattr(old, "bias", None), getattr(replacement, "bias", None)
+        if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
+            yield old_bias, new_bias, replacement
+
+
+def _put_parameter(module: nn.Module, present: nn.Parameter, wanted: nn.Parameter) -> None:
+    """Put a parameter in the place of another, wherever the module or a part of it holds that one."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is present:
+                part._parameters[name] = wanted
+
+
+def _replaced(value: Any, new: Replacements, inside: set[int]) -> Any:
+    """The value with old modules replaced; lists and dicts, which may hold themselves, are changed in place."""
     if isinstance(value, nn.Module):
         return new.get(value, value)
+    if isinstance(value, list | dict):
+        if id(value) in inside:
+            return value
+        inside.add(id(value))
     if isinstance(value, list):
-        value[:] = [_replaced(item, new) for item in value]
+        value[:] = [_replaced(item, new, inside) for item in value]
     elif isinstance(value, dict):
         for key, item in list(value.items()):
-            replaced = _replaced(item, new)
+            replaced = _replaced(item, new, inside)
             if replaced is not item:
                 value[key] = replaced
     elif type(value) is tuple:
-        items = tuple(_replaced(item, new) for item in value)
+        items = tuple(_replaced(item, new, inside) for item in value)
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     return value

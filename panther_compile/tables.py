@@ -1,5 +1,6 @@
 """Tables for people: what `print(plan)` and `print(report)` show."""
 
+import io
 from collections.abc import Sequence
 
 
@@ -30,10 +31,11 @@ def render_table(
         table.add_column(heading, justify="right" if justify == "right" else "left")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=width, no_color=True, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = (line.rstrip() for line in capture.get().splitlines())
+    text = io.StringIO()
+    # Plain whatever the terminal or FORCE_COLOR says: no escape codes, no markup or emoji read into names.
+    console = Console(file=text, width=width, color_system=None, markup=False, emoji=False)
+    console.print(table)
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
     return "\n".join([*lines, *footer])
 
 

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 
+import torch
 from torch import fx, nn
 
 from panther_compile.layers.base import SketchedLayer
@@ -38,8 +39,12 @@ def read_graph(model: nn.Module) -> Reading:
     if isinstance(model, fx.GraphModule):
         reads = {str(node.target) for node in model.graph.nodes if node.op == "get_attr"}
         return Reading("fx graph", frozenset(reads))
+    tracer = SketchTracer()
+    if tracer.is_leaf_module(model, ""):
+        return Reading("module tree")
     try:
-        graph = SketchTracer().trace(_on_meta(model))
+        with torch.random.fork_rng(devices=[]):  # forward may draw numbers that hang on no input
+            graph = tracer.trace(_on_meta(model))
     # Tracing runs the model's own code on proxies: it may raise anything, and the route says what.
     except Exception as error:
         message = str(error).strip().splitlines()

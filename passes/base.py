@@ -6,7 +6,7 @@ sketches. Both leave their input alone where a check fails, and say why.
 
 import zlib
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ class SketchPass(Protocol):
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
         """The stand-in, and what came of each unit that was chosen to be sketched."""
 
+
+@runtime_checkable
+class SharingPass(SketchPass, Protocol):
+    """A pass that can let several modules with one weight share its factors."""
+
     def can_share(self, module: nn.Module, other: nn.Module) -> bool:
         """Whether `other`, which has the same weight as `module`, can use the factors of its stand-in."""
 
@@ -54,11 +59,14 @@ def numbers_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()
 
 
+def can_compute_spectrum(weight: Tensor) -> bool:
+    """Whether the weight, taken as a matrix (O, the rest), has data and is not too large."""
+    return not weight.is_meta and min(weight.shape[0], weight[0].numel()) <= LARGEST_SPECTRUM
+
+
 def spectrum(weight: Tensor, *, energies: bool) -> Tensor | None:
     """Singular values of a weight (O, I), or None where they are not wanted or not to be had."""
-    if not energies or weight.is_meta or min(weight.shape) > LARGEST_SPECTRUM:
-        return None
-    return singular_values(weight.detach())
+    return singular_values(weight.detach()) if energies and can_compute_spectrum(weight) else None
 
 
 def matrix_candidates(weight: Tensor, *, energies: bool) -> tuple[Candidate, ...]:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from panther_compile.passes.match import why_not_plain
+
 _LINEAR = (F.linear, torch.ops.aten.linear.default)
 _CONV2D = (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 _ARGUMENTS = {
@@ -57,16 +59,17 @@ def lift_functional(graph_module: fx.GraphModule) -> int:
 
 
 def _read(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments by name of a functional linear layer or convolution; None for any other node."""
+    """The arguments by name of a functional linear layer or convolution, and which; None for any other node."""
     if node.op != "call_function" or node.target not in (*_LINEAR, *_CONV2D):
         return None
-    names = _ARGUMENTS["linear" if node.target in _LINEAR else "conv2d"]
+    function = "linear" if node.target in _LINEAR else "conv2d"
+    names = _ARGUMENTS[function]
     call = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     weight, bias = call["weight"], call.get("bias")
     known = isinstance(weight, fx.Node) and weight.op == "get_attr"
     known = known and (bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr"))
     constant = not any(isinstance(value, fx.Node) for key, value in call.items() if key in names[3:])
-    return call if known and constant else None
+    return call | {"function": function} if known and constant else None
 
 
 def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module | None:
@@ -75,8 +78,10 @@ def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module |
     bias = _attribute(graph_module, call.get("bias"))
     if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
         return None
+    if weight.dim() != (2 if call["function"] == "linear" else 4):
+        return None
     layer: nn.Module
-    if weight.dim() == 2:
+    if call["function"] == "linear":
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     else:
         groups = call.get("groups", 1)
@@ -107,7 +112,7 @@ def _place(
     held = set(dict(owner.named_parameters()) | dict(owner.named_buffers()))
     needed = {"weight"} | ({"bias"} if bias is not None else set())
     own_bias = bias is None or str(bias.target) == f"{owner_name}.bias"
-    if own_bias and repr(owner) == repr(layer):
+    if leaf == "weight" and own_bias and _computes_the_same(owner, layer):
         return owner_name
     bare = type(owner) is nn.Module and not list(owner.children())
     if owner_name and leaf == "weight" and own_bias and bare and held == needed:
@@ -119,6 +124,13 @@ def _place(
         name, number = f"{stem}_{number}", number + 1
     owner.add_module(name, layer)
     return f"{owner_name}.{name}" if owner_name else name
+
+
+def _computes_the_same(owner: nn.Module, layer: nn.Module) -> bool:
+    """Whether the owner of a layer's parameters is already such a layer, with nothing of its own about it."""
+    if type(owner) is not type(layer) or repr(owner) != repr(layer):
+        return False
+    return why_not_plain(owner, type(layer), tensors=frozenset({"weight", "bias"})) is None
 
 
 def _drop_unused_parameters(graph_module: fx.GraphModule) -> None:

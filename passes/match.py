@@ -46,6 +46,9 @@ def why_not_plain(
     extra = sorted(set(own) - tensors) + sorted(set(dict(module.named_children())) - children)
     if extra:
         return f"holds more than {base.__name__} does: {', '.join(extra)}"
+    for name in tensors:
+        if name not in own and getattr(module, name, None) is not None:
+            return f"its {name} is neither a parameter nor a buffer"
     for name, tensor in own.items():
         reason = _why_not_tensor(name, tensor)
         if reason is not None:
@@ -57,5 +60,5 @@ def _why_not_tensor(name: str, tensor: Tensor) -> str | None:
     if type(tensor) not in (nn.Parameter, Tensor):
         return f"its {name} is a {type(tensor).__name__}, not a plain tensor (quantized or sharded)"
     if tensor.dtype not in _FLOATS:
-        return f"its {name} is {tensor.dtype}, wanted a floating dtype"
+        return f"its {name} is {tensor.dtype}, wanted float64, float32, bfloat16 or float16"
     return None

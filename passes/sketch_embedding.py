@@ -45,7 +45,7 @@ class SketchEmbedding:
         rows, columns = weight.shape
         values = spectrum(weight, energies=energies)
         pair = LinearCandidate(rows, columns, "pair", singular_values=values)
-        return (Unit(site.name, (rows, columns), weight.numel(), 0, (pair,)),)
+        return (Unit(site.name, (rows, columns), weight.numel(), 0, (pair,), None),)
 
     def unit_names(self, site: Site) -> tuple[str, ...]:
         """The site's own."""

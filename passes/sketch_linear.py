@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
+from panther_compile.cost import device_class
 from panther_compile.factorize import LowRank, probe_error
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
@@ -90,6 +91,7 @@ def matrix_unit(name: str, weight: Tensor, bias: Tensor | None, *, energies: boo
         weight.numel() + bias_numbers,
         bias_numbers,
         matrix_candidates(weight, energies=energies),
+        device_class(weight.device),
     )
 
 

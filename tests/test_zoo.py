@@ -8,7 +8,7 @@ from zoo import ZOO, call, generate, generating, names, scalar, tensors
 
 import panther_compile as pc
 
-OPTIONS = {"min_params": 256, "progress": False}
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 
 
 def stored_numbers(model):
@@ -90,8 +90,6 @@ def test_densified_model_gives_the_same_outputs(case):
 def test_saved_model_loads_to_equal_outputs(case, tmp_path):
     entry, _, small = case
     pc.save_sketched(small, tmp_path)
-    with torch.device("meta"):
-        pass
     loaded = pc.load_sketched(entry.build(), tmp_path)
     assert_same(outputs(loaded, entry), outputs(small, entry), 0.0)
     assert pc.sketch_report(loaded) == pc.sketch_report(small)

@@ -244,7 +244,7 @@ class SketchedMultiheadAttention(SketchedLayer):
             raise ConfigError(f"rank={dict(ranks)}: wanted names among {PROJECTIONS}")
         projections: dict[str, nn.Module] = {}
         for name, (weight, bias) in projection_weights(layer).items():
-            projections[name] = dense = _linear(weight, bias)
+            projections[name] = dense = dense_projection(weight, bias)
             if ratio is None and ranks.get(name) is None:
                 continue
             sketched = SketchedLinear.from_dense(
@@ -432,12 +432,19 @@ class SketchedMultiheadAttention(SketchedLayer):
         spec = {name: v for name, v in self.sketch_spec().items() if name not in PROJECTIONS}
         if self.attention == "exact":
             del spec["features"], spec["feature_seed"]
-        spec["stored"] = f"{self.stored_numbers / self._dense_numbers():.3f}"
+        spec["stored"] = f"{self.stored_numbers / self.dense_numbers:.3f}"
         return ", ".join(f"{name}={value}" for name, value in spec.items())
 
-    def _dense_numbers(self) -> int:
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
         biases = 4 * (self.q_proj.bias is not None) + 2 * (self.bias_k is not None)
         return self.embed_dim * (2 * self.embed_dim + self.kdim + self.vdim + biases)
+
+    @property
+    def dense_macs(self) -> int:
+        """Of the projections, per token; see `SketchedLayer.dense_macs`."""
+        return self.embed_dim * (2 * self.embed_dim + self.kdim + self.vdim)
 
 
 def projection_weights(
@@ -475,7 +482,7 @@ def exact_attention(
     return weights @ v, weights
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def dense_projection(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """An `nn.Linear` with copies of a weight and a bias."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")

@@ -39,7 +39,8 @@ class Masks(NamedTuple):
         """
         if self.is_causal or self.pairs is None or not self.pairs.any():
             return self.is_causal
-        if (self.pairs == torch.full_like(self.pairs, -torch.inf).triu(1)).all():
+        pairs = self.pairs[..., : self.pairs.shape[-1] - self.appended]
+        if (pairs == torch.full_like(pairs, -torch.inf).triu(1)).all():
             return True
         raise LayerError(
             'attention="favor" was given an attn_mask that is not causal: only key padding and '

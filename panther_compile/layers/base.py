@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, RankError
+from panther_compile.errors import ConfigError, ConfigTypeError, RankError
 
 Spec = dict[str, Any]
 
@@ -70,10 +70,13 @@ def outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[Sketc
 
 
 def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
-    """Give `new` the train/eval mode of `old`, and the `requires_grad` of its weight."""
+    """Give `new` the train/eval mode of `old`, and the `requires_grad` of its weight and of its bias."""
     new.train(old.training)
     for parameter in new.parameters():
         parameter.requires_grad_(trainable)
+    old_bias, new_bias = getattr(old, "bias", None), getattr(new, "bias", None)
+    if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
+        new_bias.requires_grad_(old_bias.requires_grad)
 
 
 def check_rank(rank: int, largest: int, what: str) -> None:
@@ -82,11 +85,15 @@ def check_rank(rank: int, largest: int, what: str) -> None:
         raise RankError(f"{what}: rank={rank!r}, wanted an integer in 1..{largest}")
 
 
-def check_rank_or_ratio(rank: object, ratio: float | None, what: str) -> None:
+def check_rank_or_ratio(rank: object, ratio: object, what: str) -> None:
     """Raise ConfigError unless exactly one of rank and ratio is given, and ratio is in (0, 1]."""
     if (rank is None) == (ratio is None):
         raise ConfigError(f"{what}: give either rank= or ratio=, got {rank=} and {ratio=}")
-    if ratio is not None and not 0.0 < ratio <= 1.0:
+    if ratio is None:
+        return
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise ConfigTypeError(f"{what}: {ratio=} is a {type(ratio).__name__}, wanted a number in (0, 1]")
+    if not 0.0 < ratio <= 1.0:
         raise ConfigError(f"{what}: {ratio=}, wanted 0 < ratio <= 1")
 
 

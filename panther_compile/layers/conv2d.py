@@ -300,10 +300,10 @@ class SketchedConv2d(SketchedLayer):
             left: `(O, r)`, float32 or float64, columns by falling importance.
             right: `(r, I)`, float32 or float64.
             like: see `from_kernels`; it has no groups.
-            max_numbers: what the weight may store; a pair that exceeds it loses its last columns.
+            max_numbers: what the weight may store; a form that would exceed it loses its last columns.
         """
         dtype = like.weight.dtype
-        pivoted = to_pivoted(left, right, dtype=dtype, gather=dtype in HALF_DTYPES)
+        pivoted = to_pivoted(left, right, dtype=dtype, max_numbers=max_numbers)
         if pivoted is not None:
             down, up = pivoted.coefficients[..., None, None], pivoted.columns[..., None, None]
             return cls.from_kernels("pivoted", (down, up), like, start=pivoted.start, order=pivoted.order)
@@ -415,7 +415,8 @@ def _fitting(weight: Tensor, groups: int, scheme: str, what: str, *, energies: b
     """The candidates of a scheme, or of all."""
     if scheme == "channel":  # also of a 1 x 1 kernel, whose pivoted form is the better choice
         return (ChannelCandidate(tuple(weight.shape), groups),)
-    fitting = conv_candidates(weight, groups, compute_energies=energies and scheme == "auto")
+    choosing = energies and scheme == "auto" and max(weight.shape[2:]) > 1
+    fitting = conv_candidates(weight, groups, compute_energies=choosing)
     if scheme != "auto":
         schemes = [candidate.scheme for candidate in fitting]
         fitting = tuple(candidate for candidate in fitting if candidate.scheme == scheme)

@@ -68,9 +68,11 @@ class SketchedEmbedding(SketchedLayer):
             padding_idx=like.padding_idx,
             scale_grad_by_freq=like.scale_grad_by_freq,
             sparse=like.sparse,
-            device=like.weight.device,
+            device="meta",
             dtype=like.weight.dtype,
         )
+        # Made without data: initial values would be drawn from the user's random numbers, and lost.
+        layer.to_empty(device=like.weight.device)
         copy_into(layer.codes.weight, left)
         copy_into(layer.basis.weight, right)
         take_over(layer, like, like.weight.requires_grad)

@@ -38,8 +38,10 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], like: Tensor, product: Callable[[], Tensor]) -> Any:
-        """Make the stand-in; `like` gives dtype and device."""
-        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        """Make the stand-in; `like` gives dtype, device and `requires_grad`."""
+        weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
         weight._product = product
         return weight
 

@@ -46,6 +46,7 @@ class SketchedLinear(SketchedLayer):
 
     Raises:
         RankError: rank is outside 1..min(I, O), or not below I in the pivoted form.
+        ConfigError: the form is unknown, or start or gathered does not go with it.
     """
 
     order: Tensor | None
@@ -70,6 +71,10 @@ class SketchedLinear(SketchedLayer):
             raise ConfigError(f"{what}: {form=}, wanted one of {FORMS[1:]}")
         if form == "pivoted" and rank >= in_features:
             raise RankError(f"{what}: {rank=}, wanted below in_features in the pivoted form")
+        if start not in ((0,) if form == "pair" else (0, in_features - rank)):
+            raise ConfigError(f"{what}: {start=}, wanted 0, or {in_features - rank} in the pivoted form")
+        if gathered and form == "pair":
+            raise ConfigError(f"{what}: gathered=True, which only the pivoted form can be")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.form, self.start = form, start
         self.scheme, self.ranks = form, (rank,)
@@ -100,7 +105,7 @@ class SketchedLinear(SketchedLayer):
             form: "auto" takes the pivoted form where it is accurate in `dtype`; "pivoted" or "pair" force one.
             dtype: of the layer's parameters.
             device: of the layer's parameters; default is that of `left`.
-            max_numbers: what the weight may store; a plain pair that exceeds it loses its last columns.
+            max_numbers: what the weight may store; a form that would exceed it loses its last columns.
 
         Raises:
             ConfigError: the form is unknown.
@@ -111,14 +116,14 @@ class SketchedLinear(SketchedLayer):
             raise ConfigError(f"{form=}, wanted one of {FORMS}")
         pivoted = None
         if form != "pair":
-            # A gather costs as much as it saves in float32 on a CPU; half types need it (pivot.py).
-            gather = form == "pivoted" or dtype in HALF_DTYPES
-            pivoted = to_pivoted(left, right, dtype=dtype, gather=gather)
+            pivoted = to_pivoted(left, right, dtype=dtype, max_numbers=max_numbers)
             if pivoted is None and form == "pivoted":
                 raise RankError(
                     f"weight ({out_features}, {in_features}): no pivoted form of {rank=} is accurate in {dtype}"
                 )
-        if pivoted is None and max_numbers is not None:
+        if pivoted is not None:
+            rank = pivoted.columns.shape[1]
+        elif max_numbers is not None:
             rank = min(rank, max(1, max_numbers // (in_features + out_features)))
             left, right = left[:, :rank], right[:rank]
         layer = cls(
@@ -129,9 +134,11 @@ class SketchedLinear(SketchedLayer):
             form="pair" if pivoted is None else "pivoted",
             start=0 if pivoted is None else pivoted.start,
             gathered=pivoted is not None and pivoted.order is not None,
-            device=left.device if device is None else device,
+            device="meta",
             dtype=dtype,
         )
+        # Made without data: initial values would be drawn from the user's random numbers, and lost.
+        layer.to_empty(device=left.device if device is None else device)
         copy_into(layer.down.weight, right if pivoted is None else pivoted.coefficients)
         copy_into(layer.up.weight, left if pivoted is None else pivoted.columns)
         if bias is not None:
@@ -175,6 +182,8 @@ class SketchedLinear(SketchedLayer):
         if rank is None:
             assert max_numbers is not None
             rank = cls._rank_for(weight, form, max_numbers)
+            if rank == 0:
+                raise RankError(f"{what}: {ratio=} is {max_numbers:,} numbers, rank 1 stores more")
         check_rank(rank, min(weight.shape), what)
         generator = torch.Generator(weight.device).manual_seed(seed)
         factors = factorize(weight, rank, method=method, sketch=sketch, generator=generator)
@@ -199,7 +208,9 @@ class SketchedLinear(SketchedLayer):
             "pair" if form == "pair" else "pivoted",
             gathered=weight.dtype in HALF_DTYPES,
         )
-        return candidate.largest_rank(numbers)
+        # The pivoted form leaves at least one column to be rebuilt.
+        limit = in_features if candidate.scheme == "pair" else in_features - 1
+        return min(limit, candidate.largest_rank(numbers))
 
     @staticmethod
     def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -334,6 +345,7 @@ def _is_plain(factor: nn.Module) -> bool:
     return (
         type(factor) is nn.Linear
         and type(factor.weight) is nn.Parameter
+        and "forward" not in factor.__dict__  # accelerate wraps it there
         and not (factor._forward_hooks or factor._forward_pre_hooks)
         and not (factor._backward_hooks or factor._backward_pre_hooks)
     )

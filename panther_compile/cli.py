@@ -1,0 +1,176 @@
+"""The command line: panther-compile plan | sketch | report.
+
+A model is named as `module:function`, where calling the function gives an `nn.Module`, or as the directory
+of a Hugging Face model (`config.json`, and weights for all but `report`).
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther_compile.api import plan_sketch, sketchify
+from panther_compile.checkpoint import load_sketched, save_sketched
+from panther_compile.config import ATTENTIONS
+from panther_compile.errors import ConfigError, ModelSourceError, PantherError
+from panther_compile.factorize import METHODS
+from panther_compile.report import sketch_report
+from panther_compile.sketches import SKETCH_KINDS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for a user's mistake (its message on stderr)."""
+    options = _parser().parse_args(arguments)
+    try:
+        result: dict[str, Any] = options.run(options)
+    except PantherError as error:
+        print(f"panther-compile: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result["json"], indent=1) if options.json else result["text"])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="panther-compile", description="Make an existing PyTorch model smaller and faster."
+    )
+    commands = parser.add_subparsers(required=True, metavar="plan | sketch | report")
+    plan = commands.add_parser("plan", help="say what would be done to each layer and why")
+    sketch = commands.add_parser("sketch", help="sketch a model and save it")
+    report = commands.add_parser("report", help="report on a saved sketch")
+    for command, run in ((plan, _plan), (sketch, _sketch), (report, _report)):
+        command.set_defaults(run=run)
+        command.add_argument("model", help="module:function, or a Hugging Face model's directory")
+        command.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    sketch.add_argument("output", help="directory to save to")
+    report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
+    for command in (plan, sketch):
+        _add_options(command)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--ratio",
+        action="append",
+        metavar="R | GLOB=R",
+        help="stored over dense numbers; repeat GLOB=R for budgets by layer name (default 0.5)",
+    )
+    command.add_argument("--include", action="append", metavar="GLOB", help="sketch these layers only")
+    command.add_argument("--exclude", action="append", metavar="GLOB", help="leave these layers alone")
+    command.add_argument("--method", choices=METHODS, default="auto")
+    command.add_argument("--sketch", choices=SKETCH_KINDS, default="gaussian", dest="test_matrix")
+    command.add_argument("--attention", choices=ATTENTIONS, default="exact")
+    command.add_argument("--min-params", type=int, default=4096, metavar="N")
+    command.add_argument("--round-rank-to", type=int, metavar="N")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--device", help="where to factorize, such as cuda")
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    plan = plan_sketch(build_model(options.model), **_sketch_options(options))
+    return {"text": str(plan), "json": asdict(plan) | {"achieved_ratio": plan.achieved_ratio}}
+
+
+def _sketch(options: argparse.Namespace) -> dict[str, Any]:
+    small = sketchify(build_model(options.model), **_sketch_options(options), inplace=True)
+    save_sketched(small, options.output)
+    report = sketch_report(small)
+    return {"text": f"{report}\nsaved to {options.output}", "json": report.to_dict()}
+
+
+def _report(options: argparse.Namespace) -> dict[str, Any]:
+    skeleton = build_model(options.model, weights=False)
+    report = sketch_report(load_sketched(skeleton, options.checkpoint))
+    return {"text": str(report), "json": report.to_dict()}
+
+
+def _sketch_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "ratio": parse_ratio(options.ratio or ["0.5"]),
+        "include": options.include,
+        "exclude": options.exclude,
+        "method": options.method,
+        "sketch": options.test_matrix,
+        "attention": options.attention,
+        "min_params": options.min_params,
+        "round_rank_to": options.round_rank_to,
+        "seed": options.seed,
+        "device": options.device,
+    }
+
+
+def parse_ratio(given: Sequence[str]) -> float | dict[str, float]:
+    """A number, or {glob: number} from texts like "0.5" and "encoder.*=0.4".
+
+    Raises:
+        ConfigError: a text is neither, or a plain number stands beside other texts.
+    """
+    budgets: dict[str, float] = {}
+    for text in given:
+        glob, _, number = text.rpartition("=")
+        try:
+            budgets[glob] = float(number)
+        except ValueError as error:
+            raise ConfigError(f"--ratio {text}: wanted a number, or GLOB=NUMBER") from error
+    if "" not in budgets:
+        return budgets
+    if len(given) > 1:
+        raise ConfigError(f"--ratio {' '.join(given)}: wanted one number, or GLOB=NUMBER throughout")
+    return budgets[""]
+
+
+def build_model(source: str, *, weights: bool = True) -> nn.Module:
+    """Build the model that a command names.
+
+    Args:
+        source: "module:function" or a Hugging Face directory.
+        weights: False makes a Hugging Face model on the meta device, from its configuration alone.
+
+    Raises:
+        ModelSourceError: there is no such module, function or directory, or it does not give an nn.Module.
+    """
+    if Path(source, "config.json").is_file():
+        return _from_hugging_face(Path(source), weights)
+    module_name, colon, function = source.partition(":")
+    if not colon:
+        raise ModelSourceError(
+            f"{source!r} is neither module:function nor a directory with a config.json"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        model = getattr(importlib.import_module(module_name), function)()
+    except (ImportError, AttributeError) as error:
+        raise ModelSourceError(f"{source}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelSourceError(f"{source} gave a {type(model).__name__}, wanted an nn.Module")
+    return model
+
+
+def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelSourceError(f"{directory} is a Hugging Face model: pip install transformers") from error
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    names = config.architectures or ["AutoModel"]
+    architecture = getattr(transformers, names[0], transformers.AutoModel)
+    if weights:
+        model: nn.Module = architecture.from_pretrained(directory, local_files_only=True)
+        return model
+    with torch.device("meta"):
+        skeleton: nn.Module = (
+            transformers.AutoModel.from_config(config)
+            if architecture is transformers.AutoModel
+            else architecture(config)
+        )
+    return skeleton.eval()
