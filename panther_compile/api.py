@@ -1,6 +1,8 @@
 """The public verbs: each one a few stages, called in order."""
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -11,6 +13,7 @@ from tqdm import tqdm
 
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import (
+    ConfigError,
     ConfigTypeError,
     NoTargetError,
     WeightError,
@@ -53,6 +56,8 @@ def sketchify(
 ) -> Model:
     """Replace the linear, convolution and attention layers of a model by sketched ones.
 
+    A second call on a sketched model sketches what is still dense, and leaves the rest as it is.
+
     Args:
         model: any `nn.Module`. An `fx.GraphModule` or a `torch.export.ExportedProgram` has its functional
             calls (`F.linear`, `F.conv2d`) sketched too; the latter gives a GraphModule back.
@@ -61,21 +66,23 @@ def sketchify(
 
     Returns:
         A model of the user's own class, with the layers replaced. `model` itself is untouched, unless
-        `inplace=True` was asked for.
+        `inplace=True` was asked for; then it is what is returned, or its replacement if it is a layer itself.
 
     Raises:
-        ConfigError, ConfigTypeError: an option, or the model, is not what is wanted.
+        ConfigError, ConfigTypeError: an option, or the model, is not what is wanted; or it cannot be copied.
         NoTargetError: nothing in the model can be sketched; the message says why.
         WeightError: a weight holds NaN or Inf, or has no data.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     config = _config(ratio, options)
-    prepared = _prepare(model, config)
-    plan = _plan(prepared, config)
-    _check_weights(prepared.found)
-    new, fitted = _sketch(prepared.found, plan, config)
-    result = (replace_inside if config.inplace else copy_with)(prepared.model, new)
-    setattr(result, RECORD_ATTRIBUTE, SketchRecord(plan, fitted))
+    with _undisturbed():
+        prepared = _prepare(model, config)
+        _check_weights(prepared.found, meta_allowed=False)
+        plan = _plan(prepared, config)
+        new, fitted = _sketch(prepared.found, plan, config)
+        result = _replace_in_place(model, prepared, new) if config.inplace else _copy(prepared.model, new)
+    record = SketchRecord.after(vars(prepared.given).get(RECORD_ATTRIBUTE), plan, fitted)
+    vars(result)[RECORD_ATTRIBUTE] = record
     return result  # type: ignore[return-value]
 
 
@@ -90,9 +97,13 @@ def plan_sketch(
 
     Raises:
         ConfigError, ConfigTypeError, NoTargetError, WrappedModelError: see `sketchify`.
+        WeightError: a weight holds NaN or Inf.
     """
-    config = _config(ratio, options | {"inplace": False})
-    return _plan(_prepare(model, config), config)
+    config = _config(ratio, options)
+    with _undisturbed():
+        prepared = _prepare(model, config)
+        _check_weights(prepared.found, meta_allowed=True)
+        return _plan(prepared, config)
 
 
 def densify(model: Model, *, inplace: bool = False) -> Model:
@@ -103,24 +114,30 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         inplace: change the model given, in place of a copy.
 
     Raises:
+        ConfigTypeError: the model is no `nn.Module`, or cannot be copied.
         NoTargetError: the model holds no sketched layer.
+        WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
-    dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
-    if not dense:
-        raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
-    _tie_again(dense)
-    result = (replace_inside if inplace else copy_with)(model, dense)
-    result.__dict__.pop(RECORD_ATTRIBUTE, None)
+    _check_module(model)
+    with _undisturbed():
+        dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
+        if not dense:
+            raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
+        _tie_again(dense)
+        result = replace_inside(model, dense) if inplace else _copy(model, dense)
+    vars(result).pop(RECORD_ATTRIBUTE, None)
     return result  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The module tree to work on, and what was found in it."""
+    """The module given, the module tree to work on (its own, or a clone of it), and what was found in it."""
 
+    given: nn.Module
     model: nn.Module
     found: Found
     route: str
+    reads_weights: bool
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
@@ -136,21 +153,25 @@ def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any])
 def _prepare(model: nn.Module, config: SketchConfig) -> _Prepared:
     """Check the model, lift the functional calls of a graph, and find the sites."""
     exported = isinstance(model, ExportedProgram)
+    if exported and config.inplace:
+        raise ConfigError("inplace=True conflicts with an ExportedProgram: a new module comes of it")
     if exported:
-        model = model.module()  # type: ignore[attr-defined]
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
-    _check_wrappers(model)
+        model = model.module()  # type: ignore[attr-defined, operator]
+    _check_module(model)
+    given = model
     if isinstance(model, fx.GraphModule):
-        model = model if config.inplace or exported else clone_structure(model)
-        lift_functional(model)
+        model = _copied(clone_structure, model)
+        lift_functional(model)  # type: ignore[arg-type]
     reading = read_graph(model)
     found = find_sites(model, config, reading)
     route = "torch.export graph" if exported else reading.route
-    return _Prepared(model, found, route)
+    return _Prepared(given, model, found, route, bool(reading.direct))
 
 
-def _check_wrappers(model: nn.Module) -> None:
+def _check_module(model: object) -> None:
+    """Raise unless this is a plain, unwrapped module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
     advice = {
         "DistributedDataParallel": "sketch model.module first, then wrap the result",
         "DataParallel": "sketch model.module first, then wrap the result",
@@ -169,21 +190,26 @@ def _check_wrappers(model: nn.Module) -> None:
 def _plan(prepared: _Prepared, config: SketchConfig) -> SketchPlan:
     found = prepared.found
     plan = make_plan(found, config, prepared.route)
-    if not found.sites:
-        reasons = "".join(f"\n  {line.name}: {line.reason}" for line in found.skipped[:10])
-        more = f"\n  and {len(found.skipped) - 10} more" if len(found.skipped) > 10 else ""
+    dense_on_purpose = any(ratio == 1.0 for _, ratio in config.ratios())
+    if not found.sites or not (plan.sketched or dense_on_purpose):
+        reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in plan.layers[:10])
+        more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
+        advice = "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
         raise NoTargetError(
             f"nothing to sketch in {type(prepared.model).__name__}: wanted an nn.Linear, nn.Conv2d, "
-            f"nn.MultiheadAttention or Conv1D{reasons}{more}"
+            f"nn.MultiheadAttention or Conv1D{advice if prepared.reads_weights else ''}{reasons}{more}"
         )
     return plan
 
 
-def _check_weights(found: Found) -> None:
-    for site, _ in found.sites:
-        for name, parameter in site.module.named_parameters():
-            where = f"{site.name}.{name}" if site.name else name
+def _check_weights(found: Found, *, meta_allowed: bool) -> None:
+    layers = [layer for site, _ in found.sites for layer in ((site.name, site.module), *site.tied)]
+    for layer_name, layer in layers:
+        for name, parameter in layer.named_parameters():
+            where = f"{layer_name}.{name}" if layer_name else name
             if parameter.is_meta:
+                if meta_allowed:
+                    continue
                 raise WeightError(f"{where} is on the meta device: load the weights before sketching")
             if not bool(torch.isfinite(parameter).all()):
                 bad = int((~torch.isfinite(parameter)).sum())
@@ -208,6 +234,61 @@ def _sketch(
             assert isinstance(owner, SharingPass)
             new[other] = owner.share(layer, other)
     return new, fitted
+
+
+def _replace_in_place(model: nn.Module, prepared: _Prepared, new: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The last step, so that whatever fails before leaves the model as it was."""
+    if prepared.model is not model:  # a graph: its clone was lifted, and the layers are the clone's
+        names = {module: name for name, module in prepared.model.named_modules()}
+        lift_functional(model)  # type: ignore[arg-type]
+        new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
+    return replace_inside(model, new)
+
+
+def _copy(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """The copy with the replacements, checked to hold them all."""
+    result = _copied(lambda given: copy_with(given, new), model, "; inplace=True needs no copy")
+    wanted = type(new.get(model, model))
+    alike = isinstance(result, fx.GraphModule if issubclass(wanted, fx.GraphModule) else wanted)
+    if not alike or not set(result.modules()).issuperset(new.values()):
+        raise ConfigTypeError(
+            f"a deep copy of {type(model).__name__} does not hold the new layers: its own __deepcopy__ "
+            "or __getstate__ made others; inplace=True needs no copy"
+        )
+    return result
+
+
+def _copied(make: Callable[[nn.Module], nn.Module], model: nn.Module, advice: str = "") -> nn.Module:
+    try:
+        return make(model)
+    # Whatever the model holds copies itself in its own way, and may raise anything.
+    except Exception as error:
+        brief = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ConfigTypeError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {brief}){advice}"
+        ) from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Work the same in every surrounding, and leave it as it was.
+
+    Tracing a model, and making layers, draw from the global generators: they are put back. The caller's
+    autograd, autocast and default device are none of the sketch's business.
+    """
+    state = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def _tie_again(dense: Mapping[nn.Module, nn.Module]) -> None:

@@ -78,12 +78,10 @@ class LinearCandidate(Candidate):
         self.energies = None if singular_values is None else kept_energies(singular_values)
 
     def numbers(self, rank: int) -> int:
-        """r (O + I), or r (O + I - r) for the pivoted form."""
+        """Stored numbers: r (O + I), or r (O + I - r) for the pivoted form."""
         if self.scheme == "pair":
             return rank * (self.out_features + self.in_features)
-        return pivoted_numbers(
-            self.out_features, self.in_features, rank, gathered=self.gathered
-        )
+        return pivoted_numbers(self.out_features, self.in_features, rank, gathered=self.gathered)
 
     def macs(self, rank: int) -> int:
         """One multiply-add per stored weight."""

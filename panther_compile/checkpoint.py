@@ -1,8 +1,8 @@
 """Save a sketched model and load it again: safetensors and a JSON plan, never pickle.
 
-A directory holds `sketch.json` and the weights file it names. The weights are written under a name made from their
-checksum, then `sketch.json` is put in place in one step: a directory holds a whole checkpoint, the old
-one or the new one, at every moment. Files that `sketch.json` no longer names are removed last.
+A directory holds `sketch.json` and the weights file it names. The weights are written under a name made
+from their checksum, then `sketch.json` is put in place in one step: a directory holds a whole checkpoint,
+the old one or the new one, at every moment. Files that `sketch.json` no longer names are removed last.
 """
 
 import hashlib
@@ -187,9 +187,7 @@ def _record_from_json(record: dict[str, Any] | None) -> SketchRecord | None:
         if choice is not None:
             choice = Choice(**choice | {"ranks": tuple(choice["ranks"])})
         lines.append(LayerPlan(**line | {"shape": tuple(line["shape"]), "choice": choice}))
-    fitted = {
-        name: Fitted(**one | {"ranks": tuple(one["ranks"])}) for name, one in record["fitted"].items()
-    }
+    fitted = {name: Fitted(**one | {"ranks": tuple(one["ranks"])}) for name, one in record["fitted"].items()}
     return SketchRecord(SketchPlan(**plan | {"layers": tuple(lines)}), fitted)
 
 
@@ -206,7 +204,8 @@ def _read_document(path: Path) -> dict[str, Any]:
     version = document.get("version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise CheckpointVersionError(
-            f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: upgrade it"
+            f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: "
+            "upgrade it"
         )
     if document.get("sha256") != _document_sha256(document):
         raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
@@ -218,23 +217,24 @@ def _read_weights(path: Path, document: dict[str, Any], device: torch.device) ->
     file = path / Path(name).name
     try:
         found = _file_sha256(file)
-        if found != wanted:
-            raise CheckpointCorruptError(
-                f"{file} was truncated or changed: its sha256 is {found[:16]}..., wanted {wanted[:16]}..."
-            )
-        # A copy: what load_file gives is mapped from the file and would change with it.
-        tensors = {key: value.clone() for key, value in load_file(file, device=str(device)).items()}
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{file} is missing, {PLAN_FILE} names it") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if found != wanted:
+        raise CheckpointCorruptError(
+            f"{file} was truncated or changed: its sha256 is {found[:16]}..., wanted {wanted[:16]}..."
+        )
+    try:
+        # A copy: what load_file gives is mapped from the file and would change with it.
+        tensors = {key: value.clone() for key, value in load_file(file, device=str(device)).items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
     tensors.update({alias: tensors[first] for alias, first in document["aliases"].items()})
     return tensors
 
 
-def _empty_layers(
-    skeleton: nn.Module, document: dict[str, Any], path: Path
-) -> dict[nn.Module, nn.Module]:
+def _empty_layers(skeleton: nn.Module, document: dict[str, Any], path: Path) -> dict[nn.Module, nn.Module]:
     """A sketched layer without data for each dense layer of the skeleton that was replaced."""
     new: dict[nn.Module, nn.Module] = {}
     for entry in document["layers"]:
@@ -249,7 +249,8 @@ def _empty_layers(
         layer_type = LAYER_TYPES.get(entry["type"])
         if layer_type is None:
             raise CheckpointVersionError(
-                f"{path} holds a {entry['type']} ({name!r}), which this panther_compile does not know: upgrade it"
+                f"{path} holds a {entry['type']} ({name!r}), which this panther_compile does not know: "
+                "upgrade it"
             )
         layer = layer_type(**entry["spec"], device="meta")
         _check_size(old, layer, name, document, path)
@@ -257,9 +258,7 @@ def _empty_layers(
     return new
 
 
-def _check_size(
-    old: nn.Module, new: SketchedLayer, name: str, document: dict[str, Any], path: Path
-) -> None:
+def _check_size(old: nn.Module, new: SketchedLayer, name: str, document: dict[str, Any], path: Path) -> None:
     """Raise CheckpointMismatchError unless `new` stands for a layer of the size of `old`."""
     numbers = sum(tensor.numel() for tensor in (*old.parameters(), *old.buffers()))
     if isinstance(old, SketchedLayer):
@@ -303,9 +302,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any]
         _owner(model, name)[0].set_extra_state(tensors[name])
 
 
-def _check_shapes(
-    model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path
-) -> None:
+def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path) -> None:
     for name, tensor in (_all_parameters(model) | _all_buffers(model)).items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointMismatchError(

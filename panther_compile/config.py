@@ -19,6 +19,7 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Mod
 of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
+MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class SketchConfig:
             layer but embeddings, the output head, and layers tied to either.
         exclude: one selector or several; layers that match one are left alone.
         method: "auto", "svd", "randomized", or "panther" (the prior art's random signs, for comparison).
-        sketch: random test matrix of the randomized method: "gaussian", "sign", "srht", "countsketch", "sjlt".
+        sketch: test matrix of the randomized method: "gaussian", "sign", "srht", "countsketch", "sjlt".
         attention: "exact", or "favor" for random-feature attention in nn.MultiheadAttention.
         features: random features of `attention="favor"`.
         min_params: layers whose weight is smaller stay dense.
@@ -90,16 +91,15 @@ class SketchConfig:
         if self.round_rank_to is not None:
             _check_integer("round_rank_to", self.round_rank_to, 1)
         _check_integer("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"seed={self.seed!r}, wanted at most {MAX_SEED}")
         _check_type("allow_slower", self.allow_slower, bool)
         _check_type("inplace", self.inplace, bool)
         if self.progress is not None:
             _check_type("progress", self.progress, bool)
         if self.device is not None:
             _check_type("device", self.device, torch.device, str)
-            try:
-                torch.device(self.device)
-            except RuntimeError as error:
-                raise ConfigError(f"device={self.device!r}: {error}") from error
+            _check_device(self.device)
 
     def ratios(self) -> tuple[tuple[Selector, float], ...]:
         """(selector, ratio) of each budget, in order; one that matches everything if ratio is a number."""
@@ -138,6 +138,12 @@ def _check_ratio(option: str, ratio: object) -> None:
 def _check_selector(option: str, selector: object) -> None:
     if isinstance(selector, type) and not issubclass(selector, nn.Module):
         raise ConfigTypeError(f"{option}: {selector.__name__} is not a module type")
+    if isinstance(selector, nn.Module):
+        raise ConfigTypeError(
+            f"{option}: given a {type(selector).__name__} itself, wanted its name or its type"
+        )
+    if isinstance(selector, re.Pattern) and not isinstance(selector.pattern, str):
+        raise ConfigTypeError(f"{option}: {selector!r} is of bytes, wanted a regex of text")
     if not isinstance(selector, str | re.Pattern | type) and not callable(selector):
         raise ConfigTypeError(
             f"{option}: {selector!r} is a {type(selector).__name__}, wanted a glob string, a compiled "
@@ -155,6 +161,18 @@ def _check_integer(option: str, given: object, least: int) -> None:
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted an integer")
     if given < least:
         raise ConfigError(f"{option}={given!r}, wanted at least {least}")
+
+
+def _check_device(device: torch.device | str) -> None:
+    """Whether it can be computed on."""
+    try:
+        torch.zeros(1, device=device)
+    # torch raises AssertionError where it was built without the device's backend.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        brief = str(error).strip().splitlines()[0]
+        raise ConfigError(f"device={str(device)!r} cannot be used here: {brief}") from error
+    if torch.device(device).type == "meta":
+        raise ConfigError("device='meta' holds no numbers, wanted a device that computes")
 
 
 def _check_type(option: str, given: object, *wanted: type) -> None:

@@ -10,6 +10,11 @@ PantherError
 ├── WrappedModelError (TypeError)     the model is wrapped in DDP, FSDP or torch.compile
 ├── LayerError (ValueError)           a layer cannot be sketched as asked
 │   └── RankError                     a rank is outside what the layer allows
+├── PartitionError (ValueError)       a model cannot be cut into stages as asked
+│   ├── CaptureError                  no graph of the model can be read
+│   ├── MeshError                     a mesh or a schedule does not fit the devices
+│   ├── StageCountError               more stages than places to cut
+│   └── StageMemoryError              a stage cannot fit into the memory of its devices
 └── CheckpointError (OSError)         a saved sketch cannot be written or read
     ├── CheckpointCorruptError        truncated, or its checksum does not match
     ├── CheckpointVersionError        written by a newer format
@@ -58,6 +63,26 @@ class LayerError(PantherError, ValueError):
 
 class RankError(LayerError):
     """A rank is outside what the layer's shape allows."""
+
+
+class PartitionError(PantherError, ValueError):
+    """A model cannot be cut into pipeline stages as asked."""
+
+
+class CaptureError(PartitionError):
+    """No graph of the model can be read; the message names the construct that is in the way."""
+
+
+class MeshError(PartitionError):
+    """A mesh does not multiply to the devices, or a schedule cannot run on it."""
+
+
+class StageCountError(PartitionError):
+    """More pipeline stages are asked for than the graph has places to cut."""
+
+
+class StageMemoryError(PartitionError):
+    """A stage cannot fit; the message says which, by how much, and what would help."""
 
 
 class CheckpointError(PantherError, OSError):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 # Largest relative rounding error, in the layer's own dtype, at which pivots are accepted. Truncation at
-# useful ratios is 1e-2 and more, but deep models add up what 50 layers round. Measured on all-MiniLM-L6-v2 and Gaussian weights,
-# leading columns give 2e-6 to 2e-4 in float32 and 3e-2 to 2 in bfloat16; LU pivots give 1e-6 and 1e-2.
+# useful ratios is 1e-2 and more, but deep models add up what 50 layers round. Measured on
+# all-MiniLM-L6-v2 and Gaussian weights, leading columns give 2e-6 to 2e-4 in float32 and 3e-2 to 2 in
+# bfloat16; LU pivots give 1e-6 and 1e-2.
 _ACCEPTED_ROUNDING = {
     torch.float64: 1e-9,
     torch.float32: 1e-5,
@@ -55,11 +56,12 @@ def to_pivoted(
         left: `(O, r)`, float32 or float64.
         right: `(r, I)` with r < I, float32 or float64.
         dtype: the dtype in which the layer will run; decides what conditioning is acceptable.
-        max_numbers: what the form may store; one that needs an index buffer loses its last rows to stay
-            within it.
+        max_numbers: what the form may store; the last columns of `left` and rows of `right` are dropped to
+            stay within it, a few more where an index buffer is needed.
     """
-    rank, in_features = right.shape
-    left64, right64 = left.double(), right.double()
+    in_features = right.shape[1]
+    left64, right64 = _within(max_numbers, left.double(), right.double(), gathered=False)
+    rank = right64.shape[0]
     if rank >= in_features or not _has_full_rank(right64):
         return None
     probe = _probe(right64)
@@ -67,10 +69,7 @@ def to_pivoted(
         found = _pivot_on(left64, right64, start, None)
         if found is not None and _is_accurate(found, left64, right64, probe, dtype):
             return found
-    if max_numbers is not None:
-        while rank > 1 and pivoted_numbers(len(left), in_features, rank, gathered=True) > max_numbers:
-            rank -= 1
-        left64, right64 = left64[:, :rank], right64[:rank]
+    left64, right64 = _within(max_numbers, left64, right64, gathered=True)
     found = _pivot_on(left64, right64, 0, _lu_pivots(right64))
     return found if found is not None and _is_accurate(found, left64, right64, probe, dtype) else None
 
@@ -84,6 +83,15 @@ def from_pivoted(pivoted: Pivoted) -> tuple[Tensor, Tensor]:
     if pivoted.order is not None:
         right = right[:, torch.argsort(pivoted.order)]
     return pivoted.columns, right
+
+
+def _within(max_numbers: int | None, left: Tensor, right: Tensor, *, gathered: bool) -> tuple[Tensor, Tensor]:
+    """The leading part of a pair whose pivoted form stores at most `max_numbers`, or has rank 1."""
+    (rank, in_features), out_features = right.shape, left.shape[0]
+    if max_numbers is not None:
+        while rank > 1 and pivoted_numbers(out_features, in_features, rank, gathered=gathered) > max_numbers:
+            rank -= 1
+    return left[:, :rank], right[:rank]
 
 
 def _pivot_on(left: Tensor, right: Tensor, start: int, order: Tensor | None) -> Pivoted | None:
@@ -121,9 +129,7 @@ def _probe(right: Tensor) -> Tensor:
     return probe.to(right.device)
 
 
-def _is_accurate(
-    found: Pivoted, left: Tensor, right: Tensor, probe: Tensor, dtype: torch.dtype
-) -> bool:
+def _is_accurate(found: Pivoted, left: Tensor, right: Tensor, probe: Tensor, dtype: torch.dtype) -> bool:
     """Whether the form, run in `dtype` on Gaussian rows, stays within the accepted rounding error."""
     exact = probe @ right.T @ left.T
     x = (probe if found.order is None else probe[:, found.order]).to(dtype)

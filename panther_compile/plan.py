@@ -3,16 +3,16 @@
 Maximise  Σᵤ log Eᵤ(rᵤ)  subject to  Σᵤ numbersᵤ(rᵤ) ≤ ratio · Σᵤ denseᵤ,
 
 where E(r) is the share of a weight's squared Frobenius norm that rank r keeps. The product of the
-energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016): unlike
-their sum it is blind to the scale of a layer and starves none. Solved by bisection on the Lagrange multiplier
-(`_lagrange`), then by greedy steps with what is left (`_fill`).
+energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016):
+unlike their sum it is blind to the scale of a layer and starves none. Solved by bisection on the Lagrange
+multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
 """
 
 import heapq
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from panther_compile import cost
 from panther_compile.candidates import Candidate
-from panther_compile.config import SketchConfig, selects
-from panther_compile.records import Choice, LayerPlan, SketchPlan, Unit
+from panther_compile.config import Selector, SketchConfig, selects
+from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Unit
 from panther_compile.sites import Found
 
 # A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
@@ -56,8 +56,8 @@ def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
     for site, owner in tqdm(found.sites, desc="plan", disable=hides_progress(config), leave=False):
-        place = next(i for i, (s, _) in enumerate(budgets) if selects(s, site.module, site.name))
-        units = owner.units(site, energies=budgets[place][1] < 1.0)
+        place = next(i for i, (selector, _) in enumerate(budgets) if _picks(selector, site))
+        units = _with_tied(owner.units(site, energies=budgets[place][1] < 1.0), site)
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
@@ -66,6 +66,17 @@ def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route)
+
+
+def _picks(selector: Selector, site: Site) -> bool:
+    return any(selects(selector, site.module, name) for name in (site.name, *site.aliases))
+
+
+def _with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
+    """The units, the first of which also counts the biases of the layers tied to the site."""
+    biases = [module._parameters.get("bias") for _, module in site.tied]
+    numbers = sum(bias.numel() for bias in biases if bias is not None)
+    return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units
 
 
 def hides_progress(config: SketchConfig) -> bool:
@@ -99,7 +110,7 @@ def plan_units(
             single ranks where the budget would else be missed by more than 0.5 %.
         allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
     """
-    limits = {unit.name: _Limits(unit, ratio, allow_slower) for unit, _ in units}
+    limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower) for unit, _ in units}
     lines: dict[str, LayerPlan] = {}
     sketched: list[tuple[Unit, str]] = []
     for unit, kind in units:
@@ -108,10 +119,17 @@ def plan_units(
             sketched.append((unit, kind))
         else:
             lines[unit.name] = _line(unit, kind, None, reason)
-    budget = math.floor(ratio * sum(unit.dense_numbers for unit, _ in sketched))
+    dense = sum(unit.dense_numbers + unit.tied_numbers for unit, _ in sketched)
+    budget = math.floor(ratio * dense) - sum(unit.tied_numbers for unit, _ in sketched)
 
     def all_options(step: int | None) -> list[_Options]:
-        return [_options(unit, kind, limits[unit.name], ratio, step) for unit, kind in sketched]
+        found = []
+        for unit, kind in sketched:
+            limit = limits[unit.name]
+            # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
+            fits = limit.least_numbers(step) <= limit.share
+            found.append(_options(unit, kind, limit, ratio, step if fits else 1))
+        return found
 
     options = all_options(round_rank_to)
     chosen = _fill(options, _lagrange(options, budget), budget)
@@ -127,28 +145,46 @@ def plan_units(
 
 
 class _Limits:
-    """The largest worthwhile rank of each candidate of a unit, or why there is none."""
+    """The largest worthwhile rank of each candidate of a unit, or why there is none.
 
-    def __init__(self, unit: Unit, ratio: float, allow_slower: bool) -> None:
+    Attributes:
+        ranks: 0 where no rank of the candidate is worthwhile.
+        share: what the weight alone may store if it takes just its part of the budget.
+        why_dense: None if the unit can be sketched.
+    """
+
+    def __init__(self, unit: Unit, ratio: float, round_rank_to: int | None, allow_slower: bool) -> None:
         self.ranks = {
             candidate: candidate.max_rank if allow_slower else _fast_rank(unit, candidate)
             for candidate in unit.candidates
         }
-        self.why_dense = self._reason(unit, ratio)
+        self.share = math.floor(ratio * unit.dense_numbers) - unit.bias_numbers
+        self.why_dense = self._reason(unit, round_rank_to)
 
-    def _reason(self, unit: Unit, ratio: float) -> str | None:
+    def least_numbers(self, step: int | None) -> int:
+        """What the smallest rank stores that is a multiple of the step; None is the usual step."""
+        numbers = []
+        for candidate, limit in self.ranks.items():
+            first = cost.rank_step(candidate) if step is None else step
+            if limit:
+                numbers.append(candidate.numbers(first if first <= limit else 1))
+        return min(numbers)
+
+    def _reason(self, unit: Unit, round_rank_to: int | None) -> str | None:
         if not unit.candidates:
             return "no scheme fits this layer"
         smallest = min(candidate.numbers(1) for candidate in unit.candidates)
         weight_numbers = unit.dense_numbers - unit.bias_numbers
         if smallest > CEILING * weight_numbers:
             return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
-        share = math.floor(ratio * unit.dense_numbers) - unit.bias_numbers
-        if smallest > share:
+        if smallest > self.share:
             return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
-        affordable = {candidate: candidate.largest_rank(share) for candidate in unit.candidates}
+        affordable = {candidate: candidate.largest_rank(self.share) for candidate in unit.candidates}
         if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
-            return None
+            least = 0 if round_rank_to is None else self.least_numbers(round_rank_to)
+            if least <= self.share:
+                return None
+            return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
         best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
         return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
 
@@ -171,9 +207,7 @@ def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
     )
 
 
-def _options(
-    unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None
-) -> _Options:
+def _options(unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None) -> _Options:
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
     for candidate, limit in limits.ranks.items():
@@ -228,9 +262,7 @@ def _lagrange(options: list[_Options], budget: int) -> list[int]:
     return at_price(math.exp(high))
 
 
-def _fill(
-    options: list[_Options], chosen: list[int], budget: int, enough: float = math.inf
-) -> list[int]:
+def _fill(options: list[_Options], chosen: list[int], budget: int, enough: float = math.inf) -> list[int]:
     """Spend what is left, up to `enough`: always the step to a next option that gains most per number."""
     chosen = list(chosen)
     left = budget - _spent(options, chosen)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from torch import nn
 
@@ -23,6 +24,7 @@ class Unit:
         device: class of device it runs on; None for a look-up, which takes no time to speak of.
         groups: of a convolution.
         stride: of a convolution.
+        tied_numbers: biases of the other layers that use the weight; they stay, and are in no other count.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Unit:
     device: Device | None
     groups: int = 1
     stride: tuple[int, int] = (1, 1)
+    tied_numbers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,5 +194,22 @@ class SketchRecord:
     plan: SketchPlan
     fitted: Mapping[str, Fitted]
 
+    @classmethod
+    def after(cls, earlier: "SketchRecord | None", plan: SketchPlan, fitted: Mapping[str, Fitted]) -> Self:
+        """The record of a plan carried out; layers sketched earlier keep the lines they had."""
+        known = () if earlier is None else earlier.plan.sketched
+        lines: list[LayerPlan] = []
+        for line in plan.layers:
+            if line.reason == ALREADY_SKETCHED:
+                parts = f"{line.name}."  # an attention has a line for each projection
+                lines.extend(old for old in known if old.name == line.name or old.name.startswith(parts))
+            else:
+                lines.append(line)
+        if earlier is None:
+            return cls(SketchPlan(tuple(lines), plan.ratio, plan.route), fitted)
+        ratio = f"{earlier.plan.ratio}, then {plan.ratio}"
+        return cls(SketchPlan(tuple(lines), ratio, plan.route), {**earlier.fitted, **fitted})
 
+
+ALREADY_SKETCHED = "already sketched"
 RECORD_ATTRIBUTE = "_panther_sketch"

@@ -196,11 +196,9 @@ def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
     return total + _numbers(biases.values())
 
 
-def _recorded_rows(
-    record: SketchRecord, layers: dict[str, SketchedLayer]
-) -> Iterator[ReportRow]:
+def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> Iterator[ReportRow]:
     for line in record.plan.layers:
-        if line.choice is not None and line.name in layers:
+        if line.name in layers:
             yield _row(line.name, layers[line.name], record.fitted.get(line.name))
         elif line.choice is None:
             numbers, macs = line.dense_numbers, _product(line.shape)

@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.config import Selector, SketchConfig, selectors, selects
 from panther_compile.errors import SelectorError
@@ -78,8 +77,8 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
             others = tuple((other.name, other.module) for other in group if other is not leader)
             site = Site(leader.name, leader.module, leader.kind, others, leader.aliases)
             sites.append((site, leader.owner))
-    order = (*(target.name for target in targets), *(name for name, _ in sketched))
-    return Found(tuple(sites), tuple(skipped), order)
+    known = {target.name for target in targets} | {name for name, _ in sketched}
+    return Found(tuple(sites), tuple(skipped), tuple(name for name in names.in_order() if name in known))
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -105,6 +104,10 @@ class _Names:
             for key, child in module._modules.items():
                 if child is not None:
                     self._places[child].append((module, key))
+
+    def in_order(self) -> Iterator[str]:
+        """The first name of each module, in the order of the model."""
+        return iter(self._first.values())
 
     def first(self, module: nn.Module) -> str:
         """The name that `named_modules` gives it."""

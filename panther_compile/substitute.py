@@ -26,8 +26,9 @@ def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
 def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
     """Replace the old modules in the model itself; returns the model, or what replaces it.
 
-    Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules hold as
-    plain attributes. The replacements take the biases themselves over, so that what shares one still does.
+    Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules
+    hold as plain attributes. The replacements take the biases themselves over, so that what shares one
+    still does.
     """
     for old_bias, new_bias, replacement in _biases(new):
         _put_parameter(replacement, new_bias, old_bias)
@@ -35,7 +36,7 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
         return new[model]
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
-            if child in new:
+            if child is not None and child in new:
                 module._modules[name] = new[child]
         for name, value in list(module.__dict__.items()):
             if name != "_modules" and isinstance(value, list | tuple | dict | nn.Module):
@@ -61,22 +62,22 @@ def _put_parameter(module: nn.Module, present: nn.Parameter, wanted: nn.Paramete
                 part._parameters[name] = wanted
 
 
-def _replaced(value: Any, new: Replacements, inside: set[int]) -> Any:
-    """The value with old modules replaced; lists and dicts, which may hold themselves, are changed in place."""
+def _replaced(value: Any, new: Replacements, seen: set[int]) -> Any:
+    """The value with old modules replaced; lists and dicts, which may hold themselves, change in place."""
     if isinstance(value, nn.Module):
         return new.get(value, value)
     if isinstance(value, list | dict):
-        if id(value) in inside:
+        if id(value) in seen:
             return value
-        inside.add(id(value))
+        seen.add(id(value))
     if isinstance(value, list):
-        value[:] = [_replaced(item, new, inside) for item in value]
+        value[:] = [_replaced(item, new, seen) for item in value]
     elif isinstance(value, dict):
         for key, item in list(value.items()):
-            replaced = _replaced(item, new, inside)
+            replaced = _replaced(item, new, seen)
             if replaced is not item:
                 value[key] = replaced
     elif type(value) is tuple:
-        items = tuple(_replaced(item, new, inside) for item in value)
+        items = tuple(_replaced(item, new, seen) for item in value)
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     return value

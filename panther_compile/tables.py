@@ -28,7 +28,7 @@ def render_table(
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for heading, justify in columns:
-        table.add_column(heading, justify="right" if justify == "right" else "left")
+        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()

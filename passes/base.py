@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from panther_compile.candidates import Candidate, LinearCandidate
 from panther_compile.config import SketchConfig
+from panther_compile.errors import RankError
 from panther_compile.factorize import LowRank, factorize, singular_values
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import HALF_DTYPES
@@ -89,17 +90,24 @@ def matrix_candidates(weight: Tensor, *, energies: bool) -> tuple[Candidate, ...
 
 
 def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRank:
-    """Factorize a weight (O, I) on the device asked for, with random numbers of its own."""
+    """Factorize a weight (O, I) on the device asked for, with random numbers of its own.
+
+    Raises:
+        RankError: the method cannot have this rank; the layer is named.
+    """
     weight = weight.detach()
     if config.device is not None:
         weight = weight.to(config.device)
-    return factorize(
-        weight,
-        rank,
-        method=config.method,
-        sketch=config.sketch,
-        generator=generator_for(name, config, weight.device),
-    )
+    try:
+        return factorize(
+            weight,
+            rank,
+            method=config.method,
+            sketch=config.sketch,
+            generator=generator_for(name, config, weight.device),
+        )
+    except RankError as error:
+        raise RankError(f"{name}: {error}") from error
 
 
 def generator_for(name: str, config: SketchConfig, device: torch.device) -> torch.Generator:

@@ -59,7 +59,7 @@ def lift_functional(graph_module: fx.GraphModule) -> int:
 
 
 def _read(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments by name of a functional linear layer or convolution, and which; None for any other node."""
+    """The arguments by name of a functional layer, and which "function" it is; None for any other node."""
     if node.op != "call_function" or node.target not in (*_LINEAR, *_CONV2D):
         return None
     function = "linear" if node.target in _LINEAR else "conv2d"
@@ -89,7 +89,7 @@ def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module |
         layer = nn.Conv2d(
             weight.shape[1] * groups,
             weight.shape[0],
-            tuple(weight.shape[2:]),
+            (weight.shape[2], weight.shape[3]),
             groups=groups,
             bias=bias is not None,
             device="meta",
@@ -103,9 +103,7 @@ def _pair(value: Any) -> Any:
     return tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
 
 
-def _place(
-    graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None, layer: nn.Module
-) -> str:
+def _place(graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None, layer: nn.Module) -> str:
     """Put the layer into the module tree and return its name."""
     owner_name, _, leaf = weight_name.rpartition(".")
     owner = graph_module.get_submodule(owner_name)

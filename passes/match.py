@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

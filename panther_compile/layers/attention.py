@@ -257,7 +257,7 @@ class SketchedMultiheadAttention(SketchedLayer):
                 seed=seed,
             )
             if sketched.stored_numbers < sum(tensor.numel() for tensor in dense.parameters()):
-                projections[name] = sketched.train(layer.training)
+                projections[name] = sketched
         return cls.from_projections(
             layer, projections, attention=attention, features=features, feature_seed=feature_seed
         )
@@ -370,7 +370,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         if self.bias_k is not None and self.bias_v is not None:
             copy_into(dense.bias_k, self.bias_k)
             copy_into(dense.bias_v, self.bias_v)
-        take_over(dense, self, next(self.parameters()).requires_grad)
+        take_over(dense, self, next(self.q_proj.parameters()).requires_grad)
         return dense
 
     @property

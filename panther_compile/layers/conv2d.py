@@ -42,7 +42,6 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
-from panther_compile.layers.linear import HALF_DTYPES
 from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -330,7 +329,7 @@ class SketchedConv2d(SketchedLayer):
         if self.stride != (1, 1):
             x = x[..., :: self.stride[0], :: self.stride[1]]
         if self.order is not None:
-            x = x.index_select(-3, self.order)
+            x = _gather_channels(x, self.order)
         if _is_plain(self.down):
             return _pivoted_conv1x1(x, self.down.weight, self.start)
         pivots, others = _split(x, self.up.in_channels, self.start)
@@ -458,7 +457,16 @@ def _pivoted_conv1x1(x: Tensor, down_RS11: Tensor, start: int) -> Tensor:
     return z_NRP.view(pivots.shape)
 
 
-torch.fx.wrap("_pivoted_conv1x1")  # a symbolic trace has no strides to choose by
+def _gather_channels(x: Tensor, order_I: Tensor) -> Tensor:
+    """The permuted channels of x (..., I, H, W), in the memory format of x."""
+    if x.stride(-3) == 1:
+        return x.movedim(-3, -1).index_select(-1, order_I).movedim(-1, -3)
+    return x.index_select(-3, order_I)
+
+
+# Both choose by strides, which a symbolic trace does not have.
+torch.fx.wrap("_pivoted_conv1x1")
+torch.fx.wrap("_gather_channels")
 
 
 def _split(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:

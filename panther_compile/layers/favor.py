@@ -23,7 +23,22 @@ class FavorAttention(nn.Module):
     Dropout drops keys, the same ones for every query of a head: each weight is dropped as often as
     in exact attention, and the mean is the same.
 
-    TABLES
+    The estimate is good only where attention is nearly uniform, so measure before use. Relative
+    Frobenius error of the weights, Gaussian q and k, D = 32, S = 512, next to that of plain averaging:
+
+        deviation of the logits   M = 64   M = 256   M = 1024   all weights 1/S
+        0.1                       0.13     0.06      0.03       0.10
+        0.25                      0.42     0.25      0.13       0.25
+        0.5                       1.27     0.97      0.66       0.47
+        1                         2.46     2.26      1.94       0.80
+
+    Milliseconds against `F.scaled_dot_product_attention` (N = 1, H = 4, D = 32, float32, 2 shared
+    CPU cores, torch 2.13, best of 15 or more), full and causal:
+
+        length   exact        M = 64       M = 256
+        512      1.1, 1.1     0.9, 1.6     11, 12
+        2048     31, 18       9, 24        61, 63
+        8192     505, 273     57, 99       286, 300
 
     Args:
         head_dim: D.
@@ -83,6 +98,11 @@ class FavorAttention(nn.Module):
             weights = reference.favor_weights(q, k, directions, key_mask, causal=causal)
             weights = weights * kept.unsqueeze(-2)
             return (weights @ v).to(dtype), weights.to(dtype)
+
+    def extra_repr(self) -> str:
+        """The shape of the directions."""
+        features, head_dim = self.directions.shape
+        return f"head_dim={head_dim}, features={features}"
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

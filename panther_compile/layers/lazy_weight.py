@@ -19,14 +19,19 @@ _METADATA = frozenset(
         Tensor.ndim.__get__,  # type: ignore[attr-defined]
         Tensor.layout.__get__,  # type: ignore[attr-defined]
         Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
         Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
         Tensor.is_meta.__get__,  # type: ignore[attr-defined]
         Tensor.size,
         Tensor.dim,
         Tensor.numel,
+        Tensor.nelement,
         Tensor.element_size,
         Tensor.is_floating_point,
         Tensor.is_complex,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
     }
 )
 
@@ -49,9 +54,7 @@ class LazyWeight(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer metadata as it stands; compute the values for anything else."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
@@ -60,7 +63,7 @@ class LazyWeight(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Reached from C++ callers only: the same, below autograd."""

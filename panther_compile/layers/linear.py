@@ -102,7 +102,8 @@ class SketchedLinear(SketchedLayer):
             left: `(O, r)`, float32 or float64, columns by falling importance.
             right: `(r, I)`, float32 or float64.
             bias: `(O,)` or None.
-            form: "auto" takes the pivoted form where it is accurate in `dtype`; "pivoted" or "pair" force one.
+            form: "auto" takes the pivoted form where it is accurate in `dtype`; "pivoted" and "pair"
+                force one.
             dtype: of the layer's parameters.
             device: of the layer's parameters; default is that of `left`.
             max_numbers: what the weight may store; a form that would exceed it loses its last columns.
@@ -119,7 +120,8 @@ class SketchedLinear(SketchedLayer):
             pivoted = to_pivoted(left, right, dtype=dtype, max_numbers=max_numbers)
             if pivoted is None and form == "pivoted":
                 raise RankError(
-                    f"weight ({out_features}, {in_features}): no pivoted form of {rank=} is accurate in {dtype}"
+                    f"weight ({out_features}, {in_features}): no pivoted form of {rank=} is accurate in "
+                    f"{dtype}"
                 )
         if pivoted is not None:
             rank = pivoted.columns.shape[1]
@@ -222,7 +224,8 @@ class SketchedLinear(SketchedLayer):
         if self.form == "pair":
             return self.up(self.down(x))
         if self.order is not None:
-            x = x.index_select(-1, self.order)
+            # unflatten refuses a wider x, whose first columns index_select would take.
+            x = x.unflatten(-1, (self.in_features,)).index_select(-1, self.order)
         if _is_plain(self.down) and _is_plain(self.up):
             return reference.pivoted_linear(
                 x, self.down.weight, self.up.weight, self.up.bias, start=self.start
@@ -333,8 +336,9 @@ class SketchedConv1D(SketchedLinear):
         # The one layer that is not torch's own; importing transformers up front would cost every user.
         conv1d: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
         like = self.up.weight
-        dense: nn.Module = conv1d(self.out_features, self.in_features)
-        return dense.to(device=like.device, dtype=like.dtype)
+        with torch.device("meta"):
+            dense: nn.Module = conv1d(self.out_features, self.in_features)
+        return dense.to(dtype=like.dtype).to_empty(device=like.device)
 
     def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
         copy_into(dense.weight, weight.t())  # type: ignore[arg-type]

@@ -121,17 +121,22 @@ def test_dtypes_against_float64(dtype, scheme):
     assert_same(sketched(x.to(dtype)), dense(x).to(dtype), TOLERANCE[dtype])
 
 
-def test_gathered_channels_in_half_precision():
-    dense = low_rank_pointwise(5, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gathered_channels(dtype, memory_format):
+    dense = low_rank_pointwise(5, stride=2, dtype=dtype)
     with torch.no_grad():  # neither the leading nor the trailing slice will do
         dense.weight[:, :5] = dense.weight[:, :1].clone()
         dense.weight[:, -5:] = dense.weight[:, :1].clone()
     sketched = SketchedConv2d.from_dense(dense, rank=5)
     assert sketched.scheme == "pivoted"
     assert sketched.order is not None
-    x = torch.randn(2, 16, 7, 8, dtype=torch.bfloat16)
-    assert_same(sketched(x), dense(x), 0.05)
-    assert_same(sketched.weight + 0, dense.weight, 0.05)
+    x = torch.randn(2, 16, 7, 8, dtype=dtype).contiguous(memory_format=memory_format)
+    assert_same(sketched(x), dense(x), TOLERANCE[dtype])
+    assert sketched(x).is_contiguous(memory_format=memory_format)
+    assert_same(sketched(x[0]), dense(x[0]), TOLERANCE[dtype])
+    assert_same(torch.fx.symbolic_trace(sketched)(x), dense(x), TOLERANCE[dtype])
+    assert_same(sketched.weight + 0, dense.weight, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -163,12 +168,13 @@ def test_ratio_of_pointwise_counts_buffers_and_fallback(dtype, ratio):
     dense = conv(48, 32, 1, dtype=dtype)
     sketched = SketchedConv2d.from_dense(dense, ratio=ratio)
     assert sketched.stored_numbers - 32 <= ratio * dense.weight.numel()
-    with torch.no_grad():  # float32 has no gather: without a good slice it becomes the plain pair
+    assert sketched.scheme == "pivoted"
+    with torch.no_grad():  # 8 columns: no pivots above rank 8, and none in a slice
         dense.weight[:, :20] = 0
         dense.weight[:, -20:] = 0
     sketched = SketchedConv2d.from_dense(dense, ratio=ratio)
     assert sketched.stored_numbers - 32 <= ratio * dense.weight.numel()
-    assert dtype != torch.float32 or sketched.scheme == "channel"
+    assert sketched.scheme == ("pivoted" if ratio == 0.2 else "channel")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,243 @@
+"""What each node of a graph does: operations, bytes, what it keeps for the backward, what it writes.
+
+The graph runs once on fake tensors, so that nothing is computed and models without data (meta device) will do;
+for real where a module kept whole looks at values. Every operation below a node is seen as it is dispatched.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from panther_compile.cost import Stage
+from panther_compile.partition.capture import Captured, attribute
+
+_SHAPE_READS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "ndimension", "element_size", "stride"}
+
+
+@dataclass
+class Observed:
+    """One node.
+
+    Attributes:
+        value: what it returned, a fake tensor or anything else.
+        products: its operations; activations and weights in bytes.
+        saved_bytes: kept for the backward, if no node before keeps it already.
+        gradients: inputs that a gradient flows to.
+        writes: storages that it writes in place.
+        touches: storages of its inputs and outputs.
+        fixed: whether it is a number that the example's shapes alone decide.
+    """
+
+    value: Any = None
+    products: list[Stage] = field(default_factory=list)
+    saved_bytes: int = 0
+    gradients: int = 0
+    writes: frozenset[int] = frozenset()
+    touches: frozenset[int] = frozenset()
+    fixed: bool = False
+
+
+def observe(captured: Captured) -> dict[fx.Node, Observed]:
+    """Run the graph once and take notes."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        inputs = [fake.from_tensor(value) for value in captured.example]
+    try:
+        return _run(captured, inputs, fake)
+    # Modules kept whole run the user's code, which may raise anything where values are asked for.
+    except Exception:
+        if any(value.device.type == "meta" for value in captured.example):
+            raise
+        return _run(captured, captured.example, None)
+
+
+def _run(captured: Captured, inputs: Sequence[Tensor], fake: FakeTensorMode | None) -> dict[fx.Node, Observed]:
+    observer = _Observer(captured.graph_module, fake)
+    keep = saved_tensors_hooks(observer.keep, lambda tensor: tensor)
+    with ExitStack() as stack:
+        for context in (*([fake] if fake else []), torch.enable_grad(), torch.random.fork_rng(devices=[])):
+            stack.enter_context(context)
+        stack.enter_context(keep)
+        stack.enter_context(_Operations(observer))
+        observer.run(*inputs)
+    return observer.notes
+
+
+class _Observer(fx.Interpreter):
+    """Runs the graph node by node; the notes of the current one are open for those who watch."""
+
+    def __init__(self, graph_module: fx.GraphModule, fake: FakeTensorMode | None) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.notes: dict[fx.Node, Observed] = {}
+        self.current = Observed()
+        self.parameters = set[int]()
+        self._fake = fake
+        self._fetched: dict[int, Tensor] = {}
+        self._kept = set[int]()
+        self._real_run = fake is None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        self.current = self.notes[n] = Observed()
+        inputs = [self.env[node] for node in n.all_input_nodes]
+        used = _tensors(inputs)
+        before = [tensor._version for tensor in used]
+        result = super().run_node(n)
+        made = _tensors(result)
+        note = self.current
+        note.value = result
+        note.touches = frozenset(storage(tensor) for tensor in (*used, *made))
+        note.writes = frozenset(
+            storage(tensor)
+            for tensor, version in zip(used, before, strict=True)
+            if tensor._version != version
+        ) | _running_statistics(n, self.env)
+        floating = [tensor for tensor in used if tensor.requires_grad]
+        held = n.op == "call_module" and any(
+            parameter.requires_grad for parameter in attribute_parameters(self, n)
+        )
+        differentiable = any(tensor.requires_grad for tensor in made)
+        note.gradients = (len(floating) + held) if differentiable else 0
+        note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
+        return result
+
+    def fetch_attr(self, target: str) -> Any:
+        """A parameter or buffer, as a fake tensor of which there is one for each real one."""
+        real = super().fetch_attr(target)
+        if not isinstance(real, Tensor) or self._fake is None:
+            value = real
+        else:
+            if id(real) not in self._fetched:
+                self._fetched[id(real)] = self._fake.from_tensor(real)
+            value = self._fetched[id(real)]
+        if isinstance(value, Tensor):
+            self.parameters.add(storage(value))
+        return value
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count what the current node saves for the backward; parameters are held anyway."""
+        key = storage(tensor)
+        if key not in self._kept and key not in self.parameters and not isinstance(tensor, torch.nn.Parameter):
+            self._kept.add(key)
+            self.current.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        if node.op == "call_function" and node.target is getattr:
+            return node.args[1] in _SHAPE_READS
+        if node.op == "call_method" and node.target in _SHAPE_READS:
+            return True
+        inputs = node.all_input_nodes
+        return node.op == "call_function" and bool(inputs) and all(self.notes[other].fixed for other in inputs)
+
+
+class _Operations(TorchDispatchMode):
+    """Writes each dispatched operation into the notes of the current node; views are free."""
+
+    def __init__(self, observer: _Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        known = {storage(tensor) for tensor in inputs}
+        is_view = bool(outputs) and all(storage(tensor) in known for tensor in outputs)
+        if func.namespace not in ("prim", "prims") and not (is_view and not func._schema.is_mutable):
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **kwargs, out_val=result) if count else 0
+            is_held = [
+                isinstance(tensor, torch.nn.Parameter) or storage(tensor) in self._observer.parameters
+                for tensor in inputs
+            ]
+            moved = [_bytes(tensor) for tensor in inputs]
+            weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
+            activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
+            self._observer.current.products.append(Stage(flops / 2, activations, weights))
+        return result
+
+
+def attribute_parameters(interpreter: fx.Interpreter, node: fx.Node) -> list[Tensor]:
+    """Parameters of the module that a node calls."""
+    return list(interpreter.module.get_submodule(str(node.target)).parameters())  # type: ignore[union-attr]
+
+
+def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
+    """Write numbers that hang on shapes alone into their users, so that no cut has to send them."""
+    graph = captured.graph_module.graph
+    for node in reversed(list(graph.nodes)):
+        note = notes[node]
+        if not note.fixed or node.op == "output":
+            continue
+        value = tuple(note.value) if isinstance(note.value, torch.Size) else note.value
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg(
+                (user.args, user.kwargs), lambda other, node=node, value=value: value if other is node else other
+            )
+        graph.erase_node(node)
+    captured.graph_module.recompile()
+
+
+def measure_nodes(captured: Captured, inputs: Sequence[Tensor] | None = None, repeats: int = 3) -> dict[str, float]:
+    """Forward seconds of each node on the device the model is on: the best of several runs, node by node."""
+    best: dict[str, float] = {}
+    for _ in range(repeats):
+        timer = _Timer(captured.graph_module)
+        with torch.no_grad():
+            timer.run(*(inputs or captured.example))
+        for name, seconds in timer.seconds.items():
+            best[name] = min(seconds, best.get(name, seconds))
+    return best
+
+
+class _Timer(fx.Interpreter):
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.seconds: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = super().run_node(n)
+        if on_gpu:
+            torch.cuda.synchronize()
+        self.seconds[n.name] = time.perf_counter() - start
+        return result
+
+
+def storage(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _running_statistics(node: fx.Node, env: Mapping[fx.Node, Any]) -> frozenset[int]:
+    """A batch norm in training writes its running statistics without saying so in its schema."""
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
+        return frozenset()
+    return frozenset(storage(env[other]) for other in node.args[3:5] if isinstance(other, fx.Node))
+
+
+__all__ = ["Observed", "attribute", "fold_shapes", "measure_nodes", "observe", "storage"]

@@ -1,0 +1,366 @@
+"""Prefixes chosen as the ends of pipeline stages: a dynamic program over nested cuts. No torch in here.
+
+A stage between the prefixes P and Q takes, for one microbatch,
+
+    seconds = work(Q) - work(P) + transfer(P) + transfer(Q)            both ways, forward and backward
+    memory  = holdings used in Q - P, with gradients and optimizer states
+            + microbatches in flight * saved activations of Q - P + one buffer for each value at its ends
+
+and the slowest stage sets the pace. Over a fixed set of candidate prefixes the program finds the best nested
+chain exactly, in two rounds: the smallest slowest stage first, then the fewest bytes at that pace.
+
+    candidates = every prefix of the graph, where they are few: the result is then the optimum;
+                 else those of several orders of the vertices (PipeDream's program (SOSP 2019) sees one),
+                 the minimum cuts of the parametric sweep,
+                 and around each end found so far, minimum cuts in narrowing windows and single moves,
+                 until none of them helps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from panther_compile.partition.cut import CutNetwork, Prefix
+from panther_compile.partition.flow import FlowGraph
+from panther_compile.partition.hardware import Link
+
+EXHAUSTIVE = 2500
+_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How hard to look, by the size of the graph.
+
+    Attributes:
+        vertices: of the largest graph it is for.
+        windows: shares of the stages around an end in which to look for a cheaper one.
+        flows: of the sweep in each window.
+        global_flows: of the sweep through the whole graph.
+        moves: single vertices to move at each end.
+        keep_orders: whether all prefixes of the orders are candidates, or only the best ends of each.
+        rounds: at most.
+    """
+
+    vertices: float
+    windows: tuple[float, ...]
+    flows: int
+    global_flows: int
+    moves: int
+    keep_orders: bool
+    rounds: int
+
+
+_EFFORTS = (
+    _Effort(500, (1.0, 0.35, 0.1), 3, 12, 64, True, 4),
+    _Effort(1500, (0.5, 0.15), 2, 4, 24, False, 3),
+    _Effort(float("inf"), (0.25,), 1, 0, 16, False, 2),
+)
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """What the stages are to be.
+
+    Attributes:
+        links: between each stage and the next; so there are len(links) + 1 stages.
+        in_flight: microbatches that each stage holds at once.
+        memory_bytes: that a stage may take; None for no limit.
+        recompute: keep what a stage receives and compute the rest again, instead of keeping all of it.
+    """
+
+    links: tuple[Link, ...]
+    in_flight: tuple[int, ...]
+    memory_bytes: int | None = None
+    recompute: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCuts:
+    """The ends of the stages.
+
+    Attributes:
+        prefixes: (stages + 1, n), from empty to full.
+        seconds: of the slowest stage for one microbatch.
+        cut_bytes: of all cuts, forward and backward.
+        exact: whether every prefix of the graph was a candidate.
+        candidates: how many there were.
+    """
+
+    prefixes: Prefix
+    seconds: float
+    cut_bytes: float
+    exact: bool
+    candidates: int
+
+
+class Candidates:
+    """Candidate prefixes, from empty to full, with what a stage between two of them takes."""
+
+    def __init__(self, flow: FlowGraph, network: CutNetwork, prefixes: Prefix, *, chain: bool = False) -> None:
+        if not chain:
+            _, kept = np.unique(np.packbits(prefixes, axis=1), axis=0, return_index=True)
+            prefixes = prefixes[kept]
+            prefixes = prefixes[np.argsort(prefixes.sum(axis=1), kind="stable")]
+        self.prefixes = prefixes
+        self.count = len(prefixes)
+        self.forward_bytes, self.backward_bytes = network.crossing_bytes(prefixes)
+        self.cut_bytes = self.forward_bytes + self.backward_bytes
+        held = dict.fromkeys(network.vertices, 0.0)
+        index = {vertex: number for number, vertex in enumerate(network.vertices)}
+        shared = []
+        for holding in flow.holdings:
+            whole = holding.bytes + holding.trained_bytes
+            if len(holding.vertices) == 1:
+                held[holding.vertices[0]] += whole
+            elif holding.vertices:
+                users = [index[vertex] for vertex in holding.vertices]
+                shared.append((float(whole), prefixes[:, users].sum(axis=1)))
+        saved = [work.saved_bytes for work in flow.work.values()]
+        amounts = np.array([network.seconds, list(held.values()), saved], dtype=float).T
+        blocks = [prefixes[start : start + _BLOCK] @ amounts for start in range(0, self.count, _BLOCK)]
+        self.work, self._held, self._saved = np.concatenate(blocks).T
+        self._shared = shared
+        self._packed = None if chain else np.packbits(prefixes, axis=1)
+
+    def inside(self, end: int) -> NDArray[np.bool_]:
+        """Which of the candidates before one are proper subsets of it."""
+        if self._packed is None:
+            return np.ones(end, dtype=bool)
+        outside = ~self._packed[end]
+        return ~(self._packed[:end] & outside).any(axis=1)
+
+    def seconds(self, end: int, transfers: Floats) -> Floats:
+        """Time of each stage (rows) from each candidate (columns) to one; transfers is (stages + 1, C)."""
+        work = self.work[end] - self.work[:end]
+        result: Floats = work + transfers[:-1, :end] + transfers[1:, end, None]
+        return result
+
+    def memory(self, end: int, request: StageRequest) -> Floats:
+        """Memory of each stage (rows) from each candidate (columns) to one."""
+        held = self._held[end] - self._held[:end]
+        for whole, uses in self._shared:
+            held = held + whole * (uses[end] > uses[:end])
+        saved = self._saved[end] - self._saved[:end]
+        in_flight = np.array(request.in_flight, dtype=float)[:, None]
+        ends = self.forward_bytes[:end] + self.forward_bytes[end]
+        if request.recompute:
+            return held + saved + ends + (in_flight - 1) * self.forward_bytes[:end]
+        return held + ends + in_flight * saved
+
+    def transfers(self, links: Sequence[Link]) -> Floats:
+        """Time that each cut costs a stage at either side, at the end of each stage: (stages + 1, C)."""
+        result = np.zeros((len(links) + 2, self.count))
+        for number, link in enumerate(links):
+            for moved in (self.forward_bytes, self.backward_bytes):
+                result[number + 1] += moved / link.bytes_per_second + link.latency_seconds * (moved > 0)
+        return result
+
+
+def _best_chain(
+    candidates: Candidates,
+    stages: int,
+    costs: Callable[[int], Floats],
+    combine: Callable[[Floats, Floats], Floats],
+) -> tuple[float, list[int]]:
+    """The nested chain with the smallest combined cost; the list is empty if none has a finite one."""
+    count = candidates.count
+    best = np.full((stages + 1, count), np.inf)
+    best[0, 0] = 0.0
+    came_from = np.zeros((stages + 1, count), dtype=np.int32)
+    for end in range(1, count):
+        row = combine(best[:-1, :end], costs(end))
+        row[:, ~candidates.inside(end)] = np.inf
+        came_from[1:, end] = row.argmin(axis=1)
+        best[1:, end] = row[np.arange(stages), came_from[1:, end]]
+    value = float(best[stages, -1])
+    if not np.isfinite(value):
+        return value, []
+    chain = [count - 1]
+    for stage in range(stages, 0, -1):
+        chain.append(int(came_from[stage, chain[-1]]))
+    return value, chain[::-1]
+
+
+def fastest(candidates: Candidates, request: StageRequest, *, fewest_bytes: bool = True) -> tuple[float, list[int]]:
+    """The chain with the smallest slowest stage within the memory, then with the fewest bytes."""
+    transfers = candidates.transfers(request.links)
+
+    def costs(end: int) -> Floats:
+        seconds = candidates.seconds(end, transfers)
+        if request.memory_bytes is not None:
+            seconds[candidates.memory(end, request) > request.memory_bytes] = np.inf
+        return seconds
+
+    value, chain = _best_chain(candidates, request.count, costs, np.maximum)
+    if not chain or not fewest_bytes:
+        return value, chain
+    pace = value * (1 + 1e-9)
+
+    def sent(end: int) -> Floats:
+        return np.where(costs(end) <= pace, candidates.cut_bytes[end], np.inf)
+
+    return value, _best_chain(candidates, request.count, sent, np.add)[1]
+
+
+def leanest(candidates: Candidates, request: StageRequest) -> tuple[float, list[int]]:
+    """The chain with the smallest largest memory of a stage."""
+    return _best_chain(
+        candidates, request.count, lambda end: candidates.memory(end, request), np.maximum
+    )
+
+
+def cut_network(flow: FlowGraph, request: StageRequest) -> CutNetwork:
+    """The network to cut, with the time of each vertex that the request makes."""
+    return CutNetwork(flow, vertex_seconds(flow, recompute=request.recompute))
+
+
+def linear_cuts(
+    flow: FlowGraph, request: StageRequest, network: CutNetwork | None = None, *, late: bool = False
+) -> StageCuts | None:
+    """PipeDream's program: the best ends among the prefixes of one order; None if nothing fits.
+
+    Args:
+        flow: the graph.
+        request: stages, links, memory.
+        network: of the graph, if there is one already.
+        late: let every vertex come as late as it may, instead of taking the graph's own order.
+    """
+    network = network or cut_network(flow, request)
+    prefixes = network.order_prefixes(network.late_order() if late else None)
+    candidates = Candidates(flow, network, prefixes, chain=True)
+    value, chain = fastest(candidates, request, fewest_bytes=False)
+    return _cuts(candidates, value, chain, exact=False) if chain else None
+
+
+def choose_cuts(flow: FlowGraph, request: StageRequest, *, exhaustive: int = EXHAUSTIVE) -> StageCuts | None:
+    """The best ends that the candidates hold.
+
+    Args:
+        flow: the graph.
+        request: stages, links, memory.
+        exhaustive: look at every prefix where there are at most so many.
+
+    Returns:
+        None if no candidate chain fits into the memory or there are fewer vertices than stages.
+    """
+    network = cut_network(flow, request)
+    every = network.all_prefixes(exhaustive)
+    if every is not None:
+        candidates = Candidates(flow, network, every)
+        value, chain = fastest(candidates, request)
+        return _cuts(candidates, value, chain, exact=True) if chain else None
+
+    effort = next(effort for effort in _EFFORTS if len(network) <= effort.vertices)
+    starts = [linear_cuts(flow, request, network, late=late) for late in (False, True)]
+    fitting = [start for start in starts if start is not None]
+    if not fitting:
+        fitting = [_lean_cuts(flow, request, network)]
+    if fitting == [None]:
+        return None
+    start = min(fitting, key=lambda cuts: cuts.seconds)
+    pool = [cuts.prefixes for cuts in fitting] + _global_candidates(network, effort)
+    best: StageCuts | None = None
+    centre, seen = start.prefixes, set[bytes]()
+    for _ in range(effort.rounds):
+        pool.append(_nearby(network, centre, effort, seen))
+        candidates = Candidates(flow, network, np.concatenate(pool))
+        value, chain = fastest(candidates, request)
+        if not chain:
+            break
+        found = _cuts(candidates, value, chain, exact=False)
+        if best is not None and (found.seconds, found.cut_bytes) >= (best.seconds, best.cut_bytes):
+            break
+        best, centre, pool = found, found.prefixes, [candidates.prefixes]
+    return best
+
+
+def least_memory(flow: FlowGraph, request: StageRequest) -> tuple[float, int]:
+    """The memory of the largest stage at its smallest, and which stage that is."""
+    network = cut_network(flow, request)
+    candidates = Candidates(flow, network, network.order_prefixes(), chain=True)
+    value, chain = leanest(candidates, request)
+    sizes = [
+        candidates.memory(end, request)[stage, start]
+        for stage, (start, end) in enumerate(zip(chain, chain[1:], strict=False))
+    ]
+    return value, int(np.argmax(sizes)) if sizes else 0
+
+
+def lower_bound(flow: FlowGraph, stages: int, *, recompute: bool = False) -> float:
+    """Seconds that the slowest stage takes at least: an equal share of the work, or the largest vertex."""
+    seconds = vertex_seconds(flow, recompute=recompute)
+    return max(sum(seconds) / stages, max(seconds, default=0.0))
+
+
+def vertex_seconds(flow: FlowGraph, *, recompute: bool = False) -> list[float]:
+    """Time of each vertex for one microbatch; recomputation runs its forward twice."""
+    forwards = 2 if recompute else 1
+    return [forwards * work.forward_seconds + work.backward_seconds for work in flow.work.values()]
+
+
+def _lean_cuts(flow: FlowGraph, request: StageRequest, network: CutNetwork) -> StageCuts | None:
+    """A place to start from where no linear order fits."""
+    candidates = Candidates(flow, network, network.order_prefixes(), chain=True)
+    value, chain = leanest(candidates, replace(request, memory_bytes=None))
+    return _cuts(candidates, value, chain, exact=False) if chain else None
+
+
+def _global_candidates(network: CutNetwork, effort: _Effort) -> list[Prefix]:
+    """Prefixes of whole orders where the graph is small, and the minimum cuts of the sweep."""
+    found = []
+    if effort.global_flows:
+        found.append(np.array(network.sweep(network.empty, network.full, effort.global_flows)))
+    if effort.keep_orders:
+        found += [network.order_prefixes(), network.order_prefixes(network.late_order())]
+    return found
+
+
+def _nearby(network: CutNetwork, ends: Prefix, effort: _Effort, seen: set[bytes]) -> Prefix:
+    """Around each end between two stages: minimum cuts in windows of its neighbours, and single moves.
+
+    Args:
+        network: to cut.
+        ends: of the stages.
+        effort: how hard to look.
+        seen: ends that were looked at between the same neighbours; added to.
+    """
+    found = [network.empty, network.full]
+    for before, end, after in zip(ends, ends[1:], ends[2:], strict=False):
+        key = np.packbits([before, end, after]).tobytes()
+        if key in seen:
+            continue
+        seen.add(key)
+        for width in effort.windows:
+            low = end & ~_last_share(network, end & ~before, width)
+            high = end | _first_share(network, after & ~end, width)
+            found += network.sweep(low, high, effort.flows)
+            found.append(network.minimum_cut(low, high))
+        found += network.neighbours(end, effort.moves)
+    return np.array(found)
+
+
+def _first_share(network: CutNetwork, rows: Prefix, share: float) -> Prefix:
+    """The first vertices of a stage, up to a share of its work."""
+    done = np.cumsum(np.where(rows, network.seconds, 0.0))
+    return rows & (done <= share * done[-1])
+
+
+def _last_share(network: CutNetwork, rows: Prefix, share: float) -> Prefix:
+    """The last vertices of a stage, up to a share of its work."""
+    left = np.cumsum(np.where(rows, network.seconds, 0.0)[::-1])[::-1]
+    return rows & (left <= share * left[0])
+
+
+def _cuts(candidates: Candidates, value: float, chain: Sequence[int], *, exact: bool) -> StageCuts:
+    sent = float(sum(candidates.cut_bytes[end] for end in chain[1:-1]))
+    return StageCuts(candidates.prefixes[list(chain)], value, sent, exact, candidates.count)

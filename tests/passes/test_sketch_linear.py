@@ -1,0 +1,188 @@
+"""nn.Linear and Conv1D through the pass: what it claims, plans and makes."""
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.config import SketchConfig
+from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.passes.sketch_linear import SketchLinear, weight_and_bias
+from panther_compile.records import Choice, Site
+
+PASS, CONFIG = SketchLinear(), SketchConfig(progress=False)
+OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
+
+
+def conv1d(in_features, out_features):
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(out_features, in_features)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def site(module, name="fc"):
+    return Site(name, module, PASS.kind(module))
+
+
+def sketch(module, ratio=0.5, config=CONFIG, name="fc"):
+    (unit,) = PASS.units(site(module, name), energies=True)
+    candidate = unit.candidates[0]
+    rank = candidate.largest_rank(int(ratio * unit.dense_numbers) - unit.bias_numbers)
+    stored = candidate.numbers(rank) + unit.bias_numbers
+    choice = Choice(candidate.scheme, rank, (rank,), stored, candidate.error(rank))
+    layer, fitted = PASS.sketch(site(module, name), {name: choice}, config)
+    return layer, fitted[name], choice
+
+
+def test_kinds():
+    assert PASS.kind(nn.Linear(2, 2)) == "Linear"
+    assert PASS.kind(conv1d(2, 2)) == "Conv1D"
+    assert PASS.kind(nn.Conv1d(2, 2, 1)) is None
+    assert PASS.kind(nn.Bilinear(2, 2, 2)) is None
+
+
+def test_why_not():
+    assert PASS.why_not(nn.Linear(2, 2)) is None
+    assert PASS.why_not(conv1d(2, 2)) is None
+    hooked = conv1d(2, 2)
+    hooked.register_forward_hook(lambda *args: None)
+    assert "hooks" in PASS.why_not(hooked)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_unit_of_a_linear_layer(bias):
+    module = nn.Linear(10, 6, bias=bias)
+    (unit,) = PASS.units(site(module), energies=True)
+    assert (unit.name, unit.shape) == ("fc", (6, 10))
+    assert unit.dense_numbers == sum(p.numel() for p in module.parameters())
+    assert unit.bias_numbers == (6 if bias else 0)
+    values = torch.linalg.svdvals(module.weight.detach().double())
+    assert unit.candidates[0].error(2) == pytest.approx(float(values[2:].norm() / values.norm()))
+    assert PASS.unit_names(site(module)) == ("fc",)
+
+
+def test_unit_of_conv1d_is_that_of_its_transpose():
+    (unit,) = PASS.units(site(conv1d(10, 6)), energies=True)
+    assert unit.shape == (6, 10)
+    weight, _ = weight_and_bias(conv1d(10, 6))
+    assert weight.shape == (6, 10)
+
+
+def test_spectra_only_where_wanted_and_to_be_had():
+    (unit,) = PASS.units(site(nn.Linear(10, 6)), energies=False)
+    assert unit.candidates[0].energies is None
+    (unit,) = PASS.units(site(nn.Linear(10, 6, device="meta")), energies=True)
+    assert unit.candidates[0].energies is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60), (48, 48)])
+def test_stays_within_the_choice_and_near_the_error_it_promised(dtype, shape):
+    module = nn.Linear(*shape, dtype=dtype)
+    layer, fitted, choice = sketch(module)
+    assert type(layer) is SketchedLinear
+    assert layer.stored_numbers <= choice.stored_numbers
+    assert fitted.ranks == (layer.rank,)
+    assert fitted.scheme == layer.form
+    left, right = (factor.detach().double() for factor in layer.factors())
+    weight = module.weight.detach().double()
+    error = float((weight - left @ right).norm() / weight.norm())
+    if layer.rank == choice.rank:
+        rounding = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-5
+        assert error == pytest.approx(choice.error, rel=rounding)
+    assert fitted.error == pytest.approx(error, rel=0.2)  # an estimate by 16 probes
+
+
+def test_conv1d_becomes_its_twin():
+    module = conv1d(40, 60)
+    layer, _, choice = sketch(module)
+    assert type(layer) is SketchedConv1D
+    assert layer.stored_numbers <= choice.stored_numbers
+    x = torch.randn(3, 40)
+    relative = (layer(x) - module(x)).detach().norm() / module(x).detach().norm()
+    assert float(relative) < 1.5 * choice.error
+
+
+def test_panther_pairs_are_never_pivoted():
+    config = SketchConfig(method="panther", progress=False)
+    with pytest.warns(UserWarning, match="panther"):
+        layer, fitted, _ = sketch(nn.Linear(60, 40), config=config)
+    assert (layer.form, fitted.method) == ("pair", "panther")
+
+
+def test_result_hangs_on_seed_and_name_alone():
+    module = nn.Linear(60, 40)
+    config = SketchConfig(method="randomized", seed=3, progress=False)
+    torch.manual_seed(1)
+    first, _, _ = sketch(module, config=config)
+    torch.manual_seed(2)
+    second, _, _ = sketch(module, config=config)
+    other_name, _, _ = sketch(module, config=config, name="other")
+    assert torch.equal(first.up.weight, second.up.weight)
+    assert not torch.equal(first.up.weight, other_name.up.weight)
+
+
+def test_mode_and_requires_grad_are_carried():
+    module = nn.Linear(60, 40).eval()
+    module.weight.requires_grad_(False)
+    layer, _, _ = sketch(module)
+    assert not layer.training
+    assert not layer.down.weight.requires_grad
+    assert not layer.up.weight.requires_grad
+    assert layer.bias.requires_grad
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("make", [nn.Linear, conv1d])
+def test_sharing_gives_the_same_factors_and_an_own_bias(make, bias):
+    module, other = make(60, 40), make(60, 40)
+    other.weight = module.weight
+    if make is nn.Linear and not bias:
+        other.bias = None
+    layer, _, _ = sketch(module)
+    twin = PASS.share(layer, other.eval())
+    assert type(twin) is type(layer)
+    assert twin.down.weight is layer.down.weight
+    assert twin.up.weight is layer.up.weight
+    assert not twin.training
+    x = torch.randn(3, 60)
+    wanted = layer(x) - layer.bias + (0 if other.bias is None else other.bias)
+    torch.testing.assert_close(twin(x), wanted, rtol=1e-4, atol=1e-5)
+    if other.bias is not None:
+        assert torch.equal(twin.bias, other.bias)
+        assert twin.bias is not other.bias
+
+
+def test_sharing_a_gathered_form_shares_the_index():
+    module, other = nn.Linear(40, 40), nn.Linear(40, 40)
+    with torch.no_grad():
+        module.weight[:, 1] = module.weight[:, 0]
+        module.weight[:, -1] = module.weight[:, -2]
+    other.weight = module.weight
+    layer, _, _ = sketch(module)
+    assert layer.order is not None
+    assert PASS.share(layer, other).order is layer.order
+
+
+def test_what_can_share():
+    assert PASS.can_share(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert PASS.can_share(conv1d(2, 2), conv1d(2, 2))
+    assert not PASS.can_share(nn.Linear(2, 2), conv1d(2, 2))
+    assert not PASS.can_share(nn.Linear(2, 2), nn.Embedding(2, 2))
+
+
+def test_tied_layers_of_a_model_are_planned_once_and_share():
+    model = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+    model[2].weight = model[0].weight
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert small[0].up.weight is small[2].up.weight
+    assert small[0].down.weight is small[2].down.weight
+    assert torch.equal(small[2].bias, model[2].bias)
+    assert len(pc.plan_sketch(model, 0.5, **OPTIONS).layers) == 1
+
+
+def test_graph_stays_as_it_is():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert str(small.graph) == str(model.graph)
+    assert type(small.get_submodule("0")) is SketchedLinear

@@ -1,0 +1,611 @@
+"""The contract of `sketchify`: what it leaves alone, what it keeps to, what comes of each option."""
+
+import copy
+import itertools
+import pickle
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import panther_compile as pc
+
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+
+
+def mlp(*widths, bias=True):
+    return nn.Sequential(*(nn.Linear(i, o, bias=bias) for i, o in itertools.pairwise(widths)))
+
+
+def snapshot(model):
+    """Everything of a model that a user could miss: objects, bits, flags, hooks, attributes."""
+    state = {}
+    for name, module in model.named_modules():
+        attributes = {
+            key: (id(value), repr(value))
+            for key, value in vars(module).items()
+            if not key.startswith("_") or key.endswith("_hooks")
+        }
+        state[name] = (id(module), type(module), module.training, attributes, list(vars(module)))
+    tensors = {
+        name: (id(t), t.detach().clone(), t.requires_grad, t._version, t.data_ptr())
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    }
+    return state, tensors, list(model.state_dict())
+
+
+def assert_untouched(model, before):
+    after = snapshot(model)
+    assert after[0] == before[0]
+    assert after[2] == before[2]
+    assert list(after[1]) == list(before[1])
+    for name, (identity, values, *rest) in before[1].items():
+        assert after[1][name][0] == identity
+        assert torch.equal(after[1][name][1].nan_to_num(), values.nan_to_num())
+        assert list(after[1][name][2:]) == rest
+
+
+class Rich(nn.Module):
+    """One of everything: buffers, frozen parts, hooks, lists, attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(32, 48, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.hooked = nn.Linear(32, 32)
+        self.hooked.register_forward_hook(_double)
+        self.body.register_forward_pre_hook(_add_one)
+        self.register_buffer("offset", torch.randn(32))
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(32))])
+        self.layers = [self.body[0], {"second": self.body[1]}, (self.frozen, 1)]
+        self.config = {"width": 32, "names": ["a", "b"]}
+        self.calls = 0
+        self.norm.eval()
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.layers[1]["second"](self.layers[0](x)) + self.body(x)
+        x = self.hooked(self.layers[2][0](self.norm(x))) * self.scales[0] + self.offset
+        return self.head(x)
+
+
+def _double(module, args, output):
+    return 2 * output
+
+
+def _add_one(module, args):
+    return (args[0] + 1,)
+
+
+FAILURES = {
+    "selector": {"include": "nothing"},
+    "ratio": {"ratio": 7.0},
+    "target": {"include": lambda module, name: False},
+    "no rank fits": {"ratio": 1e-4},
+    "conflict": {"sketch": "srht", "method": "svd"},
+    "meta device": {"device": "meta"},
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_leaves_the_model_as_it_was(failure, inplace):
+    model = Rich()
+    before = snapshot(model)
+    with pytest.raises(pc.PantherError):
+        pc.sketchify(model, **{"ratio": 0.5, **OPTIONS, **FAILURES[failure], "inplace": inplace})
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bad_weight_leaves_the_model_as_it_was(inplace):
+    model = Rich()
+    model.head.weight.data[0, 0] = torch.nan
+    before = snapshot(model)
+    with pytest.raises(pc.PantherError, match=r"head\.weight"):
+        pc.sketchify(model, 0.5, include="*", inplace=inplace, **OPTIONS)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_failure_in_the_middle_of_the_work_leaves_the_model_as_it_was(monkeypatch, inplace):
+    made = []
+
+    def fail(*args, **kwargs):
+        made.append(pc.SketchedLinear)
+        if len(made) == 3:
+            raise MemoryError
+        return original(*args, **kwargs)
+
+    original = pc.SketchedLinear.from_factors
+    monkeypatch.setattr(pc.SketchedLinear, "from_factors", fail)
+    model = Rich()
+    before = snapshot(model)
+    with pytest.raises(MemoryError):
+        pc.sketchify(model, 0.5, inplace=inplace, **OPTIONS)
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_success_leaves_the_model_as_it_was(train):
+    model = Rich().train(train)
+    model.norm.eval()
+    before = snapshot(model)
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    pc.plan_sketch(model, 0.5, **OPTIONS)
+    pc.sketch_report(small)
+    pc.densify(small)
+    assert_untouched(model, before)
+    shared = {t.data_ptr() for t in model.state_dict().values()}
+    assert shared.isdisjoint(t.data_ptr() for t in small.state_dict().values())
+
+
+def test_what_is_not_sketched_is_kept():
+    model = Rich().train()
+    model.norm.eval()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert type(small) is Rich
+    assert small.calls == 0
+    assert small.config == model.config
+    assert small.config is not model.config
+    for name in ("offset", "scratch", "scales.0", "norm.weight", "hooked.weight", "head.weight"):
+        owner, _, leaf = name.rpartition(".")
+        kept, old = getattr(small.get_submodule(owner), leaf), getattr(model.get_submodule(owner), leaf)
+        assert torch.equal(kept, old)
+        assert kept.requires_grad == old.requires_grad
+    assert small.training
+    assert small.body[0].training
+    assert small.body[0].down.training
+    assert not small.norm.training
+    assert not any(p.requires_grad for p in small.frozen.parameters())
+    assert all(p.requires_grad for p in small.body.parameters())
+    assert isinstance(small.frozen, pc.SketchedLinear)
+    assert type(small.hooked) is nn.Linear
+    assert small.hooked._forward_hooks
+    assert small.body._forward_pre_hooks
+    assert small.layers[0] is small.body[0]
+    assert small.layers[1]["second"] is small.body[1]
+    assert small.layers[2] == (small.frozen, 1)
+
+
+def test_in_place_is_the_same_object_changed_everywhere():
+    model = Rich()
+    norm, offset, bias = model.norm, model.offset, model.body[0].bias
+    small = pc.sketchify(model, 0.5, inplace=True, **OPTIONS)
+    assert small is model
+    assert isinstance(model.body[0], pc.SketchedLinear)
+    assert model.layers[0] is model.body[0]
+    assert model.layers[1]["second"] is model.body[1]
+    assert model.layers[2] == (model.frozen, 1)
+    assert model.norm is norm
+    assert model.offset is offset
+    assert model.body[0].bias is bias
+    model.eval()
+    again = pc.sketchify(Rich(), 0.5, **OPTIONS)
+    assert [type(m) for m in model.modules()] == [type(m) for m in again.modules()]
+
+
+def test_in_place_gives_the_bits_of_the_copy():
+    model = Rich().eval()
+    x = torch.randn(4, 32)
+    wanted = pc.sketchify(model, 0.5, **OPTIONS)(x)
+    assert torch.equal(pc.sketchify(model, 0.5, inplace=True, **OPTIONS)(x), wanted)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bare_layer_comes_back_sketched(inplace):
+    layer = nn.Linear(64, 64)
+    small = pc.sketchify(layer, 0.5, inplace=inplace, **OPTIONS)
+    assert isinstance(small, pc.SketchedLinear)
+    assert type(layer) is nn.Linear
+    assert pc.sketch_report(small).achieved_ratio <= 0.5
+    assert type(pc.densify(small)) is nn.Linear
+
+
+def test_ratio_one_changes_nothing():
+    model = Rich().eval()
+    same = pc.sketchify(model, 1.0, include="*", **OPTIONS)
+    assert [type(m) for m in same.modules()] == [type(m) for m in model.modules()]
+    assert list(same.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(same.parameters(), model.parameters(), strict=True))
+    x = torch.randn(4, 32)
+    assert torch.equal(same(x), model(x))
+    report = pc.sketch_report(same)
+    assert report.achieved_ratio == 1.0
+    assert report.stored_numbers == report.dense_numbers
+
+
+def test_full_rank_reproduces_the_layer():
+    layer = nn.Linear(40, 64)
+    x = torch.randn(5, 40)
+    full = pc.SketchedLinear.from_dense(layer, rank=40)
+    torch.testing.assert_close(full(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_low_rank_weight_is_reproduced_at_that_rank():
+    model = mlp(64, 64, 64)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.randn(64, 6) @ torch.randn(6, 64) / 8)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(
+        pc.sketchify(model, 0.5, include="*", **OPTIONS)(x), model(x), rtol=1e-3, atol=1e-4
+    )
+
+
+RANDOMIZED = {"method": "randomized", **OPTIONS}
+
+
+def factors(model):
+    return {name: t for name, t in model.state_dict().items() if ".down." in name or ".up." in name}
+
+
+def same_bits(a, b):
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_same_seed_gives_the_same_bits_and_another_seed_others():
+    model = mlp(64, 48, 64, 64)
+    first = factors(pc.sketchify(model, 0.4, seed=1, **RANDOMIZED))
+    torch.randn(7)
+    assert same_bits(first, factors(pc.sketchify(model, 0.4, seed=1, **RANDOMIZED)))
+    assert not same_bits(first, factors(pc.sketchify(model, 0.4, seed=2, **RANDOMIZED)))
+
+
+def test_layer_has_the_same_bits_whatever_else_is_sketched():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(48, 48), "c": nn.Linear(64, 64)})
+    turned = nn.ModuleDict({name: model[name] for name in ("c", "b", "a")})
+    each = {"*": 0.4, "c": 0.4, "a": 0.4}
+    ratio = {name: each[name] for name in ("a", "c", "*")}
+    one, other = (factors(pc.sketchify(m, ratio, **RANDOMIZED)) for m in (model, turned))
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    alone = factors(pc.sketchify(model, 0.4, include="a", **RANDOMIZED))
+    assert all(torch.equal(one[name], alone[name]) for name in alone)
+
+
+def test_exact_method_depends_on_no_name_and_no_seed():
+    model = mlp(64, 64, bias=False)
+    one = pc.sketchify(model, 0.4, method="svd", seed=1, **OPTIONS)
+    other = pc.sketchify(nn.ModuleDict({"x": model[0]}), 0.4, method="svd", seed=2, **OPTIONS)
+    assert same_bits(one[0].state_dict(), other["x"].state_dict())
+
+
+class DrawsInForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(64, 64, 64)
+
+    def forward(self, x):
+        if torch.rand(()) < 0.5 or random.random() < 0.5:
+            x = x + torch.randn(64)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("method", ["svd", "randomized"])
+def test_global_random_state_is_kept(method):
+    model = DrawsInForward()
+    state, python_state = torch.get_rng_state(), random.getstate()
+    small = pc.sketchify(model, 0.5, method=method, **OPTIONS)
+    pc.plan_sketch(model, 0.5, **OPTIONS)
+    with pytest.raises(pc.PantherError):
+        pc.sketchify(model, 0.5, include="nothing", **OPTIONS)
+    assert torch.equal(state, torch.get_rng_state())
+    assert random.getstate() == python_state
+    pc.densify(small)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+SURROUNDINGS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+@pytest.mark.parametrize("method", ["svd", "randomized"])
+def test_surroundings_make_no_difference(surrounding, method):
+    model = mlp(64, 64, 64, 64)
+    wanted = pc.sketchify(model, 0.5, method=method, **OPTIONS)
+    with SURROUNDINGS[surrounding]():
+        found = pc.sketchify(model, 0.5, method=method, **OPTIONS)
+        dense = pc.densify(wanted)
+    assert same_bits(found.state_dict(), wanted.state_dict())
+    assert same_bits(dense.state_dict(), pc.densify(wanted).state_dict())
+    assert all(p.requires_grad and not p.is_inference() for p in found.parameters())
+
+
+def test_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = mlp(64, 64, 64)
+    assert isinstance(pc.sketchify(model, 0.5, **OPTIONS)[0], pc.SketchedLinear)
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.factorize.SketchQualityWarning")
+def test_prior_art_keeps_the_budget_or_names_the_layer():
+    model = mlp(64, 64, 64, 64)
+    assert counted_ratio(model, pc.sketchify(model, 0.1, method="panther", **OPTIONS)) <= 0.1
+    with pytest.raises(pc.PantherError, match=r"0: rank=1 .*method='panther', wanted 2"):
+        pc.sketchify(model, 0.05, method="panther", **OPTIONS)
+
+
+# --------------------------------------------------------------------------------------- selectors
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 48)
+        self.encoder = nn.ModuleList(mlp(48, 64, 48) for _ in range(2))
+        self.conv = nn.Conv2d(16, 16, 3)
+        self.head = nn.Linear(48, 96)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.encoder:
+            x = x + block(x)
+        return self.head(x)
+
+
+ENCODER = ["encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [*ENCODER, "conv"]),
+        ({"include": "*"}, ["embed", *ENCODER, "conv", "head"]),
+        ({"include": ["*", "head"], "exclude": "encoder.*"}, ["embed", "conv", "head"]),
+        ({"include": "encoder.?.0"}, [ENCODER[0], ENCODER[2]]),
+        ({"include": re.compile(r"encoder\.1\.\d")}, ENCODER[2:]),
+        ({"include": nn.Linear}, [*ENCODER, "head"]),
+        ({"include": (nn.Embedding, "head")}, ["embed", "head"]),
+        ({"exclude": nn.Linear}, ["conv"]),
+        ({"exclude": [re.compile("encoder.0.*"), "conv"]}, ENCODER[2:]),
+        (
+            {"include": lambda module, name: getattr(module, "out_features", 0) == 64},
+            [ENCODER[0], ENCODER[2]],
+        ),
+        ({"ratio": {"encoder.0.*": 0.3, "head": 0.6}}, ENCODER[:2]),
+        ({"ratio": {"encoder.0.*": 0.3, "head": 0.6}, "include": "*"}, [*ENCODER[:2], "head"]),
+        ({"ratio": {"encoder.0.*": 1.0, "encoder.1.1": 0.6}}, ENCODER[3:]),
+    ],
+)
+def test_selectors(options, wanted):
+    model = Blocks()
+    small = pc.sketchify(model, **{"ratio": 0.5, **OPTIONS, **options})
+    changed = [
+        name
+        for name, module in model.named_modules()
+        if name and not list(module.children()) and type(module) is not type(small.get_submodule(name))
+    ]
+    assert changed == wanted
+    plan = pc.plan_sketch(model, **{"ratio": 0.5, **OPTIONS, **options})
+    assert [line.name for line in plan.sketched] == wanted
+    assert all(line.reason for line in plan.layers if line.choice is None)
+    assert [line.name for line in plan.layers] == ["embed", *ENCODER, "conv", "head"]
+
+
+def test_each_budget_of_a_mapping_is_kept_and_the_first_match_counts():
+    model = Blocks()
+    ratio = {re.compile(r"encoder\.0\..*"): 0.3, nn.Linear: 0.7}
+    small = pc.sketchify(model, ratio, include=nn.Linear, **OPTIONS)
+    for prefix, asked in (("encoder.0.", 0.3), (("encoder.1.", "head"), 0.7)):
+        stored = sum(p.numel() for n, p in small.named_parameters() if n.startswith(prefix))
+        dense = sum(p.numel() for n, p in model.named_parameters() if n.startswith(prefix))
+        assert asked - 0.005 <= stored / dense <= asked
+
+
+def test_reasons():
+    plan = pc.plan_sketch(Blocks(), 0.5, **{**OPTIONS, "min_params": 3000})
+    reasons = {line.name: line.reason for line in plan.layers}
+    assert reasons["embed"] == "embedding: left alone unless included"
+    assert reasons["head"] == "output head: left alone unless included"
+    assert reasons["conv"].startswith("small: 2,304 numbers, min_params is 3,000")
+    assert reasons["encoder.0.0"] == ""
+
+
+@pytest.mark.parametrize("name", ["mix", "unmix", "mix*", "*unm*"])
+def test_module_under_several_names_is_selected_by_any(name):
+    model = nn.Module()
+    model.mix, model.other = nn.Linear(48, 48), nn.Linear(48, 48)
+    model.unmix = model.mix
+    small = pc.sketchify(model, {name: 0.5}, include=name, **OPTIONS)
+    assert isinstance(small.mix, pc.SketchedLinear)
+    assert small.unmix is small.mix
+    assert type(small.other) is nn.Linear
+
+
+def test_layer_of_a_shared_block_is_selected_by_any_of_its_names():
+    model = nn.Module()
+    model.first, model.other = nn.Sequential(nn.Linear(48, 48)), nn.Linear(48, 48)
+    model.second = nn.Sequential(model.first)
+    small = pc.sketchify(model, 0.5, exclude="second.0.*", **OPTIONS)
+    assert type(small.first[0]) is nn.Linear
+    assert isinstance(small.other, pc.SketchedLinear)
+
+
+# ------------------------------------------------------------------------------------------ budget
+
+
+def numbers(modules):
+    found = {id(t): t.numel() for m in modules for t in (*m.parameters(), *m.buffers())}
+    return sum(found.values())
+
+
+def counted_ratio(model, small):
+    """Stored over dense numbers of the replaced layers, counted without the library."""
+    others = dict(small.named_modules(remove_duplicate=False))
+    replaced = [
+        (module, others[name])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding | nn.MultiheadAttention)
+        and type(others[name]) is not type(module)
+    ]
+    return numbers(new for _, new in replaced) / numbers(old for old, _ in replaced)
+
+
+def random_mlp(generator):
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    widths = [draw(100, 400) for _ in range(draw(4, 9))]
+    return mlp(*widths, bias=bool(draw(0, 2)))
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_budget_of_random_models(case):
+    generator = torch.Generator().manual_seed(case)
+    model = random_mlp(generator)
+    ratio = 0.08 + 0.82 * float(torch.rand((), generator=generator))
+    small = pc.sketchify(model, ratio, **OPTIONS)
+    found = counted_ratio(model, small)
+    assert ratio - 0.005 <= found <= ratio
+    assert pc.sketch_report(small).achieved_ratio == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_budget_of_other_dtypes(dtype):
+    model = mlp(300, 200, 300, 200).to(dtype)
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert {t.dtype for t in small.parameters()} == {dtype}
+    assert 0.49 <= counted_ratio(model, small) <= 0.5
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_budget_of_transformers(ratio):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 512, batch_first=True), 2)
+    small = pc.sketchify(model, ratio, **OPTIONS)
+    assert ratio - 0.005 <= counted_ratio(model, small) <= ratio
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.05, 0.1])
+def test_small_budgets_are_never_exceeded(ratio):
+    model = mlp(128, 128, 256, 64, 128)
+    small = pc.sketchify(model, ratio, **OPTIONS)
+    assert counted_ratio(model, small) <= ratio
+
+
+@pytest.mark.parametrize("step", [1, 4, 16, 32])
+@pytest.mark.parametrize("ratio", [0.4, 0.5, 0.8])
+def test_explicit_rounding_is_kept_within_the_budget(step, ratio):
+    model = mlp(192, 192, 384, 192)
+    plan = pc.plan_sketch(model, ratio, round_rank_to=step, **OPTIONS)
+    assert len(plan.sketched) == 2
+    assert all(line.choice.rank % step == 0 for line in plan.sketched)
+    small = pc.sketchify(model, ratio, round_rank_to=step, **OPTIONS)
+    assert counted_ratio(model, small) <= ratio
+
+
+def test_rounding_too_coarse_for_the_budget_leaves_the_layer_dense():
+    model = mlp(192, 192, 384, 192)
+    with pytest.raises(pc.PantherError, match="rank 48 would store 16,128 numbers, more than its share"):
+        pc.sketchify(model, 0.2, round_rank_to=48, **OPTIONS)
+
+
+def test_tied_weight_is_counted_once_and_both_biases_are():
+    model = mlp(*[96] * 6)
+    for layer in model[1:4]:
+        layer.weight = model[0].weight
+    small = pc.sketchify(model, 0.3, **OPTIONS)
+    assert small[1].up.weight is small[0].up.weight
+    found = counted_ratio(model, small)
+    assert 0.295 <= found <= 0.3
+    assert pc.sketch_report(small).achieved_ratio == pytest.approx(found, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------- a second time
+
+
+def test_sketching_again_leaves_sketched_layers_alone():
+    model = pc.sketchify(mlp(64, 64, 64), 0.5, **OPTIONS)
+    with pytest.raises(pc.PantherError, match=r"\n  0: already sketched\n  1: already sketched"):
+        pc.sketchify(model, 0.25, **OPTIONS)
+
+
+def test_two_rounds_sketch_two_parts_and_the_report_knows_both():
+    model = nn.ModuleDict({"a": mlp(64, 64, 64), "attn": nn.MultiheadAttention(64, 4), "b": mlp(64, 64, 64)})
+    first = pc.sketchify(model, 0.5, exclude="b.*", **OPTIONS)
+    kept = first["a"][0].up.weight.clone()
+    plan = pc.plan_sketch(first, 0.25, exclude="a.*", **OPTIONS)
+    assert {line.name for line in plan.layers if line.reason == "already sketched"} == {"a.0", "a.1", "attn"}
+    second = pc.sketchify(first, 0.25, exclude="a.*", **OPTIONS)
+    assert torch.equal(second["a"][0].up.weight, kept)
+    assert isinstance(second["b"][0], pc.SketchedLinear)
+    report = pc.sketch_report(second)
+    assert [row.name for row in report.sketched] == [
+        *("a.0", "a.1"),
+        *(f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
+        *("b.0", "b.1"),
+    ]
+    assert all(row.error is not None for row in report.sketched)
+    assert report.ratio_asked == "0.5, then 0.25"
+    assert report.stored_numbers == numbers([second])
+    assert report.dense_numbers == numbers([model])
+
+
+def test_layer_sketched_by_hand_is_left_alone():
+    model = nn.Sequential(pc.SketchedLinear.from_dense(nn.Linear(64, 64), ratio=0.5), nn.Linear(64, 64))
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert isinstance(small[1], pc.SketchedLinear)
+    assert len(pc.sketch_report(small).sketched) == 2
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_copy_is_a_model_of_its_own(make):
+    small = pc.sketchify(Rich().eval(), 0.5, **OPTIONS)
+    twin = make(small)
+    x = torch.randn(4, 32)
+    wanted = small(x)
+    assert torch.equal(twin(x), wanted)
+    assert pc.sketch_report(twin) == pc.sketch_report(small)
+    with torch.no_grad():
+        twin.body[0].up.weight.zero_()
+    assert not torch.equal(twin(x), wanted)
+    assert torch.equal(small(x), wanted)
+
+
+def test_densify_in_place_is_the_same_object():
+    small = pc.sketchify(Rich().eval(), 0.5, **OPTIONS)
+    x = torch.randn(4, 32)
+    wanted = small(x)
+    plain = pc.densify(small, inplace=True)
+    assert plain is small
+    assert type(plain.layers[0]) is nn.Linear
+    torch.testing.assert_close(plain(x), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(pc.PantherError, match="holds no sketched"):
+        pc.sketch_report(plain)
+
+
+def test_densify_keeps_ties_and_flags():
+    model = mlp(64, 64, 64, 64)
+    model[1].weight, model[2].bias = model[0].weight, model[0].bias
+    model[0].weight.requires_grad_(False)
+    small = pc.sketchify(model, 0.5, include="*", **OPTIONS)
+    assert small[2].bias is small[0].bias
+    plain = pc.densify(small)
+    assert plain[1].weight is plain[0].weight
+    assert plain[2].bias is plain[0].bias
+    assert [p.requires_grad for p in plain.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_functional_call_and_gradients():
+    small = pc.sketchify(mlp(32, 32, 32), 0.5, include="*", **OPTIONS)
+    x = torch.randn(3, 32)
+    state = {name: torch.zeros_like(t) for name, t in small.state_dict().items()}
+    assert not torch.func.functional_call(small, state, (x,)).any()
+    F.mse_loss(small(x), x).backward()
+    assert all(p.grad is not None for p in small.parameters())

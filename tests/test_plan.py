@@ -1,0 +1,335 @@
+"""The budget is kept, met and well spent; what stays dense says why."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.candidates import LinearCandidate
+from panther_compile.plan import CEILING, FLOOR, plan_units
+from panther_compile.records import Unit
+
+OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
+FORMS = ["pivoted", "pair"]
+
+
+def unit(name, shape, *, decay=-0.5, bias=True, form="pivoted", known=True):
+    """A weight with singular values i^decay; no class of device, so speed does not matter."""
+    out_features, in_features = shape
+    values = torch.arange(1, min(shape) + 1, dtype=torch.float64).pow(decay) if known else None
+    candidate = LinearCandidate(out_features, in_features, form, singular_values=values)
+    biases = out_features if bias else 0
+    return Unit(name, shape, out_features * in_features + biases, biases, (candidate,), None)
+
+
+def plan(units, ratio, round_rank_to=None):
+    lines = plan_units([(one, "Linear") for one in units], ratio, round_rank_to, True)
+    assert [line.name for line in lines] == [one.name for one in units]
+    return lines
+
+
+def totals(lines):
+    sketched = [line for line in lines if line.choice is not None]
+    return sum(line.stored_numbers for line in sketched), sum(line.dense_numbers for line in sketched)
+
+
+SETS = {
+    "one square": [(64, 64)],
+    "one wide": [(16, 200)],
+    "equal": [(96, 96)] * 4,
+    "mixed": [(128, 64), (64, 128), (32, 32), (200, 40)],
+    "one large among small": [(256, 256), (16, 16), (12, 20), (8, 8)],
+    "slivers": [(64, 4), (4, 64), (128, 128)],
+    "large": [(512, 512), (512, 1024), (384, 384)],
+}
+
+
+def units_of(name, **options):
+    return [unit(f"u{i}", shape, decay=-0.2 - 0.3 * i, **options) for i, shape in enumerate(SETS[name])]
+
+
+# ------------------------------------------------------------------------------------------- budget
+
+
+@pytest.mark.parametrize("name", list(SETS))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ratio", [0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.94, 0.99, 1.0])
+@pytest.mark.parametrize("round_rank_to", [None, 1, 8, 64])
+def test_budget_is_never_exceeded(name, form, ratio, round_rank_to):
+    lines = plan(units_of(name, form=form), ratio, round_rank_to)
+    stored, dense = totals(lines)
+    assert stored <= ratio * dense
+    assert all(line.reason for line in lines if line.choice is None)
+    assert all(line.stored_numbers < line.dense_numbers for line in lines if line.choice is not None)
+
+
+@pytest.mark.parametrize("name", ["equal", "mixed", "large"])
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("known", [True, False])
+def test_budget_is_met_within_half_a_percent(name, ratio, known):
+    lines = plan(units_of(name, known=known), ratio)
+    stored, dense = totals(lines)
+    assert dense == sum(line.dense_numbers for line in lines)
+    assert ratio - 0.005 <= stored / dense <= ratio
+
+
+def test_biases_are_part_of_the_budget():
+    (line,) = plan([unit("u", (8, 64))], 0.5, 1)
+    (bare,) = plan([unit("u", (8, 64), bias=False)], 0.5, 1)
+    assert line.stored_numbers <= 0.5 * (8 * 64 + 8)
+    assert line.stored_numbers == line.choice.rank * (72 - line.choice.rank) + 8
+    assert bare.stored_numbers == bare.choice.rank * (72 - bare.choice.rank)
+
+
+def test_ratio_one_leaves_everything_dense():
+    lines = plan(units_of("mixed"), 1.0)
+    assert [line.choice for line in lines] == [None] * 4
+    assert {line.reason for line in lines} == {"ratio is 1"}
+
+
+def test_no_units():
+    assert plan([], 0.5) == ()
+
+
+# -------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("step", [2, 8, 16])
+@pytest.mark.parametrize("name", ["equal", "large", "mixed"])
+def test_ranks_are_multiples_of_what_was_asked(step, name):
+    lines = plan(units_of(name), 0.6, step)
+    ranks = [line.choice.rank for line in lines if line.choice is not None]
+    assert ranks
+    limits = [min(line.shape) for line in lines if line.choice is not None]
+    assert all(r % step == 0 for r, limit in zip(ranks, limits, strict=True) if limit >= step)
+
+
+def test_large_ranks_are_multiples_of_eight_by_default():
+    lines = plan(units_of("large"), 0.5)
+    assert sum(line.choice.rank % 8 == 0 for line in lines) >= 2
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_no_layer_is_starved_or_hardly_touched(ratio):
+    units = [unit(f"u{i}", (96, 96), decay=decay) for i, decay in enumerate((-3.0, -0.5, 0.0))]
+    for line in plan(units, ratio, 1):
+        assert line.stored_numbers >= FLOOR * ratio * line.dense_numbers - 96 - 96
+        assert line.stored_numbers <= CEILING * line.dense_numbers
+
+
+def test_a_layer_that_decays_fast_gives_to_one_that_does_not():
+    fast, slow = plan([unit("fast", (96, 96), decay=-2.0), unit("slow", (96, 96), decay=-0.1)], 0.5)
+    assert fast.choice.rank < slow.choice.rank
+    assert fast.choice.error < slow.choice.error
+
+
+def test_scale_does_not_matter():
+    small, large = unit("u", (96, 96)), unit("v", (96, 96))
+    values = torch.arange(1, 97, dtype=torch.float64).pow(-0.5)
+    loud = LinearCandidate(96, 96, "pivoted", singular_values=1e6 * values)
+    large = Unit("v", (96, 96), large.dense_numbers, large.bias_numbers, (loud,), None)
+    first, second = plan([small, large], 0.5, 1)
+    assert abs(first.choice.rank - second.choice.rank) <= 1
+
+
+def test_the_better_of_two_schemes_is_taken():
+    values = torch.arange(1, 65, dtype=torch.float64).pow(-0.5)
+    both = tuple(LinearCandidate(64, 64, form, singular_values=values) for form in ("pair", "pivoted"))
+    (line,) = plan([Unit("u", (64, 64), 4096, 0, both, None)], 0.5, 1)
+    assert line.choice.scheme == "pivoted"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_choice_tells_the_candidates_own_counts_and_error(known):
+    one = unit("u", (64, 48), known=known)
+    (line,) = plan([one], 0.5)
+    candidate, choice = one.candidates[0], line.choice
+    assert choice.stored_numbers == candidate.numbers(choice.rank) + one.bias_numbers
+    assert choice.ranks == (choice.rank,)
+    assert choice.error == candidate.error(choice.rank)
+    assert (choice.error is None) is not known
+
+
+def test_equal_units_of_unknown_spectra_share_equally():
+    ranks = [line.choice.rank for line in plan(units_of("equal", known=False), 0.5, 1)]
+    assert max(ranks) - min(ranks) <= 1
+
+
+def test_unknown_and_known_spectra_mix():
+    lines = plan([unit("a", (96, 96), known=False), unit("b", (96, 96))], 0.5)
+    assert all(line.choice is not None for line in lines)
+
+
+# ------------------------------------------------------------------------------------- staying dense
+
+
+def test_a_layer_that_cannot_shrink_stays_dense_and_leaves_the_budget():
+    sliver, square = unit("sliver", (64, 1), form="pair"), unit("square", (96, 96))
+    first, second = plan([sliver, square], 0.5, 1)
+    assert first.choice is None
+    assert first.reason == "rank 1 would store 65 numbers, the dense weight stores 64"
+    (alone,) = plan([square], 0.5, 1)
+    assert second == alone
+
+
+def test_a_layer_whose_share_is_less_than_one_rank_stays_dense():
+    thin, square = unit("thin", (4, 64), bias=False), unit("square", (96, 96))
+    first, second = plan([thin, square], 0.2, 1)
+    assert first.choice is None
+    assert "share of the budget" in first.reason
+    assert second.choice is not None
+
+
+def test_a_layer_without_candidates_stays_dense():
+    bare = Unit("u", (3, 3), 9, 0, (), None)
+    (line,) = plan([bare], 0.5)
+    assert (line.choice, line.reason) == (None, "no scheme fits this layer")
+
+
+def test_leftover_of_a_coarse_layer_goes_to_the_others():
+    """One rank of the first is worth a tenth of the budget: what it cannot use, the others do."""
+    coarse = unit("coarse", (300, 4), bias=False)
+    lines = plan([coarse, *units_of("equal")], 0.5, 1)
+    stored, dense = totals(lines)
+    assert lines[0].choice is not None
+    smallest_step = 96 + 96
+    assert ratio_gap(stored, dense) < smallest_step
+
+
+def ratio_gap(stored, dense, ratio=0.5):
+    return math.floor(ratio * dense) - stored
+
+
+# --------------------------------------------------------------------------------------- optimality
+
+
+def objective(lines):
+    return sum(2 * math.log(math.sqrt(1 - line.choice.error**2)) for line in lines)
+
+
+def best(units, ratio):
+    """The largest objective over all ranks within the budget and the limits of each layer."""
+    budget = math.floor(ratio * sum(one.dense_numbers for one in units))
+    ways = []
+    for one in units:
+        candidate, share = one.candidates[0], ratio * one.dense_numbers
+        numbers = {r: candidate.numbers(r) + one.bias_numbers for r in range(1, candidate.max_rank + 1)}
+        affordable = [n for n in numbers.values() if n <= share]
+        floor = min(FLOOR * share, affordable[-1])
+        ways.append(
+            [
+                (n, float(candidate.energies[r - 1].log()))
+                for r, n in numbers.items()
+                if floor <= n <= CEILING * one.dense_numbers
+            ]
+        )
+    fitting = (way for way in itertools.product(*ways) if sum(n for n, _ in way) <= budget)
+    return max(sum(value for _, value in way) for way in fitting)
+
+
+def largest_step(units, lines):
+    """What one more rank would gain at most: whole ranks cannot be spent more finely."""
+    energies = [
+        (one.candidates[0].energies.log(), line.choice.rank) for one, line in zip(units, lines, strict=True)
+    ]
+    return max(float(values[rank] - values[rank - 1]) for values, rank in energies if rank < len(values))
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(12, 12), (10, 14), (16, 8)],
+        [(9, 9), (9, 9), (9, 9), (9, 9)],
+        [(20, 6), (8, 8), (6, 20), (10, 10)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_allocation_is_near_the_best_one(shapes, form, ratio, seed):
+    decays = (0.4 - torch.rand(len(shapes), generator=torch.Generator().manual_seed(seed))).tolist()
+    units = [
+        unit(f"u{i}", shape, decay=-abs(decay) * 3, form=form, bias=False)
+        for i, (shape, decay) in enumerate(zip(shapes, decays, strict=True))
+    ]
+    if any(line.choice is None for line in plan(units, ratio, 1)):
+        pytest.skip("a layer stays dense: there is less to choose")
+    lines = plan(units, ratio, 1)
+    gap = best(units, ratio) - objective(lines)
+    assert gap >= -1e-9  # `best` is no less than what was found
+    assert gap <= largest_step(units, lines)
+
+
+# ----------------------------------------------------------------------------------- through the API
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 96))
+        self.decoder = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 96))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+def test_several_pools_keep_a_budget_each():
+    found = pc.plan_sketch(Two(), {"encoder.*": 0.3, "*": 0.7}, **OPTIONS)
+    for prefix, ratio in (("encoder", 0.3), ("decoder", 0.7)):
+        stored, dense = totals([line for line in found.layers if line.name.startswith(prefix)])
+        assert 0 <= ratio * dense - stored < 96 + 128  # less than a rank is left
+    assert found.ratio == "encoder.*: 0.3, *: 0.7"
+
+
+def test_first_matching_selector_counts():
+    found = pc.plan_sketch(Two(), {"*": 0.5, "encoder.*": 0.1}, **(OPTIONS | {"exclude": None}))
+    stored, dense = totals(found.layers)
+    assert stored / dense > 0.49
+
+
+def test_a_pool_of_ratio_one_stays_dense_and_others_do_not():
+    found = pc.plan_sketch(Two(), {"encoder.*": 1.0, nn.Linear: 0.5}, **OPTIONS)
+    reasons = {line.name: line.reason for line in found.layers if line.choice is None}
+    assert reasons == {"encoder.0": "ratio is 1", "encoder.2": "ratio is 1"}
+
+
+def test_layers_that_match_no_pool_stay_dense():
+    found = pc.plan_sketch(Two(), {"encoder.*": 0.5}, **OPTIONS)
+    reasons = {line.name: line.reason for line in found.layers if line.choice is None}
+    assert set(reasons) == {"decoder.0", "decoder.2"}
+    assert set(reasons.values()) == {"matches no selector of ratio"}
+
+
+def test_lines_are_in_the_order_of_the_model():
+    found = pc.plan_sketch(Two(), {"decoder.*": 0.5, "encoder.0": 0.5}, **OPTIONS)
+    assert [line.name for line in found.layers] == ["encoder.0", "encoder.2", "decoder.0", "decoder.2"]
+
+
+def test_a_meta_model_is_planned_without_errors():
+    with torch.device("meta"):
+        model = Two()
+    found = pc.plan_sketch(model, 0.5, **OPTIONS)
+    assert 0.495 <= found.achieved_ratio <= 0.5
+    assert all(line.choice.error is None for line in found.sketched)
+
+
+def test_plan_is_what_sketchify_does():
+    model = Two()
+    found = pc.plan_sketch(model, 0.4, **OPTIONS)
+    report = pc.sketch_report(pc.sketchify(model, 0.4, **OPTIONS))
+    assert [(row.name, row.ranks, row.stored_numbers) for row in report.sketched] == [
+        (line.name, line.choice.ranks, line.stored_numbers) for line in found.sketched
+    ]
+    assert report.achieved_ratio == found.achieved_ratio
+
+
+def test_text_has_a_line_for_each_weight_and_the_totals():
+    found = pc.plan_sketch(Two(), {"encoder.*": 0.5}, **OPTIONS)
+    text = str(found)
+    assert all(line.name in text for line in found.layers)
+    assert "matches no selector of ratio" in text
+    assert f"2 of 4 layers to be sketched: {found.stored_numbers:,} of {found.dense_numbers:,}" in text

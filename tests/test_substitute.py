@@ -1,0 +1,162 @@
+"""New modules in the place of old ones, wherever they are referred to."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from panther_compile.substitute import copy_with, replace_inside
+
+
+class Holder(nn.Module):
+    """One linear layer, referred to in every way a module can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.alias = self.fc
+        self.listed = nn.ModuleList([self.fc, nn.ReLU()])
+        self.named = nn.ModuleDict({"a": self.fc})
+        self.plain_list = [self.fc, [self.fc, 1], "x"]
+        self.plain_tuple = (self.fc, (2, self.fc))
+        self.plain_dict = {"k": self.fc, "deep": {"l": [self.fc]}, "n": 3}
+        self.plain_ordered = OrderedDict(k=self.fc)
+        self.untouched = (1, 2)
+        self.__dict__["unregistered"] = self.fc
+        self.keep = nn.Linear(4, 4)
+
+
+def references(model):
+    return [
+        model.fc,
+        model.alias,
+        model.listed[0],
+        model.named["a"],
+        model.plain_list[0],
+        model.plain_list[1][0],
+        model.plain_tuple[0],
+        model.plain_tuple[1][1],
+        model.plain_dict["k"],
+        model.plain_dict["deep"]["l"][0],
+        model.plain_ordered["k"],
+        model.unregistered,
+    ]
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_every_reference_follows(put):
+    model, new = Holder(), nn.Linear(4, 4)
+    result = put(model, {model.fc: new})
+    assert all(reference is new for reference in references(result))
+    assert type(result.plain_tuple) is tuple
+    assert type(result.plain_ordered) is OrderedDict
+    assert result.plain_list[2] == "x"
+    assert result.plain_dict["n"] == 3
+    assert result.untouched == (1, 2)
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_a_tuple_held_twice_is_replaced_twice(put):
+    model, new = nn.Module(), nn.Linear(4, 4)
+    model.fc = nn.Linear(4, 4)
+    held = (model.fc,)
+    model.pair = [held, held]
+    result = put(model, {model.fc: new})
+    assert result.pair[0][0] is result.pair[1][0] is new
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_containers_that_hold_themselves(put):
+    model, new = nn.Module(), nn.Linear(4, 4)
+    model.fc = nn.Linear(4, 4)
+    model.ring = [model.fc]
+    model.ring.append(model.ring)
+    model.book = {"fc": model.fc}
+    model.book["self"] = model.book
+    result = put(model, {model.fc: new})
+    assert result.ring[0] is result.book["self"]["fc"] is new
+
+
+def test_copy_leaves_the_original_alone():
+    model = Holder()
+    fc, before = model.fc, {name: p.clone() for name, p in model.named_parameters()}
+    result = copy_with(model, {model.fc: nn.Linear(4, 4)})
+    assert all(reference is fc for reference in references(model))
+    assert result.keep is not model.keep
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.zero_()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_copy_does_not_copy_what_is_replaced():
+    class Precious(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise AssertionError("the dense layer was copied")
+
+    model = nn.Sequential(Precious(4, 4), nn.ReLU())
+    new = nn.Linear(4, 4)
+    assert copy_with(model, {model[0]: new})[0] is new
+
+
+def test_in_place_keeps_the_model_and_what_is_not_replaced():
+    model = Holder()
+    keep = model.keep
+    assert replace_inside(model, {model.fc: nn.Linear(4, 4)}) is model
+    assert model.keep is keep
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_the_root_itself(put):
+    model, new = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert put(model, {model: new}) is new
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_nothing_to_replace(put):
+    model = Holder()
+    result = put(model, {})
+    assert type(result) is Holder
+    assert (result is model) is (put is replace_inside)
+
+
+class Deep(nn.Module):
+    """A replacement that keeps its bias in a part, as sketched layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(2, 4)
+
+    @property
+    def bias(self):
+        return self.up.bias
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_a_bias_shared_with_a_layer_that_stays_is_still_shared(put):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    result = put(model, {model[0]: Deep()})
+    assert result[1].bias is result[0].up.bias
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_a_bias_shared_by_two_replaced_layers_is_still_shared(put):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    result = put(model, {model[0]: Deep(), model[1]: Deep()})
+    assert result[0].up.bias is result[1].up.bias
+
+
+def test_in_place_keeps_the_very_bias_that_an_optimizer_holds():
+    model = nn.Sequential(nn.Linear(4, 4))
+    bias = model[0].bias
+    assert replace_inside(model, {model[0]: Deep()})[0].up.bias is bias
+
+
+@pytest.mark.parametrize("put", [copy_with, replace_inside])
+def test_a_missing_bias_is_no_bias(put):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    new = Deep()
+    assert put(model, {model[0]: new})[0].bias is new.bias
