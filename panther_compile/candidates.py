@@ -3,6 +3,7 @@
 A planner compares candidates without knowing what kind of layer they come from.
 """
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -59,7 +60,6 @@ class LinearCandidate(Candidate):
         out_features: O.
         in_features: I.
         form: "pair" or "pivoted".
-        gathered: whether the pivoted form may need an index buffer of I numbers.
         singular_values: descending, `(min(O, I),)`, or None if unknown.
     """
 
@@ -69,11 +69,10 @@ class LinearCandidate(Candidate):
         in_features: int,
         form: str,
         *,
-        gathered: bool = False,
         singular_values: Tensor | None = None,
     ) -> None:
         self.scheme = form
-        self.out_features, self.in_features, self.gathered = out_features, in_features, gathered
+        self.out_features, self.in_features = out_features, in_features
         self.max_rank = min(out_features, in_features)
         self.energies = None if singular_values is None else kept_energies(singular_values)
 
@@ -81,12 +80,43 @@ class LinearCandidate(Candidate):
         """Stored numbers: r (O + I), or r (O + I - r) for the pivoted form."""
         if self.scheme == "pair":
             return rank * (self.out_features + self.in_features)
-        return pivoted_numbers(self.out_features, self.in_features, rank, gathered=self.gathered)
+        return pivoted_numbers(self.out_features, self.in_features, rank)
 
     def macs(self, rank: int) -> int:
         """One multiply-add per stored weight."""
         coupled = rank * rank if self.scheme == "pivoted" else 0
         return rank * (self.out_features + self.in_features) - coupled
+
+
+class SignSketchCandidate(Candidate):
+    """The prior art's random sign sketches of a matrix (O, I): k of them make a pair of rank 2 k.
+
+    Args:
+        out_features: O.
+        in_features: I, of a convolution its taps included.
+        scheme: "pair", or "channel" for a convolution.
+    """
+
+    def __init__(self, out_features: int, in_features: int, scheme: str) -> None:
+        self.scheme, self.energies = scheme, None
+        self.out_features, self.in_features = out_features, in_features
+        self.max_rank = min(out_features, in_features) // 2
+
+    def numbers(self, rank: int) -> int:
+        """2 k (O + I)."""
+        return 2 * rank * (self.out_features + self.in_features)
+
+    def macs(self, rank: int) -> int:
+        """One multiply-add per stored weight."""
+        return self.numbers(rank)
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """2 k."""
+        return (2 * rank,)
+
+    def error(self, rank: int) -> float:
+        """Expected over the signs, whatever the weight: see `factorize`."""
+        return math.sqrt((self.out_features + self.in_features - 2) / (4 * rank))
 
 
 def kept_energies(singular_values: Tensor) -> Tensor:

@@ -1,13 +1,18 @@
-"""The pivoted representation of a low-rank matrix: the same matrix in r (O + I - r) numbers.
+"""The pivoted representation of a low-rank matrix: r (O + I - r) numbers in place of r (O + I).
 
-A rank-r matrix W (O, I) equals A [1 C] Pᵀ: r of its columns, A (O, r), and the coefficients
-C (r, I - r) that rebuild the other columns from them; P permutes the columns. Output-side form:
-Zhao et al., "Pivoting Factorization" (ICML 2025). On the input side, used here, the identity is
-a slice of the input, so that y = A (x₁ + C x₂) is one addmm and one contiguous product.
+A rank-r matrix W (O, I) equals A [1 C]: r of its columns, A (O, r), and the coefficients C (r, I - r) that
+rebuild the other columns from them (Zhao et al., "Pivoting Factorization", ICML 2025, who pivot on rows). On
+columns the identity is a slice of the input: y = A (x₁ + C x₂) is one addmm and one contiguous product. The
+pivots are the leading or the trailing r columns, so nothing is permuted, gathered or concatenated.
 
-The pivot columns are the leading or the trailing slice where that is accurate in the layer's dtype,
-else those found by LU with partial pivoting (Golub & Van Loan, 3.4), which keeps the entries of C small
-at the price of gathering the input.
+Such a slice is badly conditioned now and then: C reaches a norm of 1e4 in all-MiniLM-L6-v2, and half
+types then lose everything. So C is a ridge solution, and A is refitted by least squares:
+
+    C = (Aᵀ A + λ 1)⁻¹ Aᵀ W₂,  λ = (RIDGE σᵣ)²,      A ← W Bᵀ (B Bᵀ)⁻¹,  B = [1 C]
+
+with σᵣ the smallest singular value of W, the scale of what truncation has dropped already. Measured on MiniLM,
+Gaussian, power-law (i^-½, 1/i, i^-2), exponential and outlier spectra at ratios .25 to .75: the truncation error grows by
+at most 0.6 %, mostly by less than 0.1 %; output rounding in bfloat16 is 0.011 (0.004 for a plain pair), 2e-6 in float32.
 """
 
 from dataclasses import dataclass
@@ -15,128 +20,75 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Largest relative rounding error, in the layer's own dtype, at which pivots are accepted. Truncation at
-# useful ratios is 1e-2 and more, but deep models add up what 50 layers round. Measured on
-# all-MiniLM-L6-v2 and Gaussian weights, leading columns give 2e-6 to 2e-4 in float32 and 3e-2 to 2 in
-# bfloat16; LU pivots give 1e-6 and 1e-2.
-_ACCEPTED_ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.bfloat16: 3e-2,
-    torch.float16: 4e-3,
-}
-_PROBES = 32
+RIDGE = 0.03
+# The other slice is tried where the first one changes W by more than this share of σᵣ √r.
+_GOOD_ENOUGH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Pivoted:
-    """W = A [1 C] Pᵀ with A = `columns` (O, r) and C = `coefficients` (r, I - r).
+    """W = A [1 C], with A = `columns` (O, r) and C = `coefficients` (r, I - r), both float64.
 
-    `start` is where the pivot slice begins in the (permuted) input: 0 or I - r. `order` is the
-    permutation (I,) int64 of the input columns, pivots first, or None where none is needed.
+    `start` is where the pivot slice begins: 0, or I - r where W = A [C 1]. `change` is the Frobenius norm of
+    what the ridge changed, over σᵣ √r.
     """
 
     columns: Tensor
     coefficients: Tensor
     start: int
-    order: Tensor | None
+    change: float
 
 
-def pivoted_numbers(out_features: int, in_features: int, rank: int, *, gathered: bool) -> int:
-    """Stored numbers of the pivoted form: r (O + I - r), and I more for an index buffer."""
-    return rank * (out_features + in_features - rank) + (in_features if gathered else 0)
+def pivoted_numbers(out_features: int, in_features: int, rank: int) -> int:
+    """Stored numbers of the pivoted form: r (O + I - r)."""
+    return rank * (out_features + in_features - rank)
 
 
-def to_pivoted(
-    left: Tensor, right: Tensor, *, dtype: torch.dtype, max_numbers: int | None = None
-) -> Pivoted | None:
-    """Rewrite left (O, r) @ right (r, I) in pivoted form, or None if it would be inaccurate in `dtype`.
+@torch.no_grad()
+def to_pivoted(left: Tensor, right: Tensor) -> Pivoted | None:
+    """Rewrite left @ right in pivoted form; None at full rank, where that would save nothing.
 
     Args:
         left: `(O, r)`, float32 or float64.
-        right: `(r, I)` with r < I, float32 or float64.
-        dtype: the dtype in which the layer will run; decides what conditioning is acceptable.
-        max_numbers: what the form may store; the last columns of `left` and rows of `right` are dropped to
-            stay within it, a few more where an index buffer is needed.
+        right: `(r, I)`, float32 or float64.
     """
-    in_features = right.shape[1]
-    left64, right64 = _within(max_numbers, left.double(), right.double(), gathered=False)
-    rank = right64.shape[0]
-    if rank >= in_features or not _has_full_rank(right64):
+    (out_features, rank), in_features = left.shape, right.shape[1]
+    if rank >= min(out_features, in_features):
         return None
-    probe = _probe(right64)
-    for start in (0, in_features - rank):
-        found = _pivot_on(left64, right64, start, None)
-        if found is not None and _is_accurate(found, left64, right64, probe, dtype):
-            return found
-    left64, right64 = _within(max_numbers, left64, right64, gathered=True)
-    found = _pivot_on(left64, right64, 0, _lu_pivots(right64))
-    return found if found is not None and _is_accurate(found, left64, right64, probe, dtype) else None
+    basis_OR, left_core = torch.linalg.qr(left.double())
+    basis_IR, right_core = torch.linalg.qr(right.double().T)
+    u, values, vh = torch.linalg.svd(left_core @ right_core.T)
+    basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = basis rows
+    smallest = values[-1].clamp_min(1e-10 * values[0].clamp_min(torch.finfo(values.dtype).tiny))
+    found = _pivot_on(basis_OR, rows_RI, smallest, 0)
+    if found.change > _GOOD_ENOUGH:
+        other = _pivot_on(basis_OR, rows_RI, smallest, in_features - rank)
+        found = min(found, other, key=lambda pivoted: pivoted.change)
+    return found
 
 
-def from_pivoted(pivoted: Pivoted) -> tuple[Tensor, Tensor]:
-    """The plain factors left (O, r), right (r, I) of a pivoted matrix: exact, up to rounding."""
-    rank = pivoted.columns.shape[1]
-    identity = torch.eye(rank, dtype=pivoted.columns.dtype, device=pivoted.columns.device)
-    parts = (identity, pivoted.coefficients)
-    right = torch.cat(parts if pivoted.start == 0 else parts[::-1], dim=1)
-    if pivoted.order is not None:
-        right = right[:, torch.argsort(pivoted.order)]
-    return pivoted.columns, right
+def from_pivoted(columns: Tensor, coefficients: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """The plain factors left (O, r) and right (r, I) of a pivoted matrix: exact, and differentiable."""
+    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
+    parts = (identity, coefficients) if start == 0 else (coefficients, identity)
+    return columns, torch.cat(parts, dim=1)
 
 
-def _within(max_numbers: int | None, left: Tensor, right: Tensor, *, gathered: bool) -> tuple[Tensor, Tensor]:
-    """The leading part of a pair whose pivoted form stores at most `max_numbers`, or has rank 1."""
-    (rank, in_features), out_features = right.shape, left.shape[0]
-    if max_numbers is not None:
-        while rank > 1 and pivoted_numbers(out_features, in_features, rank, gathered=gathered) > max_numbers:
-            rank -= 1
-    return left[:, :rank], right[:rank]
+def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
+    """The pivot slice (..., r) of the last dimension, and the rest (..., I - r)."""
+    others = x[..., rank:] if start == 0 else x[..., :start]
+    return x[..., start : start + rank], others
 
 
-def _pivot_on(left: Tensor, right: Tensor, start: int, order: Tensor | None) -> Pivoted | None:
-    rank = right.shape[0]
-    permuted = right if order is None else right[:, order]
-    block = permuted[:, start : start + rank]
-    rest = permuted[:, rank:] if start == 0 else permuted[:, :start]
-    coefficients, info = torch.linalg.solve_ex(block, rest)
-    if info.item() != 0 or not bool(torch.isfinite(coefficients).all()):
-        return None
-    return Pivoted(left @ block, coefficients, start, order)
-
-
-def _lu_pivots(right: Tensor) -> Tensor:
-    """All columns of `right` (r, I), r well-conditioned ones first, by partial pivoting of rightᵀ."""
-    rank, in_features = right.shape
-    _, swaps = torch.linalg.lu_factor(right.T)
-    order = torch.arange(in_features)
-    for row, other in enumerate((swaps - 1).tolist()):  # LAPACK counts rows from 1
-        order[[row, other]] = order[[other, row]]
-    pivots = order[:rank].sort().values
-    rest = torch.ones(in_features, dtype=torch.bool)
-    rest[pivots] = False
-    return torch.cat([pivots, rest.nonzero().flatten()]).to(right.device)
-
-
-def _has_full_rank(right: Tensor) -> bool:
-    diagonal = torch.linalg.qr(right.T, mode="r").R.diagonal().abs()
-    return bool(diagonal.min() > 1e-12 * diagonal.max())
-
-
-def _probe(right: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(_PROBES, right.shape[1], generator=generator, dtype=torch.float64)
-    return probe.to(right.device)
-
-
-def _is_accurate(found: Pivoted, left: Tensor, right: Tensor, probe: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the form, run in `dtype` on Gaussian rows, stays within the accepted rounding error."""
-    exact = probe @ right.T @ left.T
-    x = (probe if found.order is None else probe[:, found.order]).to(dtype)
-    rank = right.shape[0]
-    pivots = x[:, found.start : found.start + rank]
-    rest = x[:, rank:] if found.start == 0 else x[:, : found.start]
-    latent = rest @ found.coefficients.to(dtype).T + pivots
-    result = (latent @ found.columns.to(dtype).T).double()
-    scale = exact.norm()
-    return bool((result - exact).norm() <= _ACCEPTED_ROUNDING[dtype] * scale)
+def _pivot_on(basis: Tensor, rows: Tensor, smallest: Tensor, start: int) -> Pivoted:
+    """Pivot W = basis rows, basis (O, r) orthonormal, on the slice at `start`."""
+    rank = rows.shape[0]
+    block, rest = split_at(rows, rank, start)
+    u, values, vh = torch.linalg.svd(block)
+    ridge = (RIDGE * smallest).square()
+    coefficients = (vh.T * (values / (values.square() + ridge))) @ (u.T @ rest)
+    gram = torch.eye(rank, dtype=rows.dtype, device=rows.device) + coefficients @ coefficients.T
+    core = torch.linalg.solve(gram, (block + rest @ coefficients.T).T).T
+    lost = torch.stack([torch.linalg.norm(block - core), torch.linalg.norm(rest - core @ coefficients)])
+    change = float(torch.linalg.norm(lost) / (smallest * rank**0.5))
+    return Pivoted(basis @ core, coefficients, start, change)

@@ -11,12 +11,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from panther_compile.candidates import Candidate, LinearCandidate
+from panther_compile.candidates import Candidate, LinearCandidate, SignSketchCandidate
 from panther_compile.config import SketchConfig
 from panther_compile.errors import RankError
 from panther_compile.factorize import LowRank, factorize, singular_values
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.linear import HALF_DTYPES
 from panther_compile.records import Choice, Fitted, Site, Unit
 
 # Spectra of larger matrices cost minutes on a CPU; the planner then assumes a common decay.
@@ -32,7 +31,7 @@ class SketchPass(Protocol):
     def why_not(self, module: nn.Module) -> str | None:
         """Why a module of this kind must be left alone, or None if it can be sketched."""
 
-    def units(self, site: Site, *, energies: bool) -> tuple[Unit, ...]:
+    def units(self, site: Site, config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
         """The weights of a site and their candidates; `energies` asks for their spectra."""
 
     def unit_names(self, site: Site) -> tuple[str, ...]:
@@ -70,23 +69,17 @@ def spectrum(weight: Tensor, *, energies: bool) -> Tensor | None:
     return singular_values(weight.detach()) if energies and can_compute_spectrum(weight) else None
 
 
-def matrix_candidates(weight: Tensor, *, energies: bool) -> tuple[Candidate, ...]:
-    """How a weight (O, I) may be stored.
-
-    The plain pair is not among them: the pivoted form holds the same matrix in fewer numbers, and falls
-    back to a pair within the same count where it would be inaccurate.
-    """
+def matrix_candidates(
+    weight: Tensor, config: SketchConfig, *, energies: bool
+) -> tuple[Candidate, ...]:
+    """How a weight (O, I) may be stored; never as a plain pair, which is the pivoted form in more numbers."""
     out_features, in_features = weight.shape
-    form = "pivoted" if in_features > 1 else "pair"
-    return (
-        LinearCandidate(
-            out_features,
-            in_features,
-            form,
-            gathered=weight.dtype in HALF_DTYPES,
-            singular_values=spectrum(weight, energies=energies),
-        ),
-    )
+    if min(weight.shape) < 2:
+        return ()
+    if config.method == "panther":
+        return (SignSketchCandidate(out_features, in_features, "pair"),)
+    values = spectrum(weight, energies=energies)
+    return (LinearCandidate(out_features, in_features, "pivoted", singular_values=values),)
 
 
 def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRank:

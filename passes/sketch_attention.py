@@ -58,12 +58,12 @@ class SketchAttention:
         """One for each projection, as the stand-in names them."""
         return tuple(f"{site.name}.{name}" if site.name else name for name in PROJECTIONS)
 
-    def units(self, site: Site, *, energies: bool) -> tuple[Unit, ...]:
+    def units(self, site: Site, config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
         """The four projections."""
         assert isinstance(site.module, nn.MultiheadAttention)
         projections = projection_weights(site.module).values()
         return tuple(
-            matrix_unit(name, weight, bias, energies=energies)
+            matrix_unit(name, weight, bias, config, energies=energies)
             for name, (weight, bias) in zip(self.unit_names(site), projections, strict=True)
         )
 

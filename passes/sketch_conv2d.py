@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from panther_compile.candidates import Candidate, SignSketchCandidate
 from panther_compile.config import SketchConfig
 from panther_compile.cost import device_class
 from panther_compile.factorize_conv2d import conv_candidates, factorize_conv2d, is_depthwise
@@ -40,14 +41,18 @@ class SketchConv2d:
         """The site's own."""
         return (site.name,)
 
-    def units(self, site: Site, *, energies: bool) -> tuple[Unit, ...]:
+    def units(self, site: Site, config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
         """One: the kernel."""
         conv = site.module
         assert isinstance(conv, nn.Conv2d)
         weight, bias_numbers = conv.weight.detach(), numbers_of(conv.bias)
-        candidates = conv_candidates(
-            weight, conv.groups, compute_energies=energies and can_compute_spectrum(weight)
-        )
+        if config.method == "panther":
+            matrix = weight.flatten(1).shape
+            candidates: tuple[Candidate, ...] = (SignSketchCandidate(*matrix, "channel"),)
+            candidates = candidates if conv.groups == 1 else ()
+        else:
+            energies = energies and can_compute_spectrum(weight)
+            candidates = conv_candidates(weight, conv.groups, compute_energies=energies)
         shape = tuple(weight.shape)
         return (
             Unit(
@@ -81,13 +86,7 @@ def _sketch_1x1(
 ) -> tuple[SketchedConv2d, str]:
     """A 1 x 1 kernel is a matrix."""
     low_rank = fit_matrix(conv.weight.flatten(1), name, choice.rank, config)
-    left, right = low_rank.left, low_rank.right
-    if low_rank.method == "panther":
-        rank = max(1, choice.stored_numbers // sum(conv.weight.shape[:2]))
-        kernels = (right[:rank, :, None, None], left[:, :rank, None, None])
-        return SketchedConv2d.from_kernels("channel", kernels, conv), low_rank.method
-    max_numbers = choice.stored_numbers - numbers_of(conv.bias)
-    return SketchedConv2d.from_factors(left, right, conv, max_numbers=max_numbers), low_rank.method
+    return SketchedConv2d.from_factors(low_rank.left, low_rank.right, conv), low_rank.method
 
 
 def _sketch_kernel(
@@ -100,7 +99,7 @@ def _sketch_kernel(
         weight,
         conv.groups,
         choice.scheme,
-        choice.rank,
+        choice.rank if choice.scheme == "tucker2" else choice.ranks[0],
         method=config.method,
         sketch=config.sketch,
         generator=generator_for(name, config, weight.device),

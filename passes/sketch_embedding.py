@@ -38,7 +38,7 @@ class SketchEmbedding:
             return "max_norm renormalizes rows of the dense table"
         return why_not_plain(module, nn.Embedding, tensors=frozenset({"weight"}))
 
-    def units(self, site: Site, *, energies: bool) -> tuple[Unit, ...]:
+    def units(self, site: Site, config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
         """One: the table, as a plain pair: rows are looked up, so no column can be left out."""
         weight = site.module.weight
         assert isinstance(weight, torch.Tensor)

@@ -36,10 +36,10 @@ class SketchLinear:
         base = nn.Linear if isinstance(module, nn.Linear) else type(module)
         return why_not_plain(module, base, tensors=_TENSORS)
 
-    def units(self, site: Site, *, energies: bool) -> tuple[Unit, ...]:
+    def units(self, site: Site, config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
         """One: the weight."""
         weight, bias = weight_and_bias(site.module)
-        return (matrix_unit(site.name, weight, bias, energies=energies),)
+        return (matrix_unit(site.name, weight, bias, config, energies=energies),)
 
     def unit_names(self, site: Site) -> tuple[str, ...]:
         """The site's own."""
@@ -67,7 +67,7 @@ class SketchLinear:
         _, bias = weight_and_bias(other)
         spec = layer.sketch_spec() | {"bias": bias is not None}
         twin = type(layer)(**spec, device="meta")
-        twin.down, twin.order = layer.down, layer.order
+        twin.down = layer.down
         twin.up.weight = layer.up.weight
         if bias is not None:
             twin.up.bias = nn.Parameter(bias.detach().clone())
@@ -82,7 +82,9 @@ def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return (weight.t() if _is_conv1d(module) else weight), bias
 
 
-def matrix_unit(name: str, weight: Tensor, bias: Tensor | None, *, energies: bool) -> Unit:
+def matrix_unit(
+    name: str, weight: Tensor, bias: Tensor | None, config: SketchConfig, *, energies: bool
+) -> Unit:
     """The unit of one weight (O, I) with its bias."""
     bias_numbers = numbers_of(bias)
     return Unit(
@@ -90,7 +92,7 @@ def matrix_unit(name: str, weight: Tensor, bias: Tensor | None, *, energies: boo
         tuple(weight.shape),
         weight.numel() + bias_numbers,
         bias_numbers,
-        matrix_candidates(weight, energies=energies),
+        matrix_candidates(weight, config, energies=energies),
         device_class(weight.device),
     )
 
@@ -104,15 +106,14 @@ def sketch_matrix(
     config: SketchConfig,
 ) -> tuple[SketchedLinear, Fitted]:
     """Factorize a weight (O, I) as chosen, back on its own device and in its own dtype."""
-    low_rank = fit_matrix(weight, name, choice.rank, config)
+    low_rank = fit_matrix(weight, name, choice.ranks[0], config)
     layer = layer_type.from_factors(
         low_rank.left,
         low_rank.right,
         bias,
-        form="pair" if low_rank.method == "panther" else "auto",
+        form=choice.scheme,
         dtype=weight.dtype,
         device=weight.device,
-        max_numbers=choice.stored_numbers - numbers_of(bias),
     )
     return layer, _fitted(layer, low_rank, weight, name, config)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.candidates import LinearCandidate
-from panther_compile.errors import ConfigError, RankError
+from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorize import factorize
 from panther_compile.kernels import reference
 from panther_compile.layers.base import (
@@ -24,10 +24,9 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
-from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
+from panther_compile.pivot import from_pivoted, split_at, to_pivoted
 
 FORMS = ("auto", "pivoted", "pair")
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class SketchedLinear(SketchedLayer):
@@ -40,16 +39,13 @@ class SketchedLinear(SketchedLayer):
         bias: whether there is a bias of shape (O,).
         form: "pair" or "pivoted".
         start: first column of the pivot slice, 0 or I - r (pivoted form only).
-        gathered: whether the input columns are permuted by the index buffer `order` (pivoted form only).
         device: where the factors are made.
         dtype: of the factors, any floating dtype.
 
     Raises:
         RankError: rank is outside 1..min(I, O), or not below I in the pivoted form.
-        ConfigError: the form is unknown, or start or gathered does not go with it.
+        ConfigError: the form is unknown, or start does not go with it.
     """
-
-    order: Tensor | None
 
     def __init__(
         self,
@@ -60,7 +56,6 @@ class SketchedLinear(SketchedLayer):
         bias: bool = True,
         form: str = "pair",
         start: int = 0,
-        gathered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,16 +68,12 @@ class SketchedLinear(SketchedLayer):
             raise RankError(f"{what}: {rank=}, wanted below in_features in the pivoted form")
         if start not in ((0,) if form == "pair" else (0, in_features - rank)):
             raise ConfigError(f"{what}: {start=}, wanted 0, or {in_features - rank} in the pivoted form")
-        if gathered and form == "pair":
-            raise ConfigError(f"{what}: gathered=True, which only the pivoted form can be")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.form, self.start = form, start
         self.scheme, self.ranks = form, (rank,)
         width = in_features if form == "pair" else in_features - rank
         self.down = nn.Linear(width, rank, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
-        order = torch.arange(in_features, device=device) if gathered else None
-        self.register_buffer("order", order)
 
     @classmethod
     def from_factors(
@@ -94,40 +85,27 @@ class SketchedLinear(SketchedLayer):
         form: str = "auto",
         dtype: torch.dtype,
         device: torch.device | str | None = None,
-        max_numbers: int | None = None,
     ) -> Self:
         """A layer whose weight is left @ right.
 
         Args:
-            left: `(O, r)`, float32 or float64, columns by falling importance.
+            left: `(O, r)`, float32 or float64.
             right: `(r, I)`, float32 or float64.
             bias: `(O,)` or None.
-            form: "auto" takes the pivoted form where it is accurate in `dtype`; "pivoted" and "pair"
-                force one.
+            form: "auto" takes the pivoted form wherever it stores less: below full rank.
             dtype: of the layer's parameters.
             device: of the layer's parameters; default is that of `left`.
-            max_numbers: what the weight may store; a form that would exceed it loses its last columns.
 
         Raises:
             ConfigError: the form is unknown.
-            RankError: the pivoted form was asked for and there are no well-conditioned pivots.
+            RankError: the pivoted form was asked for at full rank.
         """
         (out_features, rank), in_features = left.shape, right.shape[1]
         if form not in FORMS:
             raise ConfigError(f"{form=}, wanted one of {FORMS}")
-        pivoted = None
-        if form != "pair":
-            pivoted = to_pivoted(left, right, dtype=dtype, max_numbers=max_numbers)
-            if pivoted is None and form == "pivoted":
-                raise RankError(
-                    f"weight ({out_features}, {in_features}): no pivoted form of {rank=} is accurate in "
-                    f"{dtype}"
-                )
-        if pivoted is not None:
-            rank = pivoted.columns.shape[1]
-        elif max_numbers is not None:
-            rank = min(rank, max(1, max_numbers // (in_features + out_features)))
-            left, right = left[:, :rank], right[:rank]
+        pivoted = None if form == "pair" else to_pivoted(left, right)
+        if pivoted is None and form == "pivoted":
+            raise RankError(f"{rank=} of a weight ({out_features}, {in_features}), wanted less than full rank")
         layer = cls(
             in_features,
             out_features,
@@ -135,7 +113,6 @@ class SketchedLinear(SketchedLayer):
             bias=bias is not None,
             form="pair" if pivoted is None else "pivoted",
             start=0 if pivoted is None else pivoted.start,
-            gathered=pivoted is not None and pivoted.order is not None,
             device="meta",
             dtype=dtype,
         )
@@ -145,8 +122,6 @@ class SketchedLinear(SketchedLayer):
         copy_into(layer.up.weight, left if pivoted is None else pivoted.columns)
         if bias is not None:
             copy_into(layer.up.bias, bias)
-        if pivoted is not None and pivoted.order is not None and layer.order is not None:
-            layer.order.copy_(pivoted.order)
         return layer
 
     @classmethod
@@ -180,39 +155,27 @@ class SketchedLinear(SketchedLayer):
         out_features, in_features = weight.shape
         what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
         check_rank_or_ratio(rank, ratio, what)
-        max_numbers = None if ratio is None else int(ratio * weight.numel())
+        form = "pair" if method == "panther" else form
         if rank is None:
-            assert max_numbers is not None
-            rank = cls._rank_for(weight, form, max_numbers)
+            assert ratio is not None
+            rank = cls._rank_for(weight, form, int(ratio * weight.numel()))
             if rank == 0:
-                raise RankError(f"{what}: {ratio=} is {max_numbers:,} numbers, rank 1 stores more")
+                raise RankError(f"{what}: {ratio=}, but rank 1 stores more")
         check_rank(rank, min(weight.shape), what)
+        if weight.is_meta:
+            raise WeightError(f"{what}: the weight is on the meta device")
         generator = torch.Generator(weight.device).manual_seed(seed)
         factors = factorize(weight, rank, method=method, sketch=sketch, generator=generator)
         new = cls.from_factors(
-            factors.left,
-            factors.right,
-            bias,
-            form=form,
-            dtype=weight.dtype,
-            device=weight.device,
-            max_numbers=max_numbers,
+            factors.left, factors.right, bias, form=form, dtype=weight.dtype, device=weight.device
         )
         take_over(new, layer, weight.requires_grad)
         return new
 
     @staticmethod
     def _rank_for(weight: Tensor, form: str, numbers: int) -> int:
-        out_features, in_features = weight.shape
-        candidate = LinearCandidate(
-            out_features,
-            in_features,
-            "pair" if form == "pair" else "pivoted",
-            gathered=weight.dtype in HALF_DTYPES,
-        )
-        # The pivoted form leaves at least one column to be rebuilt.
-        limit = in_features if candidate.scheme == "pair" else in_features - 1
-        return min(limit, candidate.largest_rank(numbers))
+        form = "pivoted" if form == "auto" else form
+        return LinearCandidate(*weight.shape, form).largest_rank(numbers)
 
     @staticmethod
     def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -223,22 +186,18 @@ class SketchedLinear(SketchedLayer):
         """Map x (..., I) to (..., O)."""
         if self.form == "pair":
             return self.up(self.down(x))
-        if self.order is not None:
-            # unflatten refuses a wider x, whose first columns index_select would take.
-            x = x.unflatten(-1, (self.in_features,)).index_select(-1, self.order)
         if _is_plain(self.down) and _is_plain(self.up):
             return reference.pivoted_linear(
                 x, self.down.weight, self.up.weight, self.up.bias, start=self.start
             )
-        pivots = x[..., self.start : self.start + self.rank]
-        others = x[..., self.rank :] if self.start == 0 else x[..., : self.start]
+        pivots, others = split_at(x, self.rank, self.start)
         return self.up(pivots + self.down(others))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors left (O, r) and right (r, I) of the weight, differentiable, in the layer's dtype."""
         if self.form == "pair":
             return self.up.weight, self.down.weight
-        return from_pivoted(Pivoted(self.up.weight, self.down.weight, self.start, self.order))
+        return from_pivoted(self.up.weight, self.down.weight, self.start)
 
     def to_dense(self) -> nn.Module:
         """An `nn.Linear` with the factors multiplied out."""
@@ -287,7 +246,6 @@ class SketchedLinear(SketchedLayer):
             "bias": self.bias is not None,
             "form": self.form,
             "start": self.start,
-            "gathered": self.order is not None,
         }
 
     def extra_repr(self) -> str:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from panther_compile.cost import Stage
-from panther_compile.partition.capture import Captured, attribute
+from panther_compile.partition.capture import Captured
 
 _SHAPE_READS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "ndimension", "element_size", "stride"}
 
@@ -32,7 +32,7 @@ class Observed:
         value: what it returned, a fake tensor or anything else.
         products: its operations; activations and weights in bytes.
         saved_bytes: kept for the backward, if no node before keeps it already.
-        gradients: inputs that a gradient flows to.
+        gradients: inputs that a gradient flows to, vectors not counted; 0 if there is nothing to differentiate.
         writes: storages that it writes in place.
         touches: storages of its inputs and outputs.
         fixed: whether it is a number that the example's shapes alone decide.
@@ -84,7 +84,6 @@ class _Observer(fx.Interpreter):
         self._fake = fake
         self._fetched: dict[int, Tensor] = {}
         self._kept = set[int]()
-        self._real_run = fake is None
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
@@ -102,12 +101,13 @@ class _Observer(fx.Interpreter):
             for tensor, version in zip(used, before, strict=True)
             if tensor._version != version
         ) | _running_statistics(n, self.env)
-        floating = [tensor for tensor in used if tensor.requires_grad]
-        held = n.op == "call_module" and any(
-            parameter.requires_grad for parameter in attribute_parameters(self, n)
-        )
-        differentiable = any(tensor.requires_grad for tensor in made)
-        note.gradients = (len(floating) + held) if differentiable else 0
+        if n.op not in ("placeholder", "get_attr") and any(tensor.requires_grad for tensor in made):
+            held = n.op == "call_module" and any(
+                parameter.requires_grad
+                for parameter in self.submodules[str(n.target)].parameters()
+            )
+            matrices = sum(tensor.requires_grad and tensor.dim() > 1 for tensor in used)
+            note.gradients = max(1, matrices + held)
         note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
         return result
 
@@ -168,11 +168,6 @@ class _Operations(TorchDispatchMode):
             activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
             self._observer.current.products.append(Stage(flops / 2, activations, weights))
         return result
-
-
-def attribute_parameters(interpreter: fx.Interpreter, node: fx.Node) -> list[Tensor]:
-    """Parameters of the module that a node calls."""
-    return list(interpreter.module.get_submodule(str(node.target)).parameters())  # type: ignore[union-attr]
 
 
 def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
@@ -239,5 +234,3 @@ def _running_statistics(node: fx.Node, env: Mapping[fx.Node, Any]) -> frozenset[
         return frozenset()
     return frozenset(storage(env[other]) for other in node.args[3:5] if isinstance(other, fx.Node))
 
-
-__all__ = ["Observed", "attribute", "fold_shapes", "measure_nodes", "observe", "storage"]

@@ -1,0 +1,266 @@
+"""A captured graph becomes the graph that is cut: seconds and memory on vertices, bytes on values.
+
+A vertex is one node, or several where a cut between them would be wrong:
+
+    a result that is no tensor (a tuple, a number)     stays with those who use it
+    a tensor written in place, views of it included    stays with everything that touches it
+    what would otherwise make a cycle                  stays together
+
+Nodes that hang on no input and no parameter, as positions and causal masks, are computed by every stage that
+uses them, and are no vertices. A parameter that several vertices use is held by each of their stages, which
+then reduce its gradient; or its vertices are kept together (`together`).
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from panther_compile import cost
+from panther_compile.partition.capture import Captured, attribute
+from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
+from panther_compile.partition.hardware import Hardware
+from panther_compile.partition.observe import Observed
+
+# Bytes of state that an optimizer keeps for each trained number, in float32.
+OPTIMIZER_BYTES = {"adam": 8, "momentum": 4, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step is made of.
+
+    Attributes:
+        hardware: of one device.
+        training: whether there is a backward.
+        optimizer: a key of OPTIMIZER_BYTES.
+        measured: forward seconds by node name, in place of the estimates.
+    """
+
+    hardware: Hardware
+    training: bool = True
+    optimizer: str = "adam"
+    measured: Mapping[str, float] | None = None
+
+
+def build_flow_graph(
+    captured: Captured,
+    notes: Mapping[fx.Node, Observed],
+    costs: Costs,
+    *,
+    together: Collection[str] = (),
+) -> FlowGraph:
+    """The graph to cut.
+
+    Args:
+        captured: the model.
+        notes: of `observe`.
+        costs: how seconds and bytes are counted.
+        together: tied parameters whose users are not to be divided.
+    """
+    graph = captured.graph_module.graph
+    nodes = [node for node in graph.nodes if node.op.startswith("call")]
+    constants = find_constants(captured, notes)
+    working = [node for node in nodes if node not in constants]
+    readers = {name: list(_readers(captured, name, constants)) for name in _reads(captured)}
+    joined = [readers[name] for name in together if name in readers]
+    vertex_of = _group(working, notes, [*joined, *_inseparable(working, notes)])
+    members: dict[str, list[str]] = {}
+    work: dict[str, Work] = {}
+    for node in working:
+        members.setdefault(vertex_of[node], []).append(node.name)
+    for vertex in _topological(working, vertex_of):
+        work[vertex] = Work()
+    for node in working:
+        vertex = vertex_of[node]
+        work[vertex] = _add(work[vertex], _work(node, notes[node], costs))
+    return FlowGraph(
+        work=work,
+        values=tuple(_values(captured, notes, vertex_of, costs)),
+        holdings=tuple(_holdings(captured, readers, vertex_of, costs)),
+        members={vertex: tuple(members[vertex]) for vertex in work},
+    )
+
+
+def find_constants(captured: Captured, notes: Mapping[fx.Node, Observed]) -> dict[fx.Node, None]:
+    """Calls that give the same in every stage: of no input, no parameter, nothing random, nothing written."""
+    written = {key for note in notes.values() for key in note.writes}
+    constants: dict[fx.Node, None] = {}
+    for node in captured.graph_module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        if random or notes[node].writes or notes[node].touches & written:
+            continue
+        if all(
+            other in constants or (other.op == "get_attr" and not _requires_grad(notes[other].value))
+            for other in node.all_input_nodes
+        ):
+            constants[node] = None
+    return constants
+
+
+def shared_parameters(flow: FlowGraph) -> list[str]:
+    """Trained parameters that more than one vertex uses."""
+    return [held.name for held in flow.holdings if held.gradient_bytes and len(held.vertices) > 1]
+
+
+def _reads(captured: Captured) -> list[str]:
+    """Names of the tensors that the graph reads, those of called modules included."""
+    model, names = captured.graph_module, dict[str, None]()
+    for node in model.graph.nodes:
+        if node.op == "get_attr":
+            names[str(node.target)] = None
+        elif node.op == "call_module":
+            names.update(dict.fromkeys(_module_tensors(captured, node)))
+    return list(names)
+
+
+def _module_tensors(captured: Captured, node: fx.Node) -> dict[str, Tensor]:
+    """Tensors of a called module by the names they first have in the model."""
+    first: dict[int, str] = {}
+    root = captured.graph_module
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        first.setdefault(id(tensor), name)
+    module = root.get_submodule(str(node.target))
+    return {first[id(tensor)]: tensor for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _readers(captured: Captured, name: str, constants: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Working nodes that read a tensor, directly or through constants."""
+    queue = []
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "get_attr" and str(node.target) == name:
+            queue.extend(node.users)
+        elif node.op == "call_module" and name in _module_tensors(captured, node):
+            yield node
+    seen = set(queue)
+    while queue:
+        node = queue.pop(0)
+        if node not in constants:
+            if node.op != "output":
+                yield node
+            continue
+        queue.extend(user for user in node.users if user not in seen)
+        seen.update(node.users)
+
+
+def _inseparable(working: Sequence[fx.Node], notes: Mapping[fx.Node, Observed]) -> Iterator[list[fx.Node]]:
+    """Sets of nodes between which no cut may go."""
+    for node in working:
+        if not isinstance(notes[node].value, Tensor):
+            yield [node, *(user for user in node.users if user.op != "output")]
+    for key in {key for note in notes.values() for key in note.writes}:
+        yield [node for node in working if key in notes[node].touches]
+
+
+def _group(
+    working: Sequence[fx.Node], notes: Mapping[fx.Node, Observed], sets: Sequence[Sequence[fx.Node]]
+) -> dict[fx.Node, str]:
+    """The vertex of each node: the name of its group's first node; groups form no cycle."""
+    links = nx.Graph()
+    links.add_nodes_from(working)
+    for nodes in sets:
+        links.add_edges_from((nodes[0], other) for other in nodes[1:])
+    order = {node: number for number, node in enumerate(working)}
+
+    def name_groups(groups: Iterator[set[fx.Node]]) -> dict[fx.Node, str]:
+        return {node: min(group, key=order.__getitem__).name for group in groups for node in group}
+
+    vertex_of = name_groups(nx.connected_components(links))
+    of_vertex: dict[str, list[fx.Node]] = {}
+    for node, vertex in vertex_of.items():
+        of_vertex.setdefault(vertex, []).append(node)
+    for cycle in nx.strongly_connected_components(_vertex_graph(working, vertex_of)):
+        merged = [node for vertex in cycle for node in of_vertex[vertex]]
+        links.add_edges_from((merged[0], other) for other in merged[1:])
+    return name_groups(nx.connected_components(links))
+
+
+def _vertex_graph(working: Sequence[fx.Node], vertex_of: Mapping[fx.Node, str]) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(vertex_of.values())
+    for node in working:
+        for user in node.users:
+            if user in vertex_of and vertex_of[user] != vertex_of[node]:
+                graph.add_edge(vertex_of[node], vertex_of[user])
+    return graph
+
+
+def _topological(working: Sequence[fx.Node], vertex_of: Mapping[fx.Node, str]) -> list[str]:
+    first: dict[str, int] = {}
+    for number, node in enumerate(working):
+        first.setdefault(vertex_of[node], number)
+    graph = _vertex_graph(working, vertex_of)
+    return list(nx.lexicographical_topological_sort(graph, key=first.__getitem__))
+
+
+def _work(node: fx.Node, note: Observed, costs: Costs) -> Work:
+    """Roofline time of a node; its backward runs each product again for every input that needs a gradient."""
+    device = costs.hardware.device
+    forward = cost.seconds(tuple(note.products), device, itemsize=1)
+    backward = 0.0
+    if costs.training and note.gradients:
+        products = tuple(
+            replace(product, macs=product.macs * min(2, note.gradients)) for product in note.products
+        )
+        factor = 2 if any(product.macs for product in products) else 1
+        products = tuple(
+            replace(
+                product,
+                activations=factor * product.activations,
+                weights=factor * product.weights,
+            )
+            for product in products
+        )
+        backward = cost.seconds(products, device, itemsize=1)
+    if costs.measured is not None and node.name in costs.measured:
+        measured = costs.measured[node.name]
+        backward, forward = measured * (backward / forward if forward else 0.0), measured
+    return Work(forward, backward, note.saved_bytes if costs.training else 0)
+
+
+def _add(first: Work, second: Work) -> Work:
+    return Work(
+        first.forward_seconds + second.forward_seconds,
+        first.backward_seconds + second.backward_seconds,
+        first.saved_bytes + second.saved_bytes,
+    )
+
+
+def _values(
+    captured: Captured, notes: Mapping[fx.Node, Observed], vertex_of: Mapping[fx.Node, str], costs: Costs
+) -> Iterator[Value]:
+    for node in captured.graph_module.graph.nodes:
+        producer = SOURCE if node.op == "placeholder" else vertex_of.get(node)
+        tensor = notes[node].value
+        if producer is None or not isinstance(tensor, Tensor):
+            continue
+        users = (SINK if user.op == "output" else vertex_of[user] for user in node.users)
+        consumers = tuple(dict.fromkeys(user for user in users if user != producer))
+        if consumers:
+            size = tensor.numel() * tensor.element_size()
+            yield Value(node.name, producer, consumers, size, size * (costs.training and tensor.requires_grad))
+
+
+def _holdings(
+    captured: Captured,
+    readers: Mapping[str, Sequence[fx.Node]],
+    vertex_of: Mapping[fx.Node, str],
+    costs: Costs,
+) -> Iterator[Holding]:
+    for name, nodes in readers.items():
+        tensor = attribute(captured.graph_module, name)
+        if not isinstance(tensor, Tensor):
+            continue
+        size = tensor.numel() * tensor.element_size()
+        trained = costs.training and tensor.requires_grad
+        states = OPTIMIZER_BYTES[costs.optimizer] * tensor.numel()
+        vertices = tuple(dict.fromkeys(vertex_of[node] for node in nodes))
+        yield Holding(name, size, (size + states) * trained, size * trained, vertices)
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
