@@ -73,7 +73,7 @@ class LinearCandidate(Candidate):
     ) -> None:
         self.scheme = form
         self.out_features, self.in_features = out_features, in_features
-        self.max_rank = min(out_features, in_features)
+        self.max_rank = min(out_features, in_features) - (form == "pivoted")
         self.energies = None if singular_values is None else kept_energies(singular_values)
 
     def numbers(self, rank: int) -> int:

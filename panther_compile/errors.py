@@ -15,6 +15,12 @@ PantherError
 │   ├── MeshError                     a mesh or a schedule does not fit the devices
 │   ├── StageCountError               more stages than places to cut
 │   └── StageMemoryError              a stage cannot fit into the memory of its devices
+├── OnnxError (ValueError)            an ONNX model cannot be read, written or exported
+│   ├── OnnxFileError (OSError)       a file is missing, or cannot be read or written
+│   ├── OnnxInvalidError              truncated, not a sound graph, or of an opset not known here
+│   ├── OnnxExternalDataError         the weights beside a model are missing, cut short or outside its folder
+│   ├── OnnxExportError               torch cannot export the model
+│   └── OnnxMismatchError             ONNX Runtime computes something else than the model
 └── CheckpointError (OSError)         a saved sketch cannot be written or read
     ├── CheckpointCorruptError        truncated, or its checksum does not match
     ├── CheckpointVersionError        written by a newer format
@@ -83,6 +89,30 @@ class StageCountError(PartitionError):
 
 class StageMemoryError(PartitionError):
     """A stage cannot fit; the message says which, by how much, and what would help."""
+
+
+class OnnxError(PantherError, ValueError):
+    """An ONNX model cannot be read, written, exported or verified."""
+
+
+class OnnxFileError(OnnxError, OSError):
+    """An ONNX file is missing, or cannot be read or written."""
+
+
+class OnnxInvalidError(OnnxError):
+    """An ONNX file is truncated, holds no sound graph, or needs an opset that is not known here."""
+
+
+class OnnxExternalDataError(OnnxError):
+    """The weights that an ONNX model keeps in another file are missing, cut short or outside its folder."""
+
+
+class OnnxExportError(OnnxError):
+    """`torch.onnx.export` cannot export the model; the message says where it gave up."""
+
+
+class OnnxMismatchError(OnnxError):
+    """ONNX Runtime computes something else than the model; the output and the error are named."""
 
 
 class CheckpointError(PantherError, OSError):

@@ -53,6 +53,10 @@ class LowRank:
     method: str
     error: float
 
+    def residual(self, weight: Tensor) -> float:
+        """Frobenius distance from left right to the weight (O, I) that was factorized."""
+        return self.error * float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
+
 
 @torch.no_grad()
 def factorize(

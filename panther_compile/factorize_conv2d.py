@@ -27,7 +27,6 @@ from panther_compile.factorize import factorize, singular_values
 
 SCHEMES = ("channel", "spatial", "tucker2")
 _HOOI_SWEEPS = 3
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,6 @@ def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) 
                 out_channels,
                 inputs,
                 "pivoted",
-                gathered=weight.dtype in _HALF_DTYPES,
                 singular_values=singular_values(matrix) if compute_energies else None,
             ),
         )

@@ -6,13 +6,15 @@ columns the identity is a slice of the input: y = A (x₁ + C x₂) is one addmm
 pivots are the leading or the trailing r columns, so nothing is permuted, gathered or concatenated.
 
 Such a slice is badly conditioned now and then: C reaches a norm of 1e4 in all-MiniLM-L6-v2, and half
-types then lose everything. So C is a ridge solution, and A is refitted by least squares:
+types then lose everything, under autocast too. So C is a ridge solution, and A is refitted by least squares:
 
     C = (Aᵀ A + λ 1)⁻¹ Aᵀ W₂,  λ = (RIDGE σᵣ)²,      A ← W Bᵀ (B Bᵀ)⁻¹,  B = [1 C]
 
 with σᵣ the smallest singular value of W, the scale of what truncation has dropped already. Measured on MiniLM,
-Gaussian, power-law (i^-½, 1/i, i^-2), exponential and outlier spectra at ratios .25 to .75: the truncation error grows by
-at most 0.6 %, mostly by less than 0.1 %; output rounding in bfloat16 is 0.011 (0.004 for a plain pair), 2e-6 in float32.
+Gaussian, power-law (i^-½, 1/i, i^-2), exponential and outlier spectra at ratios .25 to .75: the truncation
+error grows by at most 0.6 %, mostly by less than 0.1 %; output rounding in bfloat16 is 0.011 (0.004 for a plain
+pair), in float32 2e-6. Where the ridge would change W by more than `SHARE` of what truncation dropped,
+as when W is exactly of rank r, it is left out: the form is then exact, conditioned as it comes.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RIDGE = 0.03
+RIDGE, NO_RIDGE = 0.03, 1e-9
+# The change of W that is accepted: this share of the truncation error, and this much relative rounding.
+SHARE = 0.15
+ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # The other slice is tried where the first one changes W by more than this share of σᵣ √r.
 _GOOD_ENOUGH = 0.02
 
@@ -30,7 +35,7 @@ class Pivoted:
     """W = A [1 C], with A = `columns` (O, r) and C = `coefficients` (r, I - r), both float64.
 
     `start` is where the pivot slice begins: 0, or I - r where W = A [C 1]. `change` is the Frobenius norm of
-    what the ridge changed, over σᵣ √r.
+    what the ridge changed.
     """
 
     columns: Tensor
@@ -45,12 +50,16 @@ def pivoted_numbers(out_features: int, in_features: int, rank: int) -> int:
 
 
 @torch.no_grad()
-def to_pivoted(left: Tensor, right: Tensor) -> Pivoted | None:
+def to_pivoted(
+    left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: float = 0.0
+) -> Pivoted | None:
     """Rewrite left @ right in pivoted form; None at full rank, where that would save nothing.
 
     Args:
         left: `(O, r)`, float32 or float64.
         right: `(r, I)`, float32 or float64.
+        dtype: in which the form will be stored.
+        residual: Frobenius distance from left @ right to the weight that it approximates.
     """
     (out_features, rank), in_features = left.shape, right.shape[1]
     if rank >= min(out_features, in_features):
@@ -60,10 +69,14 @@ def to_pivoted(left: Tensor, right: Tensor) -> Pivoted | None:
     u, values, vh = torch.linalg.svd(left_core @ right_core.T)
     basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = basis rows
     smallest = values[-1].clamp_min(1e-10 * values[0].clamp_min(torch.finfo(values.dtype).tiny))
-    found = _pivot_on(basis_OR, rows_RI, smallest, 0)
-    if found.change > _GOOD_ENOUGH:
-        other = _pivot_on(basis_OR, rows_RI, smallest, in_features - rank)
-        found = min(found, other, key=lambda pivoted: pivoted.change)
+    accepted = SHARE * residual + ROUNDING[dtype] * float(torch.linalg.norm(values))
+    for ridge in (RIDGE * smallest, NO_RIDGE * smallest):
+        found = _pivot_on(basis_OR, rows_RI, ridge, 0)
+        if found.change > _GOOD_ENOUGH * float(smallest) * rank**0.5:
+            other = _pivot_on(basis_OR, rows_RI, ridge, in_features - rank)
+            found = min(found, other, key=lambda pivoted: pivoted.change)
+        if found.change <= accepted:
+            break
     return found
 
 
@@ -80,15 +93,13 @@ def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
     return x[..., start : start + rank], others
 
 
-def _pivot_on(basis: Tensor, rows: Tensor, smallest: Tensor, start: int) -> Pivoted:
+def _pivot_on(basis: Tensor, rows: Tensor, ridge: Tensor, start: int) -> Pivoted:
     """Pivot W = basis rows, basis (O, r) orthonormal, on the slice at `start`."""
     rank = rows.shape[0]
     block, rest = split_at(rows, rank, start)
     u, values, vh = torch.linalg.svd(block)
-    ridge = (RIDGE * smallest).square()
-    coefficients = (vh.T * (values / (values.square() + ridge))) @ (u.T @ rest)
+    coefficients = (vh.T * (values / (values.square() + ridge.square()))) @ (u.T @ rest)
     gram = torch.eye(rank, dtype=rows.dtype, device=rows.device) + coefficients @ coefficients.T
     core = torch.linalg.solve(gram, (block + rest @ coefficients.T).T).T
     lost = torch.stack([torch.linalg.norm(block - core), torch.linalg.norm(rest - core @ coefficients)])
-    change = float(torch.linalg.norm(lost) / (smallest * rank**0.5))
-    return Pivoted(basis @ core, coefficients, start, change)
+    return Pivoted(basis @ core, coefficients, start, float(torch.linalg.norm(lost)))

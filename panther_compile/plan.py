@@ -57,7 +57,7 @@ def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
     owners: dict[str, str] = {}
     for site, owner in tqdm(found.sites, desc="plan", disable=hides_progress(config), leave=False):
         place = next(i for i, (selector, _) in enumerate(budgets) if _picks(selector, site))
-        units = _with_tied(owner.units(site, energies=budgets[place][1] < 1.0), site)
+        units = _with_tied(owner.units(site, config, energies=budgets[place][1] < 1.0), site)
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)

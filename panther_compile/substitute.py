@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Replacements = Mapping[nn.Module, nn.Module]
 
@@ -16,6 +16,8 @@ def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
     never copied. A bias that others share with an old module is shared with its replacement.
     """
     memo: dict[int, Any] = {id(old): replacement for old, replacement in new.items()}
+    # deepcopy refuses what autograd computed, such as the weight that pruning masks.
+    memo |= {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
     for old_bias, new_bias, replacement in _biases(new):
         shared = memo.setdefault(id(old_bias), new_bias)
         _put_parameter(replacement, new_bias, shared)
@@ -46,6 +48,13 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
     return model
 
 
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a module holds: parameters, buffers, and plain attributes."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, module.__dict__):
+            yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
+
+
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:
     """(old bias, new bias, replacement) wherever both have one."""
     for old, replacement in new.items():
@@ -71,7 +80,10 @@ def _replaced(value: Any, new: Replacements, seen: set[int]) -> Any:
             return value
         seen.add(id(value))
     if isinstance(value, list):
-        value[:] = [_replaced(item, new, seen) for item in value]
+        for place, item in enumerate(value):
+            replaced = _replaced(item, new, seen)
+            if replaced is not item:
+                value[place] = replaced
     elif isinstance(value, dict):
         for key, item in list(value.items()):
             replaced = _replaced(item, new, seen)

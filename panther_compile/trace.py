@@ -7,6 +7,8 @@ import torch
 from torch import fx, nn
 
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.passes.default import SKETCH_PASSES
+from panther_compile.substitute import held_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,12 @@ class Reading:
 
 
 class SketchTracer(fx.Tracer):
-    """`fx.Tracer` that keeps sketched layers whole, as it keeps those of torch.nn."""
+    """`fx.Tracer` that keeps whole what is sketched or could be, as it keeps the layers of torch.nn."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a call of the module is one node."""
-        return isinstance(m, SketchedLayer) or super().is_leaf_module(m, module_qualified_name)
+        known = isinstance(m, SketchedLayer) or any(one.kind(m) is not None for one in SKETCH_PASSES)
+        return known or super().is_leaf_module(m, module_qualified_name)
 
 
 def read_graph(model: nn.Module) -> Reading:
@@ -62,10 +65,12 @@ def clone_structure(model: nn.Module) -> nn.Module:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    memo: dict[int, object] = {}
+    """A copy without data and without hooks, which are the user's code and not part of forward."""
+    memo: dict[int, object] = {id(tensor): tensor.detach().to("meta") for tensor in held_tensors(model)}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     clone: nn.Module = copy.deepcopy(model, memo)
+    for module in clone.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     return clone

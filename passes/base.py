@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from panther_compile.candidates import Candidate, LinearCandidate, SignSketchCandidate
 from panther_compile.config import SketchConfig
-from panther_compile.errors import RankError
 from panther_compile.factorize import LowRank, factorize, singular_values
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.records import Choice, Fitted, Site, Unit
@@ -83,24 +82,17 @@ def matrix_candidates(
 
 
 def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRank:
-    """Factorize a weight (O, I) on the device asked for, with random numbers of its own.
-
-    Raises:
-        RankError: the method cannot have this rank; the layer is named.
-    """
+    """Factorize a weight (O, I) on the device asked for, with random numbers of its own."""
     weight = weight.detach()
     if config.device is not None:
         weight = weight.to(config.device)
-    try:
-        return factorize(
-            weight,
-            rank,
-            method=config.method,
-            sketch=config.sketch,
-            generator=generator_for(name, config, weight.device),
-        )
-    except RankError as error:
-        raise RankError(f"{name}: {error}") from error
+    return factorize(
+        weight,
+        rank,
+        method=config.method,
+        sketch=config.sketch,
+        generator=generator_for(name, config, weight.device),
+    )
 
 
 def generator_for(name: str, config: SketchConfig, device: torch.device) -> torch.Generator:

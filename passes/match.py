@@ -14,6 +14,17 @@ _HOOKS = (
 )
 
 
+_PLAIN = {
+    type(plain): set(vars(plain))
+    for plain in (
+        nn.Linear(1, 1, device="meta"),
+        nn.Conv2d(1, 1, 1, device="meta"),
+        nn.Embedding(1, 1, device="meta"),
+        nn.MultiheadAttention(1, 1, device="meta"),
+    )
+}
+
+
 def why_not_plain(
     module: nn.Module,
     base: type[nn.Module],
@@ -38,6 +49,9 @@ def why_not_plain(
             return f"its {method} was replaced on the instance"
         if getattr(type(module), method) is not getattr(base, method):
             return f"{type(module).__name__} overrides {base.__name__}.{method}"
+    added = _added_by_subclass(type(module), base) or _added_to_instance(module, base)
+    if added:
+        return f"carries more than {base.__name__} does: {', '.join(added)}"
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
         return "lazy: run one batch through the model first"
@@ -54,6 +68,19 @@ def why_not_plain(
         if reason is not None:
             return reason
     return None
+
+
+def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
+    """Public names that a subclass adds, which callers may use and the stand-in would lack."""
+    names = (name for cls in kind.__mro__[: kind.__mro__.index(base)] for name in vars(cls))
+    return sorted({name for name in names if not name.startswith("_") and not hasattr(base, name)})
+
+
+def _added_to_instance(module: nn.Module, base: type[nn.Module]) -> list[str]:
+    """Public attributes that somebody set on the instance."""
+    if base not in _PLAIN:
+        return []
+    return sorted(name for name in set(vars(module)) - _PLAIN[base] if not name.startswith("_"))
 
 
 def _why_not_tensor(name: str, tensor: Tensor) -> str | None:

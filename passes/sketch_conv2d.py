@@ -85,8 +85,11 @@ def _sketch_1x1(
     conv: nn.Conv2d, name: str, choice: Choice, config: SketchConfig
 ) -> tuple[SketchedConv2d, str]:
     """A 1 x 1 kernel is a matrix."""
-    low_rank = fit_matrix(conv.weight.flatten(1), name, choice.rank, config)
-    return SketchedConv2d.from_factors(low_rank.left, low_rank.right, conv), low_rank.method
+    matrix = conv.weight.flatten(1)
+    low_rank = fit_matrix(matrix, name, choice.rank, config)
+    residual = low_rank.residual(matrix)
+    layer = SketchedConv2d.from_factors(low_rank.left, low_rank.right, conv, residual=residual)
+    return layer, low_rank.method
 
 
 def _sketch_kernel(

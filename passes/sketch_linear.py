@@ -114,6 +114,7 @@ def sketch_matrix(
         form=choice.scheme,
         dtype=weight.dtype,
         device=weight.device,
+        residual=low_rank.residual(weight),
     )
     return layer, _fitted(layer, low_rank, weight, name, config)
 

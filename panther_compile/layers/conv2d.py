@@ -42,7 +42,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
-from panther_compile.pivot import Pivoted, from_pivoted, to_pivoted
+from panther_compile.pivot import from_pivoted, to_pivoted
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
@@ -81,7 +81,6 @@ class SketchedConv2d(SketchedLayer):
         bias: whether there is a bias of shape (O,).
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         start: first channel of the pivot slice, 0 or I - r ("pivoted" only).
-        gathered: whether the buffer `order` permutes the input channels ("pivoted" only).
         device: where the factors are made.
         dtype: of the factors, any floating dtype.
 
@@ -92,7 +91,6 @@ class SketchedConv2d(SketchedLayer):
         ValueError: from `nn.Conv2d`, for what it refuses itself.
     """
 
-    order: Tensor | None
     core: nn.Conv2d
 
     def __init__(
@@ -110,7 +108,6 @@ class SketchedConv2d(SketchedLayer):
         bias: bool = True,
         padding_mode: PaddingMode = "zeros",
         start: int = 0,
-        gathered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -145,7 +142,6 @@ class SketchedConv2d(SketchedLayer):
         if scheme == "tucker2":
             self.core = self._stage("core", groups * r_in, groups * r_out, False, factory)
         self.up = self._stage("up", groups * r_out, out_channels, bias, factory)
-        self.register_buffer("order", torch.arange(in_channels, device=device) if gathered else None)
 
     def _checked_rank(self, rank: int | tuple[int, ...]) -> int | tuple[int, ...]:
         what = f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {self.scheme})"
@@ -191,7 +187,6 @@ class SketchedConv2d(SketchedLayer):
         like: nn.Conv2d,
         *,
         start: int = 0,
-        order: Tensor | None = None,
     ) -> Self:
         """A layer of the given stages; all else, bias and dtype included, is that of a dense layer.
 
@@ -200,7 +195,6 @@ class SketchedConv2d(SketchedLayer):
             kernels: weights of the stages, first one first, (C_out, C_in / G, height, width) each.
             like: the layer whose place this one takes.
             start: first channel of the pivot slice ("pivoted" only).
-            order: permutation of the input channels, (I,) int64 ("pivoted" only).
 
         Raises:
             ConfigError, LayerError, RankError: see the constructor.
@@ -213,7 +207,6 @@ class SketchedConv2d(SketchedLayer):
             scheme=scheme,
             bias=like.bias is not None,
             start=start,
-            gathered=order is not None,
             device=like.weight.device,
             dtype=like.weight.dtype,
         )
@@ -221,8 +214,6 @@ class SketchedConv2d(SketchedLayer):
             copy_into(stage.weight, kernel)
         if like.bias is not None and new.up.bias is not None:
             copy_into(new.up.bias, like.bias)
-        if order is not None and new.order is not None:
-            new.order.copy_(order)
         take_over(new, like, like.weight.requires_grad)
         return new
 
@@ -265,11 +256,9 @@ class SketchedConv2d(SketchedLayer):
         check_rank_or_ratio(rank, ratio, what)
         weight, groups = layer.weight.detach(), layer.groups
         candidates = _fitting(weight, groups, scheme, what, energies=ratio is not None)
-        max_numbers = None
         if rank is None:
             assert ratio is not None
-            max_numbers = int(ratio * weight.numel())
-            candidate, rank = _best(candidates, max_numbers, what)
+            candidate, rank = _best(candidates, int(ratio * weight.numel()), what)
         else:
             candidate = candidates[0]
         generator = torch.Generator(weight.device).manual_seed(seed)
@@ -287,29 +276,25 @@ class SketchedConv2d(SketchedLayer):
         rank = _one_rank(rank, candidate.max_rank, what)
         matrix = weight.flatten(1)
         pair = factorize(matrix, rank, method=method, sketch=sketch, generator=generator)
-        return cls.from_factors(pair.left, pair.right, layer, max_numbers=max_numbers)
+        return cls.from_factors(pair.left, pair.right, layer, residual=pair.residual(matrix))
 
     @classmethod
     def from_factors(
-        cls, left: Tensor, right: Tensor, like: nn.Conv2d, *, max_numbers: int | None = None
+        cls, left: Tensor, right: Tensor, like: nn.Conv2d, *, residual: float = 0.0
     ) -> Self:
-        """A 1 x 1 layer with the weight left @ right: pivoted, or the plain pair if inaccurate.
+        """A 1 x 1 layer with the weight left @ right: pivoted, or the plain pair at full rank.
 
         Args:
-            left: `(O, r)`, float32 or float64, columns by falling importance.
+            left: `(O, r)`, float32 or float64.
             right: `(r, I)`, float32 or float64.
             like: see `from_kernels`; it has no groups.
-            max_numbers: what the weight may store; a form that would exceed it loses its last columns.
+            residual: see `SketchedLinear.from_factors`.
         """
-        dtype = like.weight.dtype
-        pivoted = to_pivoted(left, right, dtype=dtype, max_numbers=max_numbers)
-        if pivoted is not None:
-            down, up = pivoted.coefficients[..., None, None], pivoted.columns[..., None, None]
-            return cls.from_kernels("pivoted", (down, up), like, start=pivoted.start, order=pivoted.order)
-        if max_numbers is not None:
-            rank = max(1, max_numbers // (like.in_channels + like.out_channels))
-            left, right = left[:, :rank], right[:rank]
-        return cls.from_kernels("channel", (right[..., None, None], left[..., None, None]), like)
+        pivoted = to_pivoted(left, right, dtype=like.weight.dtype, residual=residual)
+        if pivoted is None:
+            return cls.from_kernels("channel", (right[..., None, None], left[..., None, None]), like)
+        kernels = (pivoted.coefficients[..., None, None], pivoted.columns[..., None, None])
+        return cls.from_kernels("pivoted", kernels, like, start=pivoted.start)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
@@ -328,8 +313,6 @@ class SketchedConv2d(SketchedLayer):
             x = F.pad(x, (width, width, height, height), mode=mode)
         if self.stride != (1, 1):
             x = x[..., :: self.stride[0], :: self.stride[1]]
-        if self.order is not None:
-            x = _gather_channels(x, self.order)
         if _is_plain(self.down):
             return _pivoted_conv1x1(x, self.down.weight, self.start)
         pivots, others = _split(x, self.up.in_channels, self.start)
@@ -341,7 +324,7 @@ class SketchedConv2d(SketchedLayer):
     def _product(self) -> Tensor:
         if self.scheme == "pivoted":
             left, right = self.up.weight.flatten(1), self.down.weight.flatten(1)
-            left, right = from_pivoted(Pivoted(left, right, self.start, self.order))
+            left, right = from_pivoted(left, right, self.start)
             return (left @ right)[..., None, None]
         kernels = tuple(stage.weight for stage in self._stages())
         return multiply_out(kernels, self.groups, self.scheme)
@@ -395,7 +378,6 @@ class SketchedConv2d(SketchedLayer):
             "scheme": self.scheme,
             "bias": self.bias is not None,
             "start": self.start,
-            "gathered": self.order is not None,
         }
         return {k: list(v) if isinstance(v, tuple) else v for k, v in spec.items()}
 
@@ -457,16 +439,8 @@ def _pivoted_conv1x1(x: Tensor, down_RS11: Tensor, start: int) -> Tensor:
     return z_NRP.view(pivots.shape)
 
 
-def _gather_channels(x: Tensor, order_I: Tensor) -> Tensor:
-    """The permuted channels of x (..., I, H, W), in the memory format of x."""
-    if x.stride(-3) == 1:
-        return x.movedim(-3, -1).index_select(-1, order_I).movedim(-1, -3)
-    return x.index_select(-3, order_I)
-
-
-# Both choose by strides, which a symbolic trace does not have.
+# It chooses by strides, which a symbolic trace does not have.
 torch.fx.wrap("_pivoted_conv1x1")
-torch.fx.wrap("_gather_channels")
 
 
 def _split(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,7 @@ class SketchedLinear(SketchedLayer):
         form: str = "auto",
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        residual: float = 0.0,
     ) -> Self:
         """A layer whose weight is left @ right.
 
@@ -95,6 +96,8 @@ class SketchedLinear(SketchedLayer):
             form: "auto" takes the pivoted form wherever it stores less: below full rank.
             dtype: of the layer's parameters.
             device: of the layer's parameters; default is that of `left`.
+            residual: Frobenius distance from left @ right to the weight that it approximates; the pivoted form
+                may differ from left @ right by a fraction of it (pivot.py).
 
         Raises:
             ConfigError: the form is unknown.
@@ -103,7 +106,7 @@ class SketchedLinear(SketchedLayer):
         (out_features, rank), in_features = left.shape, right.shape[1]
         if form not in FORMS:
             raise ConfigError(f"{form=}, wanted one of {FORMS}")
-        pivoted = None if form == "pair" else to_pivoted(left, right)
+        pivoted = None if form == "pair" else to_pivoted(left, right, dtype=dtype, residual=residual)
         if pivoted is None and form == "pivoted":
             raise RankError(f"{rank=} of a weight ({out_features}, {in_features}), wanted less than full rank")
         layer = cls(
@@ -167,7 +170,13 @@ class SketchedLinear(SketchedLayer):
         generator = torch.Generator(weight.device).manual_seed(seed)
         factors = factorize(weight, rank, method=method, sketch=sketch, generator=generator)
         new = cls.from_factors(
-            factors.left, factors.right, bias, form=form, dtype=weight.dtype, device=weight.device
+            factors.left,
+            factors.right,
+            bias,
+            form=form,
+            dtype=weight.dtype,
+            device=weight.device,
+            residual=factors.residual(weight),
         )
         take_over(new, layer, weight.requires_grad)
         return new

@@ -128,6 +128,29 @@ class CutNetwork:
         table = [[rows >> vertex & 1 for vertex in range(len(self))] for rows in known]
         return np.array(sorted(table, key=sum), dtype=bool)
 
+    def certain(self, least: float, most: float) -> tuple[Prefix, Prefix]:
+        """What every prefix with so many seconds of work holds, and what it can hold at most.
+
+        Without v, a prefix is without all that hangs on v; with v, it has all that v hangs on.
+        """
+        low, high = self.empty, self.full
+        for vertex in range(len(self)):
+            if self.seconds[~self._reach(vertex, self._used_by)].sum() < least:
+                low[vertex] = True
+            if self.seconds[self._reach(vertex, self._needs)].sum() > most:
+                high[vertex] = False
+        return low, high
+
+    def _reach(self, vertex: int, steps: Sequence[set[int]]) -> Prefix:
+        reached, queue = self.empty, [vertex]
+        reached[vertex] = True
+        while queue:
+            for other in steps[queue.pop()]:
+                if not reached[other]:
+                    reached[other] = True
+                    queue.append(other)
+        return reached
+
     def neighbours(self, prefix: Prefix, limit: int) -> list[Prefix]:
         """The prefixes that differ from one by a single vertex; the heaviest vertices first."""
         movable = [

@@ -296,10 +296,31 @@ def least_memory(flow: FlowGraph, request: StageRequest) -> tuple[float, int]:
     return value, int(np.argmax(sizes)) if sizes else 0
 
 
-def lower_bound(flow: FlowGraph, stages: int, *, recompute: bool = False) -> float:
-    """Seconds that the slowest stage takes at least: an equal share of the work, or the largest vertex."""
-    seconds = vertex_seconds(flow, recompute=recompute)
-    return max(sum(seconds) / stages, max(seconds, default=0.0))
+def lower_bound(flow: FlowGraph, request: StageRequest, reached: float) -> float:
+    """Seconds that the slowest stage takes at least.
+
+    Stages no slower than `reached` leave each cut a range of work, and so some vertices on a side of their
+    own; the minimum cut between those is what the cut must transfer. All work and transfers, divided evenly,
+    cannot be beaten, nor can the largest vertex.
+
+    Args:
+        flow: the graph.
+        request: stages and links; the memory is not looked at.
+        reached: seconds of the slowest stage of some solution.
+    """
+    network = cut_network(flow, request)
+    back_only = CutNetwork(replace(flow, values=tuple(replace(value, bytes=0) for value in flow.values)))
+    total, count = float(network.seconds.sum()), request.count
+    least = total
+    for cut, link in enumerate(request.links, start=1):
+        low, high = network.certain(total - (count - cut) * reached, cut * reached)
+        if (low & ~high).any():
+            return reached
+        forward, backward = network.crossing_bytes(network.minimum_cut(low, high)[None])
+        _, gradients = network.crossing_bytes(back_only.minimum_cut(low, high)[None])
+        least += 2 * link.seconds(float(forward[0] + backward[0]))
+        least += 2 * link.latency_seconds * float(gradients[0] > 0)
+    return max(least / count, float(network.seconds.max(initial=0.0)))
 
 
 def vertex_seconds(flow: FlowGraph, *, recompute: bool = False) -> list[float]:

@@ -1,0 +1,114 @@
+"""Factors of linear layers, as the operators take them and as the kernels do."""
+
+# B rows, I in_features, O out_features, R rank, S = I - R in the pivoted form, else I
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """One layer: y = (x downᵀ) upᵀ + b, or pivoted, y = (x₁ + x₂ downᵀ) upᵀ + b.
+
+    Attributes:
+        down: (R, S).
+        up: (O, R).
+        bias: (O,) or None.
+        start: first column of the slice x₁ of R columns, 0 or I - R; None without pivots.
+    """
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None
+    start: int | None
+
+    @property
+    def rest(self) -> int:
+        """The first column of x₂, what `down` multiplies."""
+        return self.down.shape[0] if self.start == 0 else 0
+
+
+class Needs(NamedTuple):
+    """Which gradients of a linear operator are wanted, of all its layers alike."""
+
+    x: bool = True
+    down: bool = True
+    up: bool = True
+    bias: bool = True
+
+
+class LinearGrads(NamedTuple):
+    """Gradients of the factors of one layer, None where there is none or none is wanted."""
+
+    down: Tensor | None
+    up: Tensor | None
+    bias: Tensor | None
+
+
+class FactorSet(NamedTuple):
+    """One layer as a kernel sees it: tensors for their addresses, and sizes and strides beside them.
+
+    It says latent = x₁ + x₂ downᵀ, out = latent upᵀ + bias, so it also describes a gradient, whose
+    factors are the transposed ones.
+
+    Attributes:
+        down: (R, S).
+        up: (O, R).
+        bias: (O,) or None.
+        out: (B, O), written.
+        latent: (B, R), written, or None.
+        rank: R.
+        inputs: S.
+        outputs: O.
+        pivot: first column of x₁ in x, -1 if there is no x₁.
+        rest: first column of x₂ in x.
+        down_strides: of R, S.
+        up_strides: of O, R.
+        out_strides: of B, O.
+        latent_strides: of B, R.
+    """
+
+    down: Any
+    up: Any
+    bias: Any
+    out: Any
+    latent: Any
+    rank: int
+    inputs: int
+    outputs: int
+    pivot: int
+    rest: int
+    down_strides: tuple[int, ...]
+    up_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    latent_strides: tuple[int, ...]
+
+
+def factor_set(
+    down: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    latent: Tensor | None,
+    *,
+    pivot: int | None = None,
+    rest: int = 0,
+) -> FactorSet:
+    """The set of these tensors, any strides; the bias is contiguous."""
+    assert bias is None or bias.stride(0) == 1
+    return FactorSet(
+        down,
+        up,
+        bias,
+        out,
+        latent,
+        down.shape[0],
+        down.shape[1],
+        up.shape[0],
+        -1 if pivot is None else pivot,
+        rest,
+        down.stride(),
+        up.stride(),
+        out.stride(),
+        (0, 0) if latent is None else latent.stride(),
+    )

@@ -1,0 +1,125 @@
+"""Small questions about an ONNX graph: what feeds what."""
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+# What stands between an output head and the output itself.
+_AFTER_HEAD = frozenset(
+    ("Add", "ArgMax", "Cast", "Flatten", "Identity", "LogSoftmax", "Relu", "Reshape", "Sigmoid", "Slice")
+    + ("Softmax", "Squeeze", "Tanh", "Unsqueeze", "ZipMap")
+)
+
+
+def is_onnx(node: ir.Node, *op_types: str) -> bool:
+    """Whether a node is one of the operators of ONNX itself."""
+    return node.domain in ("", "ai.onnx") and node.op_type in op_types
+
+
+def feeds_output(value: ir.Value) -> bool:
+    """Whether a value is a graph output, or one but for its bias, shape or activation."""
+    if value.is_graph_output():
+        return True
+    return any(
+        node.op_type in _AFTER_HEAD
+        and (node.op_type != "Add" or sum(map(_is_constant, node.inputs)) == 1)
+        and any(feeds_output(output) for output in node.outputs)
+        for node in value.consumers()
+    )
+
+
+def factored_weights(model: ir.Model) -> set[ir.Value]:
+    """The weights of products that feed straight into a product, narrower between than at both ends.
+
+    That is what a low-rank pair looks like, and the pivoted form: there the input's pivots are added between.
+    """
+    found: set[ir.Value] = set()
+    for node in model.graph.all_nodes():
+        if not is_onnx(node, "MatMul", "Gemm", "Conv") or _sizes(node) is None:
+            continue
+        chain, between = [node], []
+        inputs = _sizes(node)[0]  # type: ignore[index]
+        while (step := _next_product(chain[-1])) is not None:
+            following, pivots = step
+            between.append(_sizes(chain[-1])[1])  # type: ignore[index]
+            inputs += pivots * between[-1] if len(chain) == 1 else 0
+            chain.append(following)
+        outputs = _sizes(chain[-1])[1]  # type: ignore[index]
+        if between and min(between) < min(inputs, outputs):
+            for part in chain:
+                found.update(_source(value) for value in part.inputs[:2] if _source_is_constant(value))
+    return found
+
+
+def _next_product(node: ir.Node) -> tuple[ir.Node, bool] | None:
+    """The product that reads this one's result and nothing else does, and whether pivots are added before."""
+    groups = node.attributes.get_int("group", 1)
+    pivots = is_onnx(node, "Gemm") and len(node.inputs) == 3 and _is_slice(node.inputs[2])
+    if len(node.inputs) == 3 and node.inputs[2] is not None and not pivots:
+        return None  # it has a bias
+    value = node.outputs[0]
+    while not value.is_graph_output() and len(consumers := value.consumers()) == 1:
+        following = consumers[0]
+        if is_onnx(following, "Reshape"):
+            value = following.outputs[0]
+        elif is_onnx(following, "Add") and any(map(_is_slice, following.inputs)):
+            pivots, value = True, following.outputs[0]
+        elif (
+            is_onnx(following, node.op_type, "Gemm" if node.op_type == "MatMul" else "MatMul")
+            and (node.op_type == "Conv") == (following.op_type == "Conv")
+            and following.attributes.get_int("group", 1) == groups
+            and _sizes(following) is not None
+        ):
+            return following, pivots
+        else:
+            break
+    return None
+
+
+def _sizes(node: ir.Node) -> tuple[int, int] | None:
+    """How many numbers a product makes one position from, and to how many; None without a 2-D or 4-D weight."""
+    for index in (1, 0):
+        tensor = _constant(node.inputs[index])
+        if tensor is None:
+            continue
+        shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
+        if node.op_type == "Conv" and index == 1 and len(shape) == 4:
+            groups = node.attributes.get_int("group", 1)
+            return shape[1] * shape[2] * shape[3] * groups, shape[0] * (shape[3] if shape[2] == 1 else 1)
+        if node.op_type != "Conv" and len(shape) == 2:
+            flipped = sum(1 for _ in _transposes(node.inputs[index])) % 2 == 1
+            flipped ^= bool(node.attributes.get_int("transB" if index else "transA", 0))
+            flipped ^= index == 0
+            return (shape[1], shape[0]) if flipped else (shape[0], shape[1])
+    return None
+
+
+def _transposes(value: ir.Value | None) -> Iterator[ir.Node]:
+    """The Transpose nodes that a value comes through."""
+    while value is not None and (node := value.producer()) is not None and is_onnx(node, "Transpose"):
+        yield node
+        value = node.inputs[0]
+
+
+def _source(value: ir.Value | None) -> ir.Value | None:
+    for node in _transposes(value):
+        value = node.inputs[0]
+    return value
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    source = _source(value)
+    return None if source is None else ir.convenience.get_const_tensor(source)
+
+
+def _source_is_constant(value: ir.Value | None) -> bool:
+    return _constant(value) is not None
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    return value is not None and ir.convenience.get_const_tensor(value) is not None
+
+
+def _is_slice(value: ir.Value | None) -> bool:
+    node = None if value is None else value.producer()
+    return node is not None and is_onnx(node, "Slice", "Split")

@@ -1,0 +1,150 @@
+"""What a partition is made of: the mesh, one record a stage, the tensors between them, what is shared."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from panther_compile.errors import MeshError
+
+AXES = ("dp", "pp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices in three axes, numbered with tp fastest, as `init_device_mesh` numbers them.
+
+    Attributes:
+        dp: replicas of the model, each with its own data.
+        pp: devices along the pipeline.
+        tp: devices that share a stage.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def read(cls, mesh: Mapping[str, int], devices: int | None = None) -> "Mesh":
+        """From {"dp": 2, "pp": 2}; axes not named are 1.
+
+        Args:
+            mesh: size of each axis.
+            devices: that it must multiply to, if given.
+        """
+        unknown = sorted(set(mesh) - set(AXES))
+        if unknown:
+            raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp' and 'tp'")
+        for axis, size in mesh.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MeshError(f"mesh[{axis!r}] is {size!r}; it must be a whole number of devices, 1 or more")
+        found = cls(**mesh)
+        if devices is not None and found.devices != devices:
+            raise MeshError(f"mesh {found} is of {found.devices} devices, and devices={devices}")
+        return found
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod((self.dp, self.pp, self.tp))
+
+    def rank(self, dp: int, pp: int, tp: int = 0) -> int:
+        """The number of a device."""
+        return (dp * self.pp + pp) * self.tp + tp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that enters or leaves a stage, of one microbatch.
+
+    Attributes:
+        name: of the graph node that makes it.
+        shape: of the tensor.
+        dtype: "float32", "int64", ...
+        requires_grad: whether a gradient comes back for it.
+        made_in: stage that makes it; None for an input of the model.
+        used_in: stages that use it; those between only hand it on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    made_in: int | None
+    used_in: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several stages use.
+
+    Attributes:
+        name: the user's.
+        stages: that hold it, with the same values.
+        gradient_bytes: to be summed over those stages before each optimizer step.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the pipeline. Seconds and bytes are of one microbatch, before tensor parallelism.
+
+    Attributes:
+        index: along the model.
+        device: along the pp axis.
+        forward_seconds: of the operations.
+        backward_seconds: of the operations, recomputation included.
+        receive_seconds: from the stage before, and gradients from the stage after.
+        send_seconds: to the stage after, and gradients to the stage before.
+        parameter_bytes: parameters and buffers.
+        gradient_bytes: of its parameters.
+        optimizer_bytes: of its parameters.
+        activation_bytes: saved for the backward.
+        in_flight: microbatches held at once, at most.
+        memory_bytes: of all this at its peak.
+        received_bytes: activations from the stage before.
+        sent_bytes: activations to the stage after.
+        gradient_sent_bytes: gradients to the stage before.
+        parameters: names, the user's.
+        buffers: names, the user's.
+        nodes: of the graph, in order.
+        inputs: tensors, in the order of the stage's arguments.
+        outputs: tensors, in the order of what the stage returns.
+    """
+
+    index: int
+    device: int
+    forward_seconds: float
+    backward_seconds: float
+    receive_seconds: float
+    send_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    in_flight: int
+    memory_bytes: int
+    received_bytes: int
+    sent_bytes: int
+    gradient_sent_bytes: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    nodes: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Everything: the slowest stage sets the pace of the pipeline."""
+        return self.compute_seconds + self.receive_seconds + self.send_seconds

@@ -1,0 +1,166 @@
+"""What `partition_model` gives back: the stages, what they are predicted to do, and how to get their modules."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from torch import fx
+
+from panther_compile.partition import plot
+from panther_compile.partition.capture import Captured
+from panther_compile.partition.flow import FlowGraph
+from panther_compile.partition.hardware import Hardware
+from panther_compile.partition.records import Mesh, SharedParameter, Stage
+from panther_compile.partition.schedule import Timeline
+from panther_compile.partition.split import StagedModel, split
+from panther_compile.partition.stages import StageCuts, StageRequest, lower_bound
+from panther_compile.tables import render_table
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model cut into pipeline stages, and what a training step is predicted to take.
+
+    Attributes:
+        model: class of the model.
+        route: how its graph was read.
+        mesh: devices.
+        hardware: they are.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        microbatches: of a step, through each replica.
+        stages: along the model; device d of the pp axis holds stages d, pp + d, ...
+        shared: parameters that several stages hold.
+        unused: parameters of the model that its graph does not read, and no stage holds.
+        timeline: of one step, simulated.
+        exact: whether no better stages exist under the predicted costs.
+        candidates: cuts that were compared.
+    """
+
+    model: str
+    route: str
+    mesh: Mesh
+    hardware: Hardware
+    schedule: str
+    microbatches: int
+    stages: tuple[Stage, ...]
+    shared: tuple[SharedParameter, ...]
+    unused: tuple[str, ...]
+    timeline: Timeline = field(repr=False)
+    exact: bool
+    candidates: int
+    flow: FlowGraph = field(repr=False)
+    request: StageRequest = field(repr=False)
+    captured: Captured = field(repr=False)
+    constants: tuple[fx.Node, ...] = field(repr=False)
+    persistent: frozenset[str] = field(repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of a training step, the reduction of gradients included."""
+        return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which the pipeline's devices wait."""
+        return self.timeline.bubble
+
+    @property
+    def bottleneck_seconds(self) -> float:
+        """Of the slowest stage, for one microbatch."""
+        return max(stage.seconds for stage in self.stages)
+
+    @property
+    def cut_bytes(self) -> int:
+        """Sent across all cuts for one microbatch, forward and backward."""
+        return sum(stage.sent_bytes + stage.gradient_sent_bytes for stage in self.stages)
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each graph node that belongs to one."""
+        return {name: stage.index for stage in self.stages for name in stage.nodes}
+
+    def lower_bound_seconds(self) -> float:
+        """What the slowest stage takes at least, however the model is cut."""
+        return lower_bound(self.flow, self.request, self.bottleneck_seconds)
+
+    def split(self) -> StagedModel:
+        """One module a stage, with the model's own tensors; run one after the other they are the model."""
+        crossing = [tuple(spec.name for spec in stage.outputs) for stage in self.stages[:-1]]
+        return split(self.captured, self.stage_of, crossing, self.constants, self.persistent)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the stages' memory and time and the schedule as a Gantt picture (needs matplotlib)."""
+        plot.draw(self.title, self.stages, self.timeline, path)
+
+    @property
+    def title(self) -> str:
+        """One line: what was cut for what."""
+        return (
+            f"{self.model} in {len(self.stages)} stages on {self.mesh} ({self.mesh.devices} x "
+            f"{self.hardware.name}), {self.schedule}, {self.microbatches} microbatches"
+        )
+
+    def to_json(self) -> str:
+        """The records as JSON: what is above, without graphs and the timeline's slots."""
+        told: dict[str, Any] = {
+            "model": self.model,
+            "route": self.route,
+            "mesh": dataclasses.asdict(self.mesh),
+            "hardware": dataclasses.asdict(self.hardware),
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "bottleneck_seconds": self.bottleneck_seconds,
+            "cut_bytes": self.cut_bytes,
+            "exact": self.exact,
+            "stages": [dataclasses.asdict(stage) | {"seconds": stage.seconds} for stage in self.stages],
+            "shared": [dataclasses.asdict(shared) for shared in self.shared],
+            "unused": self.unused,
+        }
+        return json.dumps(told, indent=2)
+
+    def __str__(self) -> str:
+        """A table: one line for each stage, then the step."""
+        columns = tuple(
+            (heading, "right")
+            for heading in (
+                *("stage", "device", "nodes", "parameters MB", "forward ms", "backward ms"),
+                *("transfer ms", "total ms", "sent MB", "in flight", "memory MB"),
+            )
+        )
+        rows = [
+            (
+                str(stage.index),
+                str(stage.device),
+                str(len(stage.nodes)),
+                f"{stage.parameter_bytes / 1e6:,.2f}",
+                f"{stage.forward_seconds * 1e3:.3f}",
+                f"{stage.backward_seconds * 1e3:.3f}",
+                f"{(stage.receive_seconds + stage.send_seconds) * 1e3:.3f}",
+                f"{stage.seconds * 1e3:.3f}",
+                f"{stage.sent_bytes / 1e6:,.3f}",
+                str(stage.in_flight),
+                f"{stage.memory_bytes / 1e6:,.1f}",
+            )
+            for stage in self.stages
+        ]
+        footer = [
+            f"step {self.step_seconds * 1e3:.3f} ms predicted, bubble {self.bubble:.1%}, "
+            f"{self.cut_bytes / 1e6:,.3f} MB across the cuts for each microbatch",
+            f"graph: {self.route}; "
+            + ("optimal" if self.exact else f"best of {self.candidates} cuts")
+            + " under the predicted costs",
+        ]
+        if self.mesh.tp > 1:
+            footer.append(f"seconds and bytes are of whole stages, which {self.mesh.tp} devices each share")
+        for shared in self.shared:
+            footer.append(
+                f"{shared.name} is held by stages {', '.join(map(str, shared.stages))}: its gradient "
+                f"({shared.gradient_bytes / 1e6:,.3f} MB) is summed over them once a step"
+            )
+        if self.unused:
+            footer.append(f"not used by the graph, in no stage: {', '.join(self.unused)}")
+        return render_table(self.title, columns, rows, footer)
