@@ -39,11 +39,13 @@ def activation_slope(s, ACTIVATION: tl.constexpr):
         slope = tl.where(s > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
         gate = tl.sigmoid(s)
-        slope = gate * (1.0 + s * (1.0 - gate))
+        slope = gate * (1.0 + s * tl.sigmoid(-s))
     elif ACTIVATION == "gelu":
         slope = 0.5 * (1.0 + tl.erf(s * _HALF_ROOT)) + s * _DENSITY * tl.exp(-0.5 * s * s)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
-        gate = tl.sigmoid((s + s * s * s * _CUBIC) * _TWO_ROOT)
-        slope = gate + s * gate * (1.0 - gate) * (s * s * _CUBIC * 3.0 + 1.0) * _TWO_ROOT
+        t = (s + s * s * s * _CUBIC) * _TWO_ROOT
+        gate = tl.sigmoid(t)
+        # The second sigmoid is 1 - gate without the cancellation.
+        slope = gate + s * gate * tl.sigmoid(-t) * (s * s * _CUBIC * 3.0 + 1.0) * _TWO_ROOT
     return slope

@@ -155,9 +155,9 @@ def _decode_output_set(
             z += tl.load(part_ptr, mask=mask, other=0.0)
         if factors.pivot >= 0:
             column = (factors.pivot + offs_r)[None, :]
-            z += tl.load(
-                x_ptr + offs_m[:, None] * stride_xm + column * stride_xi, mask=mask, other=0.0
-            ).to(tl.float32)
+            z += tl.load(x_ptr + offs_m[:, None] * stride_xm + column * stride_xi, mask=mask, other=0.0).to(
+                tl.float32
+            )
         if block == 0:
             store_latent(z, factors, offs_m, mask_m, offs_r)
         z = z.to(factors.up.dtype.element_ty)

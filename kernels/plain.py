@@ -1,8 +1,8 @@
 """The operators in plain PyTorch, forward and backward: the CPU, and cuBLAS and cuDNN on a GPU.
 
-They have the names, arguments and results of the launchers. The forward arithmetic is reference.py's;
-here it also gives up what the backward keeps, and the backward is written out, because an operator's
-implementation runs below autograd.
+They have the names, arguments and results of the launchers. Beside the arithmetic of reference.py they
+give what a backward keeps, and the backward is written out: an operator's implementation runs below
+autograd. The tests hold both against reference.py and its autograd in float64.
 """
 
 # B rows, I in_features, O out_features, R rank, S = I - R in the pivoted form, else I
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.kernels import reference
 from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs
 
 _aten = torch.ops.aten
@@ -36,12 +35,16 @@ _ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def latent(x_BI: Tensor, layer: Factors) -> Tensor:
     """The latent z (B, R): x downᵀ, or x₁ + x₂ downᵀ."""
-    rank, width = layer.down.shape
     if layer.start is None:
         return F.linear(x_BI, layer.down)
-    return torch.addmm(
-        x_BI.narrow(1, layer.start, rank), x_BI.narrow(1, layer.rest, width), layer.down.t()
-    )
+    others = x_BI[:, layer.rest : layer.rest + layer.down.shape[1]]
+    return torch.addmm(_pivots(x_BI, layer), others, layer.down.t())
+
+
+def _pivots(x_BI: Tensor, layer: Factors) -> Tensor:
+    """The columns x₁ of x."""
+    assert layer.start is not None
+    return x_BI[:, layer.start : layer.start + layer.down.shape[0]]
 
 
 def sketched_linear_forward(
@@ -78,7 +81,7 @@ def sketched_linear_backward(
     gx: Tensor | None = None
     found = []
     for grad, z, layer in zip(grads, latents, layers, strict=True):
-        rank, width = layer.down.shape
+        width = layer.down.shape[1]
         if activation != "none":
             s = F.linear(z, layer.up, layer.bias)
             grad = _ACTIVATION_GRADS[activation](grad, s)
@@ -88,17 +91,47 @@ def sketched_linear_backward(
         if needs.bias and layer.bias is not None:
             gbias = grad.sum(0)
         if needs.x or needs.down:
-            gz = grad @ layer.up
+            pivoted, gz_out = layer.start is not None, None
+            if needs.x and pivoted and gx is None:
+                # Both products are written where they belong: gz into the columns x₁, the other into x₂.
+                gx = x_BI.new_empty(x_BI.shape)
+                gz_out = _pivots(gx, layer)
+            gz = torch.mm(grad, layer.up, out=gz_out)
+            others = slice(layer.rest, layer.rest + width)
             if needs.down:
-                gdown = gz.t() @ x_BI.narrow(1, layer.rest, width)
-            if needs.x and layer.start is None:
-                gx = gz @ layer.down if gx is None else gx.addmm_(gz, layer.down)
-            elif needs.x:
-                gx = torch.zeros_like(x_BI) if gx is None else gx
-                gx.narrow(1, layer.start, rank).add_(gz)
-                gx.narrow(1, layer.rest, width).addmm_(gz, layer.down)
+                gdown = gz.t() @ x_BI[:, others]
+            if gz_out is not None and gx is not None:
+                torch.mm(gz, layer.down, out=gx[:, others])
+            elif needs.x and gx is None:
+                gx = gz @ layer.down
+            elif needs.x and gx is not None:
+                gx[:, others].addmm_(gz, layer.down)
+                if pivoted:
+                    _pivots(gx, layer).add_(gz)
         found.append(LinearGrads(gdown, gup, gbias))
     return gx, found
+
+
+def conv2d_size(
+    x_shape: Sequence[int],
+    down_shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, int]:
+    """Height and width (P, Q) of the output, from the shapes of x (N, C, H, W) and of `down`."""
+    height, width = (
+        (x_shape[axis] + 2 * pad - step * (down_shape[axis] - 1) - 1) // jump + 1
+        for axis, pad, step, jump in zip((2, 3), padding, dilation, stride, strict=True)
+    )
+    return height, width
+
+
+def layout_of(x: Tensor) -> torch.memory_format:
+    """The memory format of images x (N, C, H, W), contiguous where it is ambiguous or neither."""
+    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def sketched_conv2d_forward(

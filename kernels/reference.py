@@ -1,11 +1,13 @@
 """Every sketched operation in a few lines of plain PyTorch: the specification and the CPU path.
 
-Torch only, no casts, no in-place writes: float64 in gives float64 arithmetic, autograd differentiates it.
+Torch only, no casts, nothing given is written to: float64 in gives float64 arithmetic, autograd differentiates it.
 """
 
-# B rows (all leading dims flattened), I in_features, O out_features, R rank
+# B rows (all leading dims flattened), I in_features, O out_features, R rank, S = I - R
+# N batch, H height, W width, P = H W
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,11 +25,38 @@ def pivoted_linear(x: Tensor, down_RS: Tensor, up_OR: Tensor, bias_O: Tensor | N
     (ICML 2025) for the output-side form.
     """
     R, S = down_RS.shape
-    x_BI = x.reshape(-1, R + S)
-    x_BR = x_BI[:, start : start + R]
-    x_BS = x_BI[:, R:] if start == 0 else x_BI[:, :S]
-    z_BR = torch.addmm(x_BR, x_BS, down_RS.t())
-    return F.linear(z_BR, up_OR, bias_O).reshape(*x.shape[:-1], up_OR.shape[0])
+    first, second = x.split_with_sizes((R, S) if start == 0 else (S, R), -1)
+    pivots, others = (first, second) if start == 0 else (second, first)
+    return F.linear(F.linear(others, down_RS).add_(pivots), up_OR, bias_O)
+
+
+def pivoted_conv1x1(x: Tensor, down_RS11: Tensor, *, start: int) -> Tensor:
+    """Latent x₁ + conv1x1(x₂) (N, R, H, W) of x (N, R + S, H, W), or the same without N.
+
+    On a CPU it is a matrix product: a convolution would copy its slice of the channels first.
+    """
+    if x.dim() == 3:
+        return pivoted_conv1x1(x[None], down_RS11, start=start)[0]
+    pivots, others = split_channels(x, down_RS11.shape[0], start)
+    if x.device.type != "cpu":
+        return pivots + F.conv2d(others, down_RS11)
+    down_RS = down_RS11.flatten(1)
+    if x.stride(1) == 1:  # channels_last
+        pivots_NHWR, others_NHWS = pivots.movedim(1, -1), others.movedim(1, -1)
+        z_BR = torch.addmm(pivots_NHWR.flatten(0, 2), others_NHWS.flatten(0, 2), down_RS.T)
+        return z_BR.view(pivots_NHWR.shape).movedim(-1, 1)
+    z_NRP = torch.baddbmm(pivots.flatten(2), down_RS.expand(x.shape[0], -1, -1), others.flatten(2))
+    return z_NRP.view(pivots.shape)
+
+
+# It chooses by strides, which a symbolic trace does not have.
+torch.fx.wrap("pivoted_conv1x1")
+
+
+def split_channels(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
+    """The pivot channels x₁ of x (..., I, H, W), and the others."""
+    others = x.shape[-3] - rank
+    return x.narrow(-3, start, rank), x.narrow(-3, rank if start == 0 else 0, others)
 
 
 # FAVOR+ attention: Choromanski et al., "Rethinking Attention with Performers" (ICLR 2021), Lemma 1

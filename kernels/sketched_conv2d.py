@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.plain import conv2d_size, layout_of
 
 
 @triton.autotune(configs=configs_for("sketched_conv2d"), key=["channels", "O", "BLOCK_R", "KH", "KW"])
@@ -89,7 +90,8 @@ def _sketched_conv2d_fwd_kernel(
             z.to(z_ptr.dtype.element_ty),
             mask=mask_p[:, None] & mask_r[None, :],
         )
-    z = z.to(up_ptr.dtype.element_ty)
+    # Beyond the rank, an infinite x times the zeros of down is NaN.
+    z = tl.where(mask_r[None, :], z, 0.0).to(up_ptr.dtype.element_ty)
     place = n * y_strides[0] + p * y_strides[2] + q * y_strides[3]
     for first in range(0, O, BLOCK_O):
         offs_o = first + tl.arange(0, BLOCK_O).to(tl.int64)
@@ -135,15 +137,8 @@ def sketched_conv2d_forward(
         precision: "ieee" or "tf32", of float32 products.
     """
     (N, C, H, W), (R, _, KH, KW), O = x.shape, down.shape, up.shape[0]
-    P, Q = (
-        (size + 2 * pad - step * (taps - 1) - 1) // jump + 1
-        for size, pad, step, taps, jump in zip((H, W), padding, dilation, (KH, KW), stride, strict=True)
-    )
-    layout = (
-        torch.channels_last
-        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-        else torch.contiguous_format
-    )
+    P, Q = conv2d_size(x.shape, down.shape, stride, padding, dilation)
+    layout = layout_of(x)
     factory: dict[str, Any] = {"dtype": x.dtype, "device": x.device, "memory_format": layout}
     y = torch.empty((N, O, P, Q), **factory)
     z = torch.empty((N if keep else 0, R, P, Q), **factory)

@@ -127,7 +127,8 @@ def _rows_of_one_set(
     z = latent_tile(x_ptr, stride_xm, stride_xi, factors, offs_m, mask_m, offs_r, BLOCK_K, PRECISION)
     if split == 0:
         store_latent(z, factors, offs_m, mask_m, offs_r)
-    z = z.to(factors.up.dtype.element_ty)
+    # Beyond the rank, an infinite x times the zeros of down is NaN.
+    z = tl.where((offs_r < factors.rank)[None, :], z, 0.0).to(factors.up.dtype.element_ty)
     for first in range(split * BLOCK_O, factors.outputs, SPLITS * BLOCK_O):
         offs_o = first + tl.arange(0, BLOCK_O).to(tl.int64)
         s = tl.dot(z, load_up(factors, offs_o, offs_r), input_precision=PRECISION)
@@ -212,9 +213,7 @@ def empty_sets(
         for one in layers
     ]
     sets = [
-        factor_set(
-            one.down, one.up, one.bias, out, latent if keep else None, pivot=one.start, rest=one.rest
-        )
+        factor_set(one.down, one.up, one.bias, out, latent if keep else None, pivot=one.start, rest=one.rest)
         for one, out, latent in zip(layers, outs, latents, strict=True)
     ]
     return outs, latents, sets

@@ -214,9 +214,7 @@ def _weight_grad_kernel(
         product = tl.dot(a, b, product, input_precision=PRECISION)
         sums += tl.sum(a.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M + offs_m
-    tl.store(
-        parts_ptr + part[:, None] * N + offs_n[None, :], product, mask=mask_m[:, None] & mask_n[None, :]
-    )
+    tl.store(parts_ptr + part[:, None] * N + offs_n[None, :], product, mask=mask_m[:, None] & mask_n[None, :])
     if tl.program_id(0) % blocks == 0:
         tl.store(sums_ptr + part, sums, mask=mask_m)
 

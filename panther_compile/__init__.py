@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "Hardware",
+    "OnnxReport",
     "PantherError",
     "SketchConfig",
     "SketchPlan",
@@ -21,14 +23,19 @@ __all__ = [
     "SketchedLinear",
     "SketchedMultiheadAttention",
     "densify",
+    "export_onnx",
     "load_sketched",
+    "partition_model",
     "plan_sketch",
     "save_sketched",
+    "sketch_onnx",
     "sketch_report",
     "sketchify",
 ]
 
 _HOME_OF = {
+    "Hardware": "panther_compile.partition",
+    "OnnxReport": "panther_compile.onnx_sketch",
     "PantherError": "panther_compile.errors",
     "SketchConfig": "panther_compile.config",
     "SketchPlan": "panther_compile.records",
@@ -38,9 +45,12 @@ _HOME_OF = {
     "SketchedLinear": "panther_compile.layers",
     "SketchedMultiheadAttention": "panther_compile.layers",
     "densify": "panther_compile.api",
+    "export_onnx": "panther_compile.onnx_export",
     "load_sketched": "panther_compile.checkpoint",
+    "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
     "save_sketched": "panther_compile.checkpoint",
+    "sketch_onnx": "panther_compile.onnx_sketch",
     "sketch_report": "panther_compile.report",
     "sketchify": "panther_compile.api",
 }
@@ -56,6 +66,9 @@ if TYPE_CHECKING:
         SketchedLinear,
         SketchedMultiheadAttention,
     )
+    from panther_compile.onnx_export import export_onnx
+    from panther_compile.onnx_sketch import OnnxReport, sketch_onnx
+    from panther_compile.partition import Hardware, partition_model
     from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report
 else:

@@ -20,10 +20,11 @@ from panther_compile.errors import (
     WrappedModelError,
 )
 from panther_compile.layers.base import outermost
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
 from panther_compile.passes.base import SharingPass
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.plan import hides_progress, make_plan
-from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord
+from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord, keep_record
 from panther_compile.sites import Found, find_sites
 from panther_compile.substitute import copy_with, replace_inside
 from panther_compile.trace import clone_structure, read_graph
@@ -81,8 +82,8 @@ def sketchify(
         plan = _plan(prepared, config)
         new, fitted = _sketch(prepared.found, plan, config)
         result = _replace_in_place(model, prepared, new) if config.inplace else _copy(prepared.model, new)
-    record = SketchRecord.after(vars(prepared.given).get(RECORD_ATTRIBUTE), plan, fitted)
-    vars(result)[RECORD_ATTRIBUTE] = record
+    turn_off_nested_tensors(result)
+    keep_record(result, SketchRecord.after(vars(prepared.given).get(RECORD_ATTRIBUTE), plan, fitted))
     return result  # type: ignore[return-value]
 
 
@@ -125,7 +126,8 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
             raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
         _tie_again(dense)
         result = replace_inside(model, dense) if inplace else _copy(model, dense)
-    vars(result).pop(RECORD_ATTRIBUTE, None)
+    turn_on_nested_tensors(result)
+    keep_record(result, None)
     return result  # type: ignore[return-value]
 
 

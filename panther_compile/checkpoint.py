@@ -28,6 +28,7 @@ from panther_compile.errors import (
 )
 from panther_compile.layers import LAYER_TYPES
 from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -36,6 +37,7 @@ from panther_compile.records import (
     LayerPlan,
     SketchPlan,
     SketchRecord,
+    keep_record,
 )
 from panther_compile.substitute import copy_with
 from panther_compile.trace import clone_structure
@@ -120,7 +122,8 @@ def load_sketched(
         lift_functional(base)  # type: ignore[arg-type]
     model = copy_with(base, _empty_layers(base, document, path))
     _fill(model, tensors, document, path)
-    setattr(model, RECORD_ATTRIBUTE, _record_from_json(document["record"]))
+    turn_off_nested_tensors(model)
+    keep_record(model, _record_from_json(document["record"]))
     return model  # type: ignore[return-value]
 
 

@@ -1,7 +1,8 @@
-"""The command line: panther-compile plan | sketch | report.
+"""The command line: panther-compile plan | sketch | report | sketch-onnx.
 
 A model is named as `module:function`, where calling the function gives an `nn.Module`, or as the directory
-of a Hugging Face model (`config.json`, and weights for all but `report`).
+of a Hugging Face model (`config.json`, and weights for all but `report`). `sketch-onnx` reads and writes ONNX
+files, and needs the extra `onnx`.
 """
 
 import argparse
@@ -25,6 +26,11 @@ from panther_compile.factorize import METHODS
 from panther_compile.report import sketch_report
 from panther_compile.sketches import SKETCH_KINDS
 
+try:
+    from panther_compile.onnx_sketch import sketch_onnx
+except ModuleNotFoundError:  # the extra is not installed
+    sketch_onnx = None  # type: ignore[assignment]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for a user's mistake (its message on stderr)."""
@@ -42,18 +48,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="panther-compile", description="Make an existing PyTorch model smaller and faster."
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | sketch | report")
+    commands = parser.add_subparsers(required=True, metavar="plan | sketch | report | sketch-onnx")
     plan = commands.add_parser("plan", help="say what would be done to each layer and why")
     sketch = commands.add_parser("sketch", help="sketch a model and save it")
     report = commands.add_parser("report", help="report on a saved sketch")
-    for command, run in ((plan, _plan), (sketch, _sketch), (report, _report)):
+    onnx = commands.add_parser("sketch-onnx", help="sketch the weights of an ONNX file")
+    for command, run in ((plan, _plan), (sketch, _sketch), (report, _report), (onnx, _sketch_onnx)):
         command.set_defaults(run=run)
-        command.add_argument("model", help="module:function, or a Hugging Face model's directory")
+        if command is not onnx:
+            command.add_argument("model", help="module:function, or a Hugging Face model's directory")
         command.add_argument("--json", action="store_true", help="print JSON in place of a table")
     sketch.add_argument("output", help="directory to save to")
     report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
-    for command in (plan, sketch):
+    onnx.add_argument("source", help="the ONNX file to read")
+    onnx.add_argument("target", help="the ONNX file to write")
+    for command in (plan, sketch, onnx):
         _add_options(command)
+    for command in (plan, sketch):
+        command.add_argument("--attention", choices=ATTENTIONS, default="exact")
     return parser
 
 
@@ -68,7 +80,6 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--exclude", action="append", metavar="GLOB", help="leave these layers alone")
     command.add_argument("--method", choices=METHODS, default="auto")
     command.add_argument("--sketch", choices=SKETCH_KINDS, default="gaussian", dest="test_matrix")
-    command.add_argument("--attention", choices=ATTENTIONS, default="exact")
     command.add_argument("--min-params", type=int, default=4096, metavar="N")
     command.add_argument("--round-rank-to", type=int, metavar="N")
     command.add_argument("--seed", type=int, default=0)
@@ -76,12 +87,13 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    plan = plan_sketch(build_model(options.model), **_sketch_options(options))
+    plan = plan_sketch(build_model(options.model), **_sketch_options(options), attention=options.attention)
     return {"text": str(plan), "json": asdict(plan) | {"achieved_ratio": plan.achieved_ratio}}
 
 
 def _sketch(options: argparse.Namespace) -> dict[str, Any]:
-    small = sketchify(build_model(options.model), **_sketch_options(options), inplace=True)
+    given = _sketch_options(options)
+    small = sketchify(build_model(options.model), **given, attention=options.attention, inplace=True)
     save_sketched(small, options.output)
     report = sketch_report(small)
     return {"text": f"{report}\nsaved to {options.output}", "json": report.to_dict()}
@@ -93,6 +105,15 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     return {"text": str(report), "json": report.to_dict()}
 
 
+def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
+    if sketch_onnx is None:
+        raise ConfigError('sketch-onnx needs more packages: pip install "panther-compile[onnx]"')
+    report = sketch_onnx(options.source, options.target, **_sketch_options(options))
+    sizes = {"dense_bytes": report.dense_bytes, "sketched_bytes": report.sketched_bytes}
+    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes
+    return {"text": f"{report}\nsaved to {options.target}", "json": document}
+
+
 def _sketch_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "ratio": parse_ratio(options.ratio or ["0.5"]),
@@ -100,7 +121,6 @@ def _sketch_options(options: argparse.Namespace) -> dict[str, Any]:
         "exclude": options.exclude,
         "method": options.method,
         "sketch": options.test_matrix,
-        "attention": options.attention,
         "min_params": options.min_params,
         "round_rank_to": options.round_rank_to,
         "seed": options.seed,
@@ -142,9 +162,7 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
         return _from_hugging_face(Path(source), weights)
     module_name, colon, function = source.partition(":")
     if not colon:
-        raise ModelSourceError(
-            f"{source!r} is neither module:function nor a directory with a config.json"
-        )
+        raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -10,11 +10,11 @@ The constants of CPU were fitted to 1,176 measurements: the convolutions of ResN
 every scheme, ranks exact and rounded down to 16, batch 1 and 32, both memory formats, float32, torch 2.13
 (oneDNN), one core of an AMD EPYC. The predicted speed-up is within 10 % of the measured one in half of the
 cases and within 45 % in nine of ten. Whether it is below 0.9 is predicted right in 97 %: of the 41 that
-are, it finds 26, among them all strided ones but the stem, and it names 18 that are not. It misses the stem
-of 3 channels, and inputs of 50 MB and more, where memory allocation decides. Linear layers of 384 to 768
-features at batch 1 to 512 come within 30 %. On the 180 convolutions of docs/benchmarks/layers.md, timed
-later, it was right in 96 % and found 5 of the 12 slower ones; most others are the stem. Grouped convolutions
-and GPUs were not measured.
+are, it finds 26, among them all strided ones but the stem, and it names 18 that are not. It misses inputs of
+50 MB and more, where memory allocation decides, and the stem of 3 channels, for which there is a rule
+(`STEM_CHANNELS`). Linear layers of 384 to 768 features at batch 1 to 512 come within 30 %. On the 180
+convolutions of docs/benchmarks/layers.md, timed later, it was right in 96 % and found 5 of the 12 slower
+ones; most others are the stem. Grouped convolutions and GPUs were not measured.
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +26,9 @@ from panther_compile.candidates import Candidate
 TILE = 16
 # A sketch predicted to run at less than this share of the dense speed is not worth its place.
 WORTHWHILE = 0.9
+# A convolution of so few input channels, the stem of an image model, ran at .5 to .8 of the dense speed with
+# every scheme at batch 32. The roofline does not show it, so it is a rule.
+STEM_CHANNELS, STEM_SPEEDUP = 4, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def speedup(
     positions: int | None = None,
     device: Device = CPU,
 ) -> float:
-    """Predicted time of the dense layer over that of the candidate at a rank.
+    """Predicted time of the dense layer over that of the candidate at a rank; `STEM_SPEEDUP` for a stem.
 
     Args:
         candidate: of a linear layer or a convolution.
@@ -98,6 +101,8 @@ def speedup(
         positions: rows of the input, or output positions times batch; the device's default if None.
         device: the class of device.
     """
+    if len(shape) == 4 and shape[1] * groups <= STEM_CHANNELS:
+        return STEM_SPEEDUP
     positions = device.positions if positions is None else positions
     dense = dense_stages(shape, groups, stride, positions)
     sketched = sketched_stages(candidate.scheme, candidate.ranks(rank), shape, groups, stride, positions)

@@ -8,8 +8,10 @@ PantherError
 ├── NoTargetError (ValueError)        the model holds nothing that could be sketched
 ├── WeightError (ValueError)          a weight holds NaN or Inf, or is still on the meta device
 ├── WrappedModelError (TypeError)     the model is wrapped in DDP, FSDP or torch.compile
+├── BackendError (RuntimeError)       torch.compile(backend="panther") cannot compile the model as asked
 ├── LayerError (ValueError)           a layer cannot be sketched as asked
 │   └── RankError                     a rank is outside what the layer allows
+├── OpError (ValueError)              an operator's arguments do not fit one another
 ├── PartitionError (ValueError)       a model cannot be cut into stages as asked
 │   ├── CaptureError                  no graph of the model can be read
 │   ├── MeshError                     a mesh or a schedule does not fit the devices
@@ -63,12 +65,20 @@ class WrappedModelError(PantherError, TypeError):
     """The model is wrapped (DDP, FSDP, torch.compile); the message says what to do instead."""
 
 
+class BackendError(PantherError, RuntimeError):
+    """`torch.compile(model, backend="panther")` cannot compile the model as asked."""
+
+
 class LayerError(PantherError, ValueError):
     """A layer cannot be sketched as asked."""
 
 
 class RankError(LayerError):
     """A rank is outside what the layer's shape allows."""
+
+
+class OpError(PantherError, ValueError):
+    """An operator's shapes, dtypes or devices do not fit one another, or its kernel is unknown."""
 
 
 class PartitionError(PantherError, ValueError):

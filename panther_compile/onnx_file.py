@@ -1,7 +1,7 @@
 """Read and write ONNX files: what is read is sound, what is written is whole or not there at all.
 
-Weights of more than 2 GB do not fit into an ONNX file. They stand beside it in `<file>-<checksum>.data`; as the
-checksum names them, a file and its weights always belong together, also while one pair replaces another.
+Weights of more than 2 GB do not fit into an ONNX file. They stand beside it in `<file>-<checksum>.data`; as
+the checksum names them, a file and its weights always belong together, also while one pair replaces another.
 """
 
 import hashlib

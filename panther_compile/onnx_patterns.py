@@ -1,14 +1,14 @@
 """Small questions about an ONNX graph: what feeds what."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 # What stands between an output head and the output itself.
-_AFTER_HEAD = frozenset(
-    ("Add", "ArgMax", "Cast", "Flatten", "Identity", "LogSoftmax", "Relu", "Reshape", "Sigmoid", "Slice")
-    + ("Softmax", "Squeeze", "Tanh", "Unsqueeze", "ZipMap")
-)
+_SHAPES = ("Cast", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+_ACTIVATIONS = ("ArgMax", "LogSoftmax", "Relu", "Sigmoid", "Softmax", "Tanh")
+_AFTER_HEAD = ("Add", *_SHAPES, *_ACTIVATIONS)
 
 
 def is_onnx(node: ir.Node, *op_types: str) -> bool:
@@ -35,24 +35,31 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     """
     found: set[ir.Value] = set()
     for node in model.graph.all_nodes():
-        if not is_onnx(node, "MatMul", "Gemm", "Conv") or _sizes(node) is None:
+        if not is_onnx(node, "MatMul", "Gemm", "Conv") or (first := _sizes(node)) is None:
             continue
-        chain, between = [node], []
-        inputs = _sizes(node)[0]  # type: ignore[index]
+        chain, between, inputs, last = [node], [], first.inputs, first
         while (step := _next_product(chain[-1])) is not None:
-            following, pivots = step
-            between.append(_sizes(chain[-1])[1])  # type: ignore[index]
-            inputs += pivots * between[-1] if len(chain) == 1 else 0
+            following, pivots, last_sizes = step
+            if pivots and len(chain) == 1:
+                inputs += last.channels
+            between.append(last.channels)
             chain.append(following)
-        outputs = _sizes(chain[-1])[1]  # type: ignore[index]
-        if between and min(between) < min(inputs, outputs):
-            for part in chain:
-                found.update(_source(value) for value in part.inputs[:2] if _source_is_constant(value))
+            last = last_sizes
+        if between and min(between) < min(inputs, last.outputs):
+            found.update(source for part in chain if (source := _weight(part)) is not None)
     return found
 
 
-def _next_product(node: ir.Node) -> tuple[ir.Node, bool] | None:
-    """The product that reads this one's result and nothing else does, and whether pivots are added before."""
+class _Sizes(NamedTuple):
+    """What a product makes one position from, and to: numbers in its window, and channels."""
+
+    inputs: int
+    outputs: int
+    channels: int
+
+
+def _next_product(node: ir.Node) -> tuple[ir.Node, bool, _Sizes] | None:
+    """The product that alone reads this one's result, whether pivots are added before, and its sizes."""
     groups = node.attributes.get_int("group", 1)
     pivots = is_onnx(node, "Gemm") and len(node.inputs) == 3 and _is_slice(node.inputs[2])
     if len(node.inputs) == 3 and node.inputs[2] is not None and not pivots:
@@ -68,30 +75,38 @@ def _next_product(node: ir.Node) -> tuple[ir.Node, bool] | None:
             is_onnx(following, node.op_type, "Gemm" if node.op_type == "MatMul" else "MatMul")
             and (node.op_type == "Conv") == (following.op_type == "Conv")
             and following.attributes.get_int("group", 1) == groups
-            and _sizes(following) is not None
+            and (sizes := _sizes(following)) is not None
         ):
-            return following, pivots
+            return following, pivots, sizes
         else:
             break
     return None
 
 
-def _sizes(node: ir.Node) -> tuple[int, int] | None:
-    """How many numbers a product makes one position from, and to how many; None without a 2-D or 4-D weight."""
-    for index in (1, 0):
-        tensor = _constant(node.inputs[index])
-        if tensor is None:
-            continue
-        shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
-        if node.op_type == "Conv" and index == 1 and len(shape) == 4:
-            groups = node.attributes.get_int("group", 1)
-            return shape[1] * shape[2] * shape[3] * groups, shape[0] * (shape[3] if shape[2] == 1 else 1)
-        if node.op_type != "Conv" and len(shape) == 2:
-            flipped = sum(1 for _ in _transposes(node.inputs[index])) % 2 == 1
-            flipped ^= bool(node.attributes.get_int("transB" if index else "transA", 0))
-            flipped ^= index == 0
-            return (shape[1], shape[0]) if flipped else (shape[0], shape[1])
-    return None
+def _sizes(node: ir.Node) -> _Sizes | None:
+    """None for a product without a constant 2-D or 4-D weight."""
+    index = 1 if _constant(node.inputs[1]) is not None else 0
+    tensor = _constant(node.inputs[index])
+    if tensor is None:
+        return None
+    shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
+    if node.op_type == "Conv" and index == 1 and len(shape) == 4:
+        channels, inputs, height, width = shape
+        window = inputs * height * width * node.attributes.get_int("group", 1)
+        return _Sizes(window, channels * (width if height == 1 else 1), channels)
+    if node.op_type == "Conv" or len(shape) != 2:
+        return None
+    flipped = sum(1 for _ in _transposes(node.inputs[index])) % 2 == 1
+    if node.op_type == "Gemm":
+        flipped ^= bool(node.attributes.get_int("transB" if index else "transA", 0))
+    inputs, outputs = shape[::-1] if flipped == (index == 1) else shape
+    return _Sizes(inputs, outputs, outputs)
+
+
+def _weight(node: ir.Node) -> ir.Value | None:
+    """The constant that a product reads as its weight."""
+    index = 1 if _constant(node.inputs[1]) is not None else 0
+    return _source(node.inputs[index])
 
 
 def _transposes(value: ir.Value | None) -> Iterator[ir.Node]:
@@ -110,10 +125,6 @@ def _source(value: ir.Value | None) -> ir.Value | None:
 def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     source = _source(value)
     return None if source is None else ir.convenience.get_const_tensor(source)
-
-
-def _source_is_constant(value: ir.Value | None) -> bool:
-    return _constant(value) is not None
 
 
 def _is_constant(value: ir.Value | None) -> bool:

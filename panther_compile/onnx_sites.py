@@ -1,13 +1,14 @@
 """Find what can be sketched in an ONNX graph, and say of everything else why it is left alone.
 
-A site is a constant that MatMul, Gemm or Conv nodes read as their weight; several nodes, in subgraphs too, may
-read it. To the passes it is the weight of an `nn.Linear` or `nn.Conv2d` without bias:
+A site is a constant that MatMul, Gemm or Conv nodes read as their weight; several nodes, in subgraphs too,
+may read it. To the passes it is the weight of an `nn.Linear` or `nn.Conv2d` without bias:
 
     right   y = x M      M (I, O) is the constant, transposed or not         Linear weight Mᵀ
     left    y = M x      M (O, I)                                            Linear weight M
     conv    Conv(x, W)   W (O, I/G, kh, kw)                                  Conv2d weight W
 """
 
+import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -74,10 +75,9 @@ class OnnxWeight:
     @property
     def names(self) -> tuple[str, ...]:
         """All that a selector may match: the constant, the layer it belongs to, and the nodes."""
-        return (
-            self.name,
-            self.name.removesuffix(".weight"),
-            *(use.node.name for use in self.uses if use.node.name),
+        nodes = (use.node.name for use in self.uses if use.node.name)
+        return tuple(
+            dict.fromkeys((self.name, self.name.removesuffix(".weight"), self.value.name or "", *nodes))
         )
 
 
@@ -139,8 +139,18 @@ def _weights(model: ir.Model) -> Iterator[OnnxWeight]:
     for value, found in uses.items():
         tensor = ir.convenience.get_const_tensor(value)
         assert tensor is not None
-        name = unique_name(value.name or "weight", names)  # two branches of an If may use one name
+        name = unique_name(_name(value, found[0].node), names)  # two branches of an If may use one name
         yield OnnxWeight(name, value, tensor, tuple(found))
+
+
+def _name(value: ir.Value, node: ir.Node) -> str:
+    """The constant's own name; where torch folded a parameter into a nameless one, the parameter's."""
+    name = value.name or "weight"
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    if scopes is None or not name.startswith("val_"):
+        return name
+    _, *modules, _ = ast.literal_eval(scopes)  # the model itself, modules within modules, the operation
+    return f"{modules[-1]}.weight" if modules else name
 
 
 def unique_name(name: str, taken: set[str]) -> str:
@@ -187,7 +197,9 @@ def _unsafe(weight: OnnxWeight, model: ir.Model) -> str | None:
             return "its weight is a graph output"
         for node, index in reader.uses():
             is_weight = any(use.node is node and use.index == index for use in weight.uses)
-            if not is_weight and not (is_onnx(node, "Transpose") and set(node.outputs[0].consumers()) & nodes):
+            if not is_weight and not (
+                is_onnx(node, "Transpose") and set(node.outputs[0].consumers()) & nodes
+            ):
                 return f"its weight is also read by {node.op_type} {node.name or ''}".rstrip()
     if len({(use.is_conv, use.index, use.transposed, _geometry(use.node)) for use in weight.uses}) > 1:
         return "its weight is used in several ways (transposed, on the other side, or with other strides)"

@@ -106,8 +106,8 @@ def plan_units(
     Args:
         units: the weights that share the budget.
         ratio: in (0, 1]; 1 leaves everything dense.
-        round_rank_to: ranks are multiples of this; None picks 8, 4 or 1 by the size of the weight, and adds
-            single ranks where the budget would else be missed by more than 0.5 %.
+        round_rank_to: ranks are multiples of this; None picks `cost.rank_step`, and adds single ranks where
+            the budget would else be missed by more than 0.5 %, to k x k kernels only if need be.
         allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
     """
     limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower) for unit, _ in units}
@@ -133,12 +133,17 @@ def plan_units(
 
     options = all_options(round_rank_to)
     chosen = _fill(options, _lagrange(options, budget), budget)
-    spent = _spent(options, chosen)
     enough = math.ceil(budget - TOLERANCE * budget / ratio)
-    if round_rank_to is None and spent < enough:
+    if round_rank_to is None and _spent(options, chosen) < enough:
         finer = all_options(1)
-        same = [_at(fine, int(o.numbers[i])) for fine, o, i in zip(finer, options, chosen, strict=True)]
-        options, chosen = finer, _fill(finer, same, budget, enough)
+        # Kernels of k x k, which run in blocks of 16 channels, come last.
+        in_blocks = [any(cost.rank_step(c) == cost.TILE for c in unit.candidates) for unit, _ in sketched]
+        mixed = [o if tiled else fine for o, fine, tiled in zip(options, finer, in_blocks, strict=True)]
+        for allowed in (mixed, finer):
+            if _spent(options, chosen) < enough:
+                numbers = [int(o.numbers[i]) for o, i in zip(options, chosen, strict=True)]
+                start = [_at(option, spent) for option, spent in zip(allowed, numbers, strict=True)]
+                options, chosen = allowed, _fill(allowed, start, budget, enough)
     for choice, option in zip(chosen, options, strict=True):
         lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
     return tuple(lines[unit.name] for unit, _ in units)
@@ -172,7 +177,8 @@ class _Limits:
 
     def _reason(self, unit: Unit, round_rank_to: int | None) -> str | None:
         if not unit.candidates:
-            return "no scheme fits this layer"
+            single = min(unit.shape[:2]) == 1
+            return "its weight has a single row or column" if single else "no scheme fits this layer"
         smallest = min(candidate.numbers(1) for candidate in unit.candidates)
         weight_numbers = unit.dense_numbers - unit.bias_numbers
         if smallest > CEILING * weight_numbers:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from torch import nn
+from torch import fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from panther_compile.candidates import Candidate
 from panther_compile.cost import Device
@@ -170,7 +171,7 @@ class Fitted:
     """What came of one sketched weight.
 
     Attributes:
-        scheme: as stored, which may be "pair" where a pivoted form was planned and is inaccurate.
+        scheme: as stored.
         ranks: of the factors.
         method: how they were found: "svd", "randomized", "panther", "hosvd".
         error: relative Frobenius error of the stored factors, estimated by Gaussian probes.
@@ -213,3 +214,14 @@ class SketchRecord:
 
 ALREADY_SKETCHED = "already sketched"
 RECORD_ATTRIBUTE = "_panther_sketch"
+
+
+def keep_record(model: nn.Module, record: SketchRecord | None) -> None:
+    """Keep the record on the model, and on copies of it; None takes it away."""
+    holders = [vars(model)]
+    if isinstance(model, fx.GraphModule):  # a copy of a graph has no other attributes than these
+        holders.append(model.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {}))
+    for holder in holders:
+        holder.pop(RECORD_ATTRIBUTE, None)
+        if record is not None:
+            holder[RECORD_ATTRIBUTE] = record

@@ -270,6 +270,8 @@ def _unsafe_tie(
             return f"tied to the embedding {other.name}: left alone unless both are included"
         if reasons[other.name] is not None:
             return f"its weight is tied to {other.name}, which stays dense ({reasons[other.name]})"
+        if leader is None and target.kind == other.kind == "Conv2d":
+            return f"its weight is shared with {other.name}; convolutions that share a kernel stay dense"
         if leader is None:
             return f"its weight is tied to {other.name}, a {other.kind}"
     return None

@@ -5,6 +5,4 @@ imported as ``passes`` it would be a second copy, with second classes.
 """
 
 if __name__ != "panther_compile.passes":
-    raise ImportError(
-        f"this folder is panther_compile.passes, not {__name__!r}: import it by that name"
-    )
+    raise ImportError(f"this folder is panther_compile.passes, not {__name__!r}: import it by that name")

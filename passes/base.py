@@ -68,9 +68,7 @@ def spectrum(weight: Tensor, *, energies: bool) -> Tensor | None:
     return singular_values(weight.detach()) if energies and can_compute_spectrum(weight) else None
 
 
-def matrix_candidates(
-    weight: Tensor, config: SketchConfig, *, energies: bool
-) -> tuple[Candidate, ...]:
+def matrix_candidates(weight: Tensor, config: SketchConfig, *, energies: bool) -> tuple[Candidate, ...]:
     """How a weight (O, I) may be stored; never as a plain pair, which is the pivoted form in more numbers."""
     out_features, in_features = weight.shape
     if min(weight.shape) < 2:

@@ -7,7 +7,8 @@ Before:
 After:
     %y : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
 
-Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them. The module takes the place of the
+Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them; a graph of Dynamo goes through
+`lift_parameters` first. So every later pass knows one form. The module takes the place of the
 parameters' owner where that holds nothing else, so their names stay; else it is a new submodule of the
 owner, and a parameter that nothing else uses moves into it. A weight that is computed, not a parameter of
 the graph, is left alone.
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from panther_compile.passes.match import why_not_plain
+from panther_compile.passes.runner import PassResult
 
 _LINEAR = (F.linear, torch.ops.aten.linear.default)
 _CONV2D = (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
@@ -30,8 +32,8 @@ _ARGUMENTS = {
 }
 
 
-def lift_functional(graph_module: fx.GraphModule) -> int:
-    """Rewrite the graph in place; returns how many calls were lifted."""
+def lift_functional(graph_module: fx.GraphModule) -> PassResult:
+    """Rewrite the graph in place; counts the calls that were lifted."""
     made: dict[tuple[str, str], str] = {}
     count = 0
     for node in list(graph_module.graph.nodes):
@@ -55,21 +57,29 @@ def lift_functional(graph_module: fx.GraphModule) -> int:
         _drop_unused_parameters(graph_module)
         graph_module.graph.lint()
         graph_module.recompile()
-    return count
+    return PassResult(graph_module, count)
 
 
-def _read(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments by name of a functional layer, and which "function" it is; None for any other node."""
+def arguments_by_name(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a functional layer, and which "function" it is; None for any other node."""
     if node.op != "call_function" or node.target not in (*_LINEAR, *_CONV2D):
         return None
     function = "linear" if node.target in _LINEAR else "conv2d"
-    names = _ARGUMENTS[function]
-    call = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    call = dict(zip(_ARGUMENTS[function], node.args, strict=False)) | dict(node.kwargs)
+    return call | {"function": function}
+
+
+def _read(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a functional layer that can be lifted; None for any other node."""
+    call = arguments_by_name(node)
+    if call is None:
+        return None
     weight, bias = call["weight"], call.get("bias")
     known = isinstance(weight, fx.Node) and weight.op == "get_attr"
     known = known and (bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr"))
-    constant = not any(isinstance(value, fx.Node) for key, value in call.items() if key in names[3:])
-    return call | {"function": function} if known and constant else None
+    options = _ARGUMENTS[call["function"]][3:]
+    constant = not any(isinstance(value, fx.Node) for key, value in call.items() if key in options)
+    return call if known and constant else None
 
 
 def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module | None:

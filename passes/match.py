@@ -1,5 +1,7 @@
 """Checks that every sketching pass shares: is this module really the plain layer it looks like?"""
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -12,16 +14,11 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-_PLAIN = {
-    type(plain): set(vars(plain))
-    for plain in (
-        nn.Linear(1, 1, device="meta"),
-        nn.Conv2d(1, 1, 1, device="meta"),
-        nn.Embedding(1, 1, device="meta"),
-        nn.MultiheadAttention(1, 1, device="meta"),
-    )
+_SIZES: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.Linear: (1, 1),
+    nn.Conv2d: (1, 1, 1),
+    nn.Embedding: (1, 1),
+    nn.MultiheadAttention: (1, 1),
 }
 
 
@@ -49,9 +46,6 @@ def why_not_plain(
             return f"its {method} was replaced on the instance"
         if getattr(type(module), method) is not getattr(base, method):
             return f"{type(module).__name__} overrides {base.__name__}.{method}"
-    added = _added_by_subclass(type(module), base) or _added_to_instance(module, base)
-    if added:
-        return f"carries more than {base.__name__} does: {', '.join(added)}"
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
         return "lazy: run one batch through the model first"
@@ -67,7 +61,8 @@ def why_not_plain(
         reason = _why_not_tensor(name, tensor)
         if reason is not None:
             return reason
-    return None
+    added = _added_by_subclass(type(module), base) or _added_to_instance(module, base)
+    return f"carries more than {base.__name__} does: {', '.join(added)}" if added else None
 
 
 def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
@@ -78,9 +73,17 @@ def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str
 
 def _added_to_instance(module: nn.Module, base: type[nn.Module]) -> list[str]:
     """Public attributes that somebody set on the instance."""
-    if base not in _PLAIN:
+    if base not in _SIZES:
         return []
-    return sorted(name for name in set(vars(module)) - _PLAIN[base] if not name.startswith("_"))
+    return sorted(name for name in set(vars(module)) - _plain_attributes(base) if not name.startswith("_"))
+
+
+@cache
+def _plain_attributes(base: type[nn.Module]) -> frozenset[str]:
+    """What an instance has from its constructor."""
+    # Not on the meta device, where the normal numbers of an embedding cost an import of torch._dynamo.
+    with torch.random.fork_rng(devices=[]):
+        return frozenset(vars(base(*_SIZES[base], device="cpu")))
 
 
 def _why_not_tensor(name: str, tensor: Tensor) -> str | None:

@@ -1,9 +1,11 @@
 """nn.MultiheadAttention becomes SketchedMultiheadAttention: four sketched projections, exact attention.
 
 Before:
-    %y : call_module[target=attn](args = (%x, %x, %x))    attn: MultiheadAttention(in_proj_weight (3 E, E), out_proj)
+    %y : call_module[target=attn](args = (%x, %x, %x))
+    attn: MultiheadAttention(in_proj_weight (3 E, E), out_proj)
 After:
-    %y : call_module[target=attn](args = (%x, %x, %x))    attn: SketchedMultiheadAttention(q_proj, k_proj, v_proj, out_proj)
+    %y : call_module[target=attn](args = (%x, %x, %x))
+    attn: SketchedMultiheadAttention(q_proj, k_proj, v_proj, out_proj)
 """
 
 from collections.abc import Mapping
@@ -40,7 +42,7 @@ class SketchAttention:
     """See the module's docstring."""
 
     def kind(self, module: nn.Module) -> str | None:
-        """ "MultiheadAttention"."""
+        """Called "MultiheadAttention"."""
         return "MultiheadAttention" if isinstance(module, nn.MultiheadAttention) else None
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -79,10 +81,10 @@ class SketchAttention:
         for projection, name in zip(PROJECTIONS, self.unit_names(site), strict=True):
             weight, bias = dense[projection]
             if name in choices:
-                layer, fitted[name] = sketch_matrix(
-                    SketchedLinear, weight, bias, name, choices[name], config
-                )
+                layer, fitted[name] = sketch_matrix(SketchedLinear, weight, bias, name, choices[name], config)
                 take_over(layer, attention, weight.requires_grad)
+                if bias is not None and layer.up.bias is not None:
+                    layer.up.bias.requires_grad_(bias.requires_grad)
                 projections[projection] = layer
             else:
                 projections[projection] = dense_projection(weight, bias)

@@ -26,7 +26,7 @@ class SketchConv2d:
     """See the module's docstring."""
 
     def kind(self, module: nn.Module) -> str | None:
-        """ "Conv2d"."""
+        """Called "Conv2d"."""
         return "Conv2d" if isinstance(module, nn.Conv2d) else None
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -47,8 +47,8 @@ class SketchConv2d:
         assert isinstance(conv, nn.Conv2d)
         weight, bias_numbers = conv.weight.detach(), numbers_of(conv.bias)
         if config.method == "panther":
-            matrix = weight.flatten(1).shape
-            candidates: tuple[Candidate, ...] = (SignSketchCandidate(*matrix, "channel"),)
+            outputs, taps = weight.flatten(1).shape
+            candidates: tuple[Candidate, ...] = (SignSketchCandidate(outputs, taps, "channel"),)
             candidates = candidates if conv.groups == 1 else ()
         else:
             energies = energies and can_compute_spectrum(weight)

@@ -5,7 +5,7 @@ Before:
     %head : call_module[target=head](args = (%h,))        head.weight is embed.weight
 After:
     %embed : call_module[target=embed](args = (%ids,))    embed: SketchedEmbedding(codes, basis)
-    %head : call_module[target=head](args = (%h,))        head: SketchedLinear, down is basis, up.weight is codes.weight
+    %head : call_module[target=head](args = (%h,))        head: SketchedLinear(down=basis, up.weight=codes.weight)
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class SketchEmbedding:
     """See the module's docstring."""
 
     def kind(self, module: nn.Module) -> str | None:
-        """ "Embedding"."""
+        """Called "Embedding"."""
         return "Embedding" if isinstance(module, nn.Embedding) else None
 
     def why_not(self, module: nn.Module) -> str | None:

@@ -26,7 +26,7 @@ class SketchLinear:
     """See the module's docstring."""
 
     def kind(self, module: nn.Module) -> str | None:
-        """ "Linear" or "Conv1D"."""
+        """Called "Linear" or "Conv1D"."""
         if isinstance(module, nn.Linear):
             return "Linear"
         return "Conv1D" if _is_conv1d(module) else None
@@ -51,9 +51,7 @@ class SketchLinear:
         """See `SketchPass.sketch`."""
         weight, bias = weight_and_bias(site.module)
         layer_type = SketchedConv1D if _is_conv1d(site.module) else SketchedLinear
-        layer, fitted = sketch_matrix(
-            layer_type, weight, bias, site.name, choices[site.name], config
-        )
+        layer, fitted = sketch_matrix(layer_type, weight, bias, site.name, choices[site.name], config)
         take_over(layer, site.module, weight.requires_grad)
         return layer, {site.name: fitted}
 

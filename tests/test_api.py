@@ -333,7 +333,7 @@ def test_model_made_in_inference_mode():
 def test_prior_art_keeps_the_budget_or_names_the_layer():
     model = mlp(64, 64, 64, 64)
     assert counted_ratio(model, pc.sketchify(model, 0.1, method="panther", **OPTIONS)) <= 0.1
-    with pytest.raises(pc.PantherError, match=r"0: rank=1 .*method='panther', wanted 2"):
+    with pytest.raises(pc.PantherError, match="0: rank 1 would store 256 numbers, more than its share"):
         pc.sketchify(model, 0.05, method="panther", **OPTIONS)
 
 

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from panther_compile.candidates import LinearCandidate, kept_energies
+from panther_compile.candidates import LinearCandidate, SignSketchCandidate, kept_energies
+from panther_compile.factorize import SketchQualityWarning, factorize
 
 SHAPES = [(8, 8), (30, 12), (12, 30), (1, 5), (5, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("form", "gathered"), [("pair", False), ("pivoted", False), ("pivoted", True)])
-def test_largest_rank_is_that_of_a_linear_search(shape, form, gathered):
-    candidate = LinearCandidate(*shape, form, gathered=gathered)
+@pytest.mark.parametrize("form", ["pair", "pivoted", "panther"])
+def test_largest_rank_is_that_of_a_linear_search(shape, form):
+    sign = form == "panther"
+    candidate = SignSketchCandidate(*shape, "pair") if sign else LinearCandidate(*shape, form)
     for numbers in range(shape[0] * shape[1] + shape[1] + 3):
         fits = [r for r in range(1, candidate.max_rank + 1) if candidate.numbers(r) <= numbers]
         assert candidate.largest_rank(numbers) == max(fits, default=0)
@@ -26,12 +28,33 @@ def test_pair_counts_both_factors(shape):
     assert candidate.macs(3) == 3 * sum(shape)
 
 
-def test_pivoted_counts_the_identity_out_and_the_index_in():
-    plain = LinearCandidate(30, 20, "pivoted")
-    gathered = LinearCandidate(30, 20, "pivoted", gathered=True)
-    assert plain.numbers(7) == 30 * 7 + 7 * (20 - 7)
-    assert gathered.numbers(7) == plain.numbers(7) + 20
-    assert plain.macs(7) == gathered.macs(7) == 30 * 7 + 7 * 13  # reading an index multiplies nothing
+def test_pivoted_counts_the_identity_out():
+    candidate = LinearCandidate(30, 20, "pivoted")
+    assert candidate.numbers(7) == candidate.macs(7) == 30 * 7 + 7 * (20 - 7)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pivoted_ends_below_full_rank_where_it_would_store_all(shape):
+    candidate = LinearCandidate(*shape, "pivoted", singular_values=torch.ones(min(shape)))
+    assert candidate.max_rank == min(shape) - 1
+    assert candidate.numbers(candidate.max_rank + 1) == shape[0] * shape[1]
+
+
+def test_sign_sketches_come_in_pairs():
+    candidate = SignSketchCandidate(30, 20, "channel")
+    assert (candidate.scheme, candidate.max_rank, candidate.energies) == ("channel", 10, None)
+    assert candidate.ranks(3) == (6,)
+    assert candidate.numbers(3) == candidate.macs(3) == 6 * 50
+
+
+def test_sign_sketches_err_as_much_as_they_say():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(30, 20, generator=generator, dtype=torch.float64)
+    with pytest.warns(SketchQualityWarning):
+        found = [factorize(weight, 8, method="panther", generator=generator) for _ in range(40)]
+    errors = [float((weight - pair.left.double() @ pair.right.double()).norm()) for pair in found]
+    mean = (sum(error**2 for error in errors) / len(errors)) ** 0.5 / float(weight.norm())
+    assert SignSketchCandidate(30, 20, "pair").error(4) == pytest.approx(mean, rel=0.1)
 
 
 def test_error_is_the_tail_of_the_singular_values():

@@ -4,6 +4,7 @@ from panther_compile.candidates import LinearCandidate
 from panther_compile.cost import (
     CPU,
     CUDA,
+    STEM_SPEEDUP,
     WORTHWHILE,
     Device,
     dense_stages,
@@ -112,3 +113,17 @@ def test_rank_steps():
     assert rank_step(LinearCandidate(768, 768, "pivoted")) == 8
     assert rank_step(LinearCandidate(64, 64, "pivoted")) == 4
     assert rank_step(LinearCandidate(16, 64, "pair")) == 1
+
+
+@pytest.mark.parametrize("kind", [ChannelCandidate, SpatialCandidate, Tucker2Candidate])
+@pytest.mark.parametrize("ratio", [0.25, 0.75])
+def test_a_stem_is_slower_sketched_whatever_the_roofline_says(kind, ratio):
+    assert at_ratio(kind, (64, 3, 7, 7), ratio, stride=(2, 2)) == STEM_SPEEDUP < WORTHWHILE
+    assert at_ratio(kind, (64, 4, 3, 3), ratio) == STEM_SPEEDUP
+    assert at_ratio(kind, (64, 5, 3, 3), ratio) != STEM_SPEEDUP
+
+
+def test_the_rule_counts_the_channels_of_all_groups_and_no_linear_layer():
+    candidate = ChannelCandidate((64, 4, 3, 3), 2)
+    assert speedup(candidate, 4, (64, 4, 3, 3), groups=2) != STEM_SPEEDUP
+    assert speedup(LinearCandidate(512, 4, "pivoted"), 2, (512, 4)) != STEM_SPEEDUP

@@ -19,7 +19,18 @@ MAX_LINES = 500
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 # (importing module, imported module) -> why the import has to stand inside a function.
-LOCAL_IMPORTS_ALLOWED: dict[tuple[str, str], str] = {}
+_TRITON = "it imports Triton, which only a GPU needs"
+LOCAL_IMPORTS_ALLOWED: dict[tuple[str, str], str] = {
+    (f"panther_compile.ops.{op}", f"panther_compile.kernels.{kernel}"): _TRITON
+    for op, kernel in (
+        ("linear_dispatch", "sketched_linear"),
+        ("linear_dispatch", "sketched_linear_backward"),
+        ("linear_dispatch", "decode_linear"),
+        ("conv2d", "sketched_conv2d"),
+        ("attention", "random_feature_attention"),
+        ("attention", "random_feature_attention_backward"),
+    )
+}
 
 
 def drawing(markdown: str) -> str:

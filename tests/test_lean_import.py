@@ -49,9 +49,7 @@ def test_import_alone_loads_no_torch(tmp_path):
 
 
 def test_sketchify_loads_little(tmp_path, record_property):
-    added, seconds = loaded_beyond_torch(
-        "import panther_compile; panther_compile.sketchify", tmp_path
-    )
+    added, seconds = loaded_beyond_torch("import panther_compile; panther_compile.sketchify", tmp_path)
     record_property("seconds_beyond_torch", seconds)
     assert added & HEAVY == set()
     assert len(added) <= 3, added

@@ -9,6 +9,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.candidates import LinearCandidate
+from panther_compile.factorize_conv2d import ChannelCandidate
 from panther_compile.plan import CEILING, FLOOR, plan_units
 from panther_compile.records import Unit
 
@@ -110,6 +111,32 @@ def test_ranks_are_multiples_of_what_was_asked(step, name):
 def test_large_ranks_are_multiples_of_eight_by_default():
     lines = plan(units_of("large"), 0.5)
     assert sum(line.choice.rank % 8 == 0 for line in lines) >= 2
+
+
+def kernel(name, channels):
+    shape = (channels, channels, 3, 3)
+    return Unit(name, shape, channels**2 * 9, 0, (ChannelCandidate(shape, 1),), None)
+
+
+def test_what_the_budget_has_left_goes_to_matrices_before_kernels():
+    units = [kernel(f"k{i}", 128) for i in range(3)] + [unit(f"m{i}", (256, 256)) for i in range(3)]
+    for ratio in (0.3, 0.41, 0.52, 0.63):
+        lines = plan(units, ratio)
+        stored, dense = totals(lines)
+        assert ratio - 0.005 <= stored / dense <= ratio
+        assert all(line.choice.rank % 16 == 0 for line in lines[:3])
+
+
+def test_kernels_alone_meet_the_budget_by_single_ranks():
+    lines = plan([kernel("k", 128)], 0.41)
+    assert lines[0].choice.rank % 16 != 0
+    assert 0.405 <= lines[0].stored_numbers / lines[0].dense_numbers <= 0.41
+
+
+def test_kernels_take_what_matrices_cannot():
+    lines = plan([kernel("k", 128), unit("m", (16, 16))], 0.41)
+    stored, dense = totals(lines)
+    assert 0.405 <= stored / dense <= 0.41
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
@@ -333,3 +360,11 @@ def test_text_has_a_line_for_each_weight_and_the_totals():
     assert all(line.name in text for line in found.layers)
     assert "matches no selector of ratio" in text
     assert f"2 of 4 layers to be sketched: {found.stored_numbers:,} of {found.dense_numbers:,}" in text
+
+
+def test_a_stem_stays_dense_unless_slower_is_allowed():
+    model = nn.Sequential(nn.Conv2d(3, 64, 7, 2), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3))
+    stem, *others = pc.plan_sketch(model, 0.5, progress=False).layers
+    assert stem.reason == "its sketch would run at 0.70 of the dense speed; allow_slower=True sketches it"
+    assert all(line.choice is not None for line in others)
+    assert pc.plan_sketch(model, 0.5, progress=False, allow_slower=True).layers[0].choice is not None

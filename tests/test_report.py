@@ -2,8 +2,10 @@
 
 import copy
 import json
+import pickle
 
 import pytest
+import torch
 from torch import nn
 
 import panther_compile as pc
@@ -231,3 +233,19 @@ def test_records_count():
     assert (line.stored_numbers, empty.achieved_ratio, empty.sketched) == (6, 1.0, ())
     record = SketchRecord(empty, {"fc": Fitted("pair", (1,), "svd", 0.5)})
     assert copy.deepcopy(record) == record
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_copies_of_a_graph_keep_the_record(inplace):
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48)))
+    small = pc.sketchify(graph, 0.5, inplace=inplace, **OPTIONS)
+    wanted = str(pc.sketch_report(small))
+    for twin in (
+        copy.deepcopy(small),
+        pickle.loads(pickle.dumps(small)),
+        copy.deepcopy(copy.deepcopy(small)),
+    ):
+        assert str(pc.sketch_report(twin)) == wanted
+    dense = pc.densify(small, inplace=inplace)
+    for twin in (dense, copy.deepcopy(dense)):
+        assert RECORD_ATTRIBUTE not in vars(twin)

@@ -9,6 +9,7 @@ Between the projections the attention is exact, unless `attention="favor"` asks 
 import copy
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Self
 
 import torch
@@ -22,7 +23,6 @@ from panther_compile.layers.base import (
     Spec,
     check_rank_or_ratio,
     copy_into,
-    take_over,
 )
 from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
@@ -48,7 +48,7 @@ class SketchedMultiheadAttention(SketchedLayer):
     - `nn.TransformerEncoder` in eval mode, without gradients, given a `src_key_padding_mask` and
       no mask, writes 0 (before its final norm) at padded positions. Here they hold what they
       hold in training, which nothing valid depends on. Valid positions agree. Nested tensors, by
-      which torch does that, raise LayerError.
+      which torch does that, raise LayerError; `sketchify` turns them off (nested_tensors.py).
 
     `attention="favor"` estimates the attention in time linear in the length: see `FavorAttention`
     for what that is good for. Attention masks must then be causal.
@@ -370,8 +370,9 @@ class SketchedMultiheadAttention(SketchedLayer):
         if self.bias_k is not None and self.bias_v is not None:
             copy_into(dense.bias_k, self.bias_k)
             copy_into(dense.bias_v, self.bias_v)
-        take_over(dense, self, next(self.q_proj.parameters()).requires_grad)
-        return dense
+        for name, parameter in dense.named_parameters():
+            parameter.requires_grad_(attrgetter(name)(self).requires_grad)
+        return dense.train(self.training)
 
     @property
     def in_proj_weight(self) -> Tensor | None:
@@ -387,7 +388,7 @@ class SketchedMultiheadAttention(SketchedLayer):
 
     def _stacked(self, kind: str, shape: tuple[int, ...]) -> Tensor:
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        like = parts[0].weight
+        like = getattr(parts[0], kind)
         return lazy_weight(shape, like, lambda: torch.cat([getattr(part, kind) for part in parts]))
 
     @property

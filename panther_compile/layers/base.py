@@ -79,6 +79,17 @@ def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
         new_bias.requires_grad_(old_bias.requires_grad)
 
 
+def is_plain(factor: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling a factor is no more than the function of its kind on its own parameters."""
+    return (
+        type(factor) is kind
+        and type(factor.weight) is nn.Parameter
+        and "forward" not in factor.__dict__  # accelerate wraps it there
+        and not (factor._forward_hooks or factor._forward_pre_hooks)
+        and not (factor._backward_hooks or factor._backward_pre_hooks)
+    )
+
+
 def check_rank(rank: int, largest: int, what: str) -> None:
     """Raise RankError unless rank is an integer in 1..largest."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= largest:

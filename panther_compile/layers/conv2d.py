@@ -10,13 +10,11 @@ is as tall or as wide as the dense kernel. Padding there is the same as padding 
 have no bias, so zeros stay zeros and copies stay copies. The weights come from factorize_conv2d.py.
 """
 
-# N batch, O out_channels, I in_channels, G groups, R rank, S = I - R, P = height x width
-
+# N batch, O out_channels, I in_channels, G groups
 import math
 from typing import Any, Literal, Self
 
 import torch
-import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,12 +31,14 @@ from panther_compile.factorize_conv2d import (
     multiply_out,
     tucker2_ranks,
 )
+from panther_compile.kernels import reference
 from panther_compile.layers.base import (
     SketchedLayer,
     Spec,
     check_rank,
     check_rank_or_ratio,
     copy_into,
+    is_plain,
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
@@ -237,8 +237,7 @@ class SketchedConv2d(SketchedLayer):
             ratio: in (0, 1]; exactly one of rank and ratio is given.
             scheme: see the constructor. "auto" takes, given a ratio, the scheme of least error, and of
                 those that agree to three digits the one of fewest multiply-adds; given a rank,
-                "pivoted" where that fits, else "channel". "pivoted" becomes "channel", the plain
-                pair, where it would be inaccurate in the layer's dtype.
+                "pivoted" where that fits, else "channel".
             method: see `panther_compile.factorize.factorize`.
             sketch: random test matrix of the randomized method.
             seed: of that matrix.
@@ -261,6 +260,8 @@ class SketchedConv2d(SketchedLayer):
             candidate, rank = _best(candidates, int(ratio * weight.numel()), what)
         else:
             candidate = candidates[0]
+            if scheme == "auto" and isinstance(rank, int) and rank > candidate.max_rank:
+                candidate = ChannelCandidate(tuple(weight.shape), groups)
         generator = torch.Generator(weight.device).manual_seed(seed)
         if candidate.scheme != "pivoted":
             found = factorize_conv2d(
@@ -279,9 +280,7 @@ class SketchedConv2d(SketchedLayer):
         return cls.from_factors(pair.left, pair.right, layer, residual=pair.residual(matrix))
 
     @classmethod
-    def from_factors(
-        cls, left: Tensor, right: Tensor, like: nn.Conv2d, *, residual: float = 0.0
-    ) -> Self:
+    def from_factors(cls, left: Tensor, right: Tensor, like: nn.Conv2d, *, residual: float = 0.0) -> Self:
         """A 1 x 1 layer with the weight left @ right: pivoted, or the plain pair at full rank.
 
         Args:
@@ -313,9 +312,9 @@ class SketchedConv2d(SketchedLayer):
             x = F.pad(x, (width, width, height, height), mode=mode)
         if self.stride != (1, 1):
             x = x[..., :: self.stride[0], :: self.stride[1]]
-        if _is_plain(self.down):
-            return _pivoted_conv1x1(x, self.down.weight, self.start)
-        pivots, others = _split(x, self.up.in_channels, self.start)
+        if is_plain(self.down, nn.Conv2d):
+            return reference.pivoted_conv1x1(x, self.down.weight, start=self.start)
+        pivots, others = reference.split_channels(x, self.up.in_channels, self.start)
         return pivots + self.down(others)
 
     def _stages(self) -> tuple[nn.Conv2d, ...]:
@@ -418,45 +417,6 @@ def _best(candidates: tuple[Candidate, ...], numbers: int, what: str) -> tuple[C
         return round(candidate.error(rank) or 0.0, 3), candidate.macs(rank)
 
     return min(affordable, key=cost)
-
-
-def _pivoted_conv1x1(x: Tensor, down_RS11: Tensor, start: int) -> Tensor:
-    """Latent x₁ + conv1x1(x₂) (N, R, H, W) of x (N, R + S, H, W), or the same without N.
-
-    On a CPU it is a matrix product: a convolution would copy its slice of the channels first.
-    """
-    if x.dim() == 3:
-        return _pivoted_conv1x1(x[None], down_RS11, start)[0]
-    pivots, others = _split(x, down_RS11.shape[0], start)
-    if x.device.type != "cpu":
-        return pivots + F.conv2d(others, down_RS11)
-    down_RS = down_RS11.flatten(1)
-    if x.stride(1) == 1:  # channels_last
-        pivots_NHWR, others_NHWS = pivots.movedim(1, -1), others.movedim(1, -1)
-        z_BR = torch.addmm(pivots_NHWR.flatten(0, 2), others_NHWS.flatten(0, 2), down_RS.T)
-        return z_BR.view(pivots_NHWR.shape).movedim(-1, 1)
-    z_NRP = torch.baddbmm(pivots.flatten(2), down_RS.expand(x.shape[0], -1, -1), others.flatten(2))
-    return z_NRP.view(pivots.shape)
-
-
-# It chooses by strides, which a symbolic trace does not have.
-torch.fx.wrap("_pivoted_conv1x1")
-
-
-def _split(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
-    """The pivot channels of x (..., I, H, W), and the others."""
-    others = x.shape[-3] - rank
-    return x.narrow(-3, start, rank), x.narrow(-3, rank if start == 0 else 0, others)
-
-
-def _is_plain(factor: nn.Module) -> bool:
-    """Whether calling the factor is no more than F.conv2d on its own parameter."""
-    return (
-        type(factor) is nn.Conv2d
-        and type(factor.weight) is nn.Parameter
-        and not (factor._forward_hooks or factor._forward_pre_hooks)
-        and not (factor._backward_hooks or factor._backward_pre_hooks)
-    )
 
 
 def _one_rank(rank: int | tuple[int, ...], largest: int, what: str) -> int:

@@ -80,7 +80,8 @@ class SketchedEmbedding(SketchedLayer):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up indices (...), any integer dtype, and return (..., D)."""
-        return self.codes(indices) @ self.basis.weight
+        codes = self.codes(indices)
+        return (codes @ self.basis.weight).to(codes.dtype)  # autocast would give a half type
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors left (V, r) and right (r, D) of the table."""

@@ -12,9 +12,10 @@ model's own tensors, not copies, and nothing of the model is changed.
 """
 
 import inspect
+import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,6 @@ class CallForm:
         extra: keyword arguments that were added to the user's.
         in_spec: tree of (args, kwargs).
         tensors: which leaves of it are tensors, the inputs of the graph.
-        constants: the other leaves.
         out_spec: tree of the result.
         out_leaves: its leaves; the tensors among them, whose places hold None here, come from the graph.
         out_tensors: which of them those are.
@@ -48,7 +48,6 @@ class CallForm:
     extra: Mapping[str, Any]
     in_spec: pytree.TreeSpec
     tensors: tuple[int, ...]
-    constants: tuple[Any, ...]
     out_spec: pytree.TreeSpec
     out_leaves: tuple[Any, ...]
     out_tensors: tuple[int, ...]
@@ -217,7 +216,8 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
@@ -265,20 +265,22 @@ def _captured(
                 assert not node.users, f"{node} is no tensor and is used"
                 graph.erase_node(node)
     elif len(placeholders) != len(tensors):
-        raise CaptureError(f"{type(model).__name__} takes tensors inside of other arguments, as torch.fx cannot")
+        raise CaptureError(
+            f"{type(model).__name__} takes tensors inside of other arguments, as torch.fx cannot"
+        )
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     outputs, found_spec = pytree.tree_flatten(_plain(output.args[0]))
     out_tensors = tuple(place for place, leaf in enumerate(outputs) if isinstance(leaf, fx.Node))
     output.args = (tuple(outputs[place] for place in out_tensors),)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    graph_module.recompile()
+    # A new one, without the exporter's hooks, which check the user's way of calling.
+    graph_module = fx.GraphModule(graph_module, graph)
     form = CallForm(
         signature=signature,
         extra=extra,
         in_spec=in_spec,
         tensors=tensors,
-        constants=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
         out_spec=out_spec or found_spec,
         out_leaves=tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in outputs),
         out_tensors=out_tensors,
@@ -301,9 +303,12 @@ def _plain(tree: Any) -> Any:
     return type(tree)(map(_plain, tree)) if type(tree) is tuple else tree
 
 
-def _explain(model: nn.Module, failures: Mapping[str, BaseException | None], boundaries: Sequence[str]) -> str:
+def _explain(
+    model: nn.Module, failures: Mapping[str, BaseException | None], boundaries: Sequence[str]
+) -> str:
     """Which construct no route can read, and what to do about it."""
-    lines = [f"no graph of {type(model).__name__} can be read for {'these boundaries' if boundaries else 'cutting'}:"]
+    asked = f" with boundaries={list(boundaries)}" if boundaries else ""
+    lines = [f"no graph of {type(model).__name__} can be read{asked}:"]
     for route, error in failures.items():
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         lines.append(f"  {route}: {type(error).__name__}: {message.strip()[:200]}{_where(error)}")

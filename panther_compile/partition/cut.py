@@ -224,7 +224,9 @@ class CutNetwork:
         )
         _, (inside, _) = nx.minimum_cut(network, "s", "t", flow_func=preflow_push)
         chosen = low.copy()
-        chosen[[vertex for vertex in np.flatnonzero(free).tolist() if vertex in inside or vertex not in network]] = True
+        chosen[
+            [vertex for vertex in np.flatnonzero(free).tolist() if vertex in inside or vertex not in network]
+        ] = True
         return chosen
 
     def sweep(self, low: Prefix, high: Prefix, limit: int) -> list[Prefix]:

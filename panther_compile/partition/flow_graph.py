@@ -64,7 +64,7 @@ def build_flow_graph(
     nodes = [node for node in graph.nodes if node.op.startswith("call")]
     constants = find_constants(captured, notes)
     working = [node for node in nodes if node not in constants]
-    readers = {name: list(_readers(captured, name, constants)) for name in _reads(captured)}
+    readers = _readers(captured, constants)
     joined = [readers[name] for name in together if name in readers]
     vertex_of = _group(working, notes, [*joined, *_inseparable(working, notes)])
     members: dict[str, list[str]] = {}
@@ -107,44 +107,34 @@ def shared_parameters(flow: FlowGraph) -> list[str]:
     return [held.name for held in flow.holdings if held.gradient_bytes and len(held.vertices) > 1]
 
 
-def _reads(captured: Captured) -> list[str]:
-    """Names of the tensors that the graph reads, those of called modules included."""
-    model, names = captured.graph_module, dict[str, None]()
-    for node in model.graph.nodes:
-        if node.op == "get_attr":
-            names[str(node.target)] = None
-        elif node.op == "call_module":
-            names.update(dict.fromkeys(_module_tensors(captured, node)))
-    return list(names)
-
-
-def _module_tensors(captured: Captured, node: fx.Node) -> dict[str, Tensor]:
-    """Tensors of a called module by the names they first have in the model."""
-    first: dict[int, str] = {}
+def _readers(captured: Captured, constants: Collection[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Working nodes that read each parameter and buffer, directly or through constants."""
     root = captured.graph_module
+    first: dict[int, str] = {}
     for name, tensor in (*root.named_parameters(), *root.named_buffers()):
         first.setdefault(id(tensor), name)
-    module = root.get_submodule(str(node.target))
-    return {first[id(tensor)]: tensor for tensor in (*module.parameters(), *module.buffers())}
+    readers: dict[str, list[fx.Node]] = {}
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), []).extend(_users(node, constants))
+        elif node.op == "call_module":
+            module = root.get_submodule(str(node.target))
+            for tensor in (*module.parameters(), *module.buffers()):
+                readers.setdefault(first[id(tensor)], []).append(node)
+    return readers
 
 
-def _readers(captured: Captured, name: str, constants: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Working nodes that read a tensor, directly or through constants."""
-    queue = []
-    for node in captured.graph_module.graph.nodes:
-        if node.op == "get_attr" and str(node.target) == name:
-            queue.extend(node.users)
-        elif node.op == "call_module" and name in _module_tensors(captured, node):
-            yield node
-    seen = set(queue)
+def _users(read: fx.Node, constants: Collection[fx.Node]) -> list[fx.Node]:
+    """Working nodes that use a read, looking through constants."""
+    queue, seen, found = list(read.users), set(read.users), []
     while queue:
         node = queue.pop(0)
-        if node not in constants:
-            if node.op != "output":
-                yield node
-            continue
-        queue.extend(user for user in node.users if user not in seen)
-        seen.update(node.users)
+        if node in constants:
+            queue.extend(user for user in node.users if user not in seen)
+            seen.update(node.users)
+        elif node.op != "output":
+            found.append(node)
+    return found
 
 
 def _inseparable(working: Sequence[fx.Node], notes: Mapping[fx.Node, Observed]) -> Iterator[list[fx.Node]]:
@@ -242,7 +232,9 @@ def _values(
         consumers = tuple(dict.fromkeys(user for user in users if user != producer))
         if consumers:
             size = tensor.numel() * tensor.element_size()
-            yield Value(node.name, producer, consumers, size, size * (costs.training and tensor.requires_grad))
+            yield Value(
+                node.name, producer, consumers, size, size * (costs.training and tensor.requires_grad)
+            )
 
 
 def _holdings(

@@ -30,6 +30,9 @@ class Link:
         return self.latency_seconds + moved_bytes / self.bytes_per_second if moved_bytes else 0.0
 
 
+NO_LINK = Link(float("inf"), 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A cluster of equal devices, several to a node.
@@ -109,7 +112,9 @@ def find_hardware(hardware: Hardware | str) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
     if hardware not in PRESETS:
-        raise ConfigError(f"hardware={hardware!r} is no preset; there are {sorted(PRESETS)}, or give a Hardware")
+        raise ConfigError(
+            f"hardware={hardware!r} is no preset; there are {sorted(PRESETS)}, or give a Hardware"
+        )
     return PRESETS[hardware]
 
 

@@ -1,16 +1,18 @@
 """What each node of a graph does: operations, bytes, what it keeps for the backward, what it writes.
 
-The graph runs once on fake tensors, so that nothing is computed and models without data (meta device) will do;
-for real where a module kept whole looks at values. Every operation below a node is seen as it is dispatched.
+The graph runs once on fake tensors, so that nothing is computed and a model without data (meta device) will
+do; for real where a module kept whole looks at values. Every operation below a node is seen as it is
+dispatched.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,9 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from panther_compile.cost import Stage
+from panther_compile.errors import CaptureError
 from panther_compile.partition.capture import Captured
 
-_SHAPE_READS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "ndimension", "element_size", "stride"}
+_SHAPE_READS = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "size",
+    "dim",
+    "numel",
+    "ndimension",
+    "element_size",
+    "stride",
+}
+_ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 @dataclass
@@ -32,7 +47,7 @@ class Observed:
         value: what it returned, a fake tensor or anything else.
         products: its operations; activations and weights in bytes.
         saved_bytes: kept for the backward, if no node before keeps it already.
-        gradients: inputs that a gradient flows to, vectors not counted; 0 if there is nothing to differentiate.
+        gradients: inputs that a gradient flows to, vectors not counted; 0 if nothing is to differentiate.
         writes: storages that it writes in place.
         touches: storages of its inputs and outputs.
         fixed: whether it is a number that the example's shapes alone decide.
@@ -55,20 +70,19 @@ def observe(captured: Captured) -> dict[fx.Node, Observed]:
     try:
         return _run(captured, inputs, fake)
     # Modules kept whole run the user's code, which may raise anything where values are asked for.
-    except Exception:
+    except Exception as error:
         if any(value.device.type == "meta" for value in captured.example):
-            raise
+            raise CaptureError(f"the graph does not run on the meta device: {error}") from error
         return _run(captured, captured.example, None)
 
 
-def _run(captured: Captured, inputs: Sequence[Tensor], fake: FakeTensorMode | None) -> dict[fx.Node, Observed]:
+def _run(
+    captured: Captured, inputs: Sequence[Tensor], fake: FakeTensorMode | None
+) -> dict[fx.Node, Observed]:
     observer = _Observer(captured.graph_module, fake)
     keep = saved_tensors_hooks(observer.keep, lambda tensor: tensor)
-    with ExitStack() as stack:
-        for context in (*([fake] if fake else []), torch.enable_grad(), torch.random.fork_rng(devices=[])):
-            stack.enter_context(context)
-        stack.enter_context(keep)
-        stack.enter_context(_Operations(observer))
+    around = fake or nullcontext()
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
         observer.run(*inputs)
     return observer.notes
 
@@ -95,6 +109,8 @@ class _Observer(fx.Interpreter):
         made = _tensors(result)
         note = self.current
         note.value = result
+        if isinstance(result, Tensor):
+            n.meta["tensor"] = result
         note.touches = frozenset(storage(tensor) for tensor in (*used, *made))
         note.writes = frozenset(
             storage(tensor)
@@ -103,12 +119,16 @@ class _Observer(fx.Interpreter):
         ) | _running_statistics(n, self.env)
         if n.op not in ("placeholder", "get_attr") and any(tensor.requires_grad for tensor in made):
             held = n.op == "call_module" and any(
-                parameter.requires_grad
-                for parameter in self.submodules[str(n.target)].parameters()
+                parameter.requires_grad for parameter in self.submodules[str(n.target)].parameters()
             )
             matrices = sum(tensor.requires_grad and tensor.dim() > 1 for tensor in used)
             note.gradients = max(1, matrices + held)
         note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
+        if n.target in _ATTENTION:
+            # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
+            macs = sum(product.macs for product in note.products)
+            note.products = [Stage(macs, sum(map(_bytes, (*used, *made))), 0)]
+            note.saved_bytes = sum(map(_bytes, (*used[:3], *made))) if note.gradients else 0
         return result
 
     def fetch_attr(self, target: str) -> Any:
@@ -127,7 +147,11 @@ class _Observer(fx.Interpreter):
     def keep(self, tensor: Tensor) -> Tensor:
         """Count what the current node saves for the backward; parameters are held anyway."""
         key = storage(tensor)
-        if key not in self._kept and key not in self.parameters and not isinstance(tensor, torch.nn.Parameter):
+        if (
+            key not in self._kept
+            and key not in self.parameters
+            and not isinstance(tensor, torch.nn.Parameter)
+        ):
             self._kept.add(key)
             self.current.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
@@ -138,7 +162,9 @@ class _Observer(fx.Interpreter):
         if node.op == "call_method" and node.target in _SHAPE_READS:
             return True
         inputs = node.all_input_nodes
-        return node.op == "call_function" and bool(inputs) and all(self.notes[other].fixed for other in inputs)
+        return (
+            node.op == "call_function" and bool(inputs) and all(self.notes[other].fixed for other in inputs)
+        )
 
 
 class _Operations(TorchDispatchMode):
@@ -179,14 +205,15 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
             continue
         value = tuple(note.value) if isinstance(note.value, torch.Size) else note.value
         for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg(
-                (user.args, user.kwargs), lambda other, node=node, value=value: value if other is node else other
-            )
+            substitutes = {other: value if other is node else other for other in user.all_input_nodes}
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), substitutes.__getitem__)
         graph.erase_node(node)
     captured.graph_module.recompile()
 
 
-def measure_nodes(captured: Captured, inputs: Sequence[Tensor] | None = None, repeats: int = 3) -> dict[str, float]:
+def measure_nodes(
+    captured: Captured, inputs: Sequence[Tensor] | None = None, repeats: int = 3
+) -> dict[str, float]:
     """Forward seconds of each node on the device the model is on: the best of several runs, node by node."""
     best: dict[str, float] = {}
     for _ in range(repeats):
@@ -233,4 +260,3 @@ def _running_statistics(node: fx.Node, env: Mapping[fx.Node, Any]) -> frozenset[
     if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
         return frozenset()
     return frozenset(storage(env[other]) for other in node.args[3:5] if isinstance(other, fx.Node))
-

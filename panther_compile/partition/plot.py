@@ -45,7 +45,8 @@ def draw(title: str, stages: Sequence[Stage], timeline: Timeline, path: str | Pa
         left.bar(places, heights, bottom=below, label=label, color=color)
         below = [base + height for base, height in zip(below, heights, strict=True)]
     left.set(xlabel="stage", ylabel="ms for each microbatch", xticks=places)
-    left.legend(fontsize=7)
+    left.margins(y=0.2)
+    left.legend(fontsize=7, ncols=len(_PARTS), loc="upper center")
 
     right = figure.add_subplot(grid[0, 1])
     below = [0.0] * len(stages)
@@ -56,7 +57,8 @@ def draw(title: str, stages: Sequence[Stage], timeline: Timeline, path: str | Pa
     rest = [stage.memory_bytes / 1e6 - base for stage, base in zip(stages, below, strict=True)]
     right.bar(places, rest, bottom=below, label="activations in flight, buffers", color="#e0a458")
     right.set(xlabel="stage", ylabel="MB at the peak", xticks=places)
-    right.legend(fontsize=7)
+    right.margins(y=0.2)
+    right.legend(fontsize=7, ncols=2, loc="upper center")
 
     gantt = figure.add_subplot(grid[1, :])
     for slot in timeline.slots:

@@ -36,7 +36,9 @@ class Mesh:
             raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp' and 'tp'")
         for axis, size in mesh.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise MeshError(f"mesh[{axis!r}] is {size!r}; it must be a whole number of devices, 1 or more")
+                raise MeshError(
+                    f"mesh[{axis!r}] is {size!r}; it must be a whole number of devices, 1 or more"
+                )
         found = cls(**mesh)
         if devices is not None and found.devices != devices:
             raise MeshError(f"mesh {found} is of {found.devices} devices, and devices={devices}")

@@ -1,4 +1,4 @@
-"""What `partition_model` gives back: the stages, what they are predicted to do, and how to get their modules."""
+"""What `partition_model` gives back: the stages, what they are predicted to do, and their modules."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from panther_compile.partition.hardware import Hardware
 from panther_compile.partition.records import Mesh, SharedParameter, Stage
 from panther_compile.partition.schedule import Timeline
 from panther_compile.partition.split import StagedModel, split
-from panther_compile.partition.stages import StageCuts, StageRequest, lower_bound
+from panther_compile.partition.stages import StageRequest, lower_bound
 from panther_compile.tables import render_table
 
 
@@ -98,7 +98,7 @@ class Partition:
     def title(self) -> str:
         """One line: what was cut for what."""
         return (
-            f"{self.model} in {len(self.stages)} stages on {self.mesh} ({self.mesh.devices} x "
+            f"{self.model}: pipeline of {len(self.stages)} on {self.mesh} ({self.mesh.devices} x "
             f"{self.hardware.name}), {self.schedule}, {self.microbatches} microbatches"
         )
 

@@ -94,7 +94,9 @@ def split(
         own = [node for name, node in nodes.items() if stage_of.get(name) == stage]
         received = crossing[stage - 1] if stage else inputs
         returned = [nodes[name] for name in crossing[stage]] if stage < stages - 1 else None
-        made.append(_stage_module(captured, own, [nodes[name] for name in received], returned, constants, stage))
+        made.append(
+            _stage_module(captured, own, [nodes[name] for name in received], returned, constants, stage)
+        )
     for module in made:
         _mark_buffers(module, persistent)
     return StagedModel(made, captured.form)
@@ -122,8 +124,17 @@ def _stage_module(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module"):
             name = str(node.target)
-            tensors[name] = source.get_submodule(name) if node.op == "call_module" else attribute(source, name)
-    graph.output(tuple(copies[node] for node in (output.args[0] if returned is None else returned)))
+            tensors[name] = (
+                source.get_submodule(name) if node.op == "call_module" else attribute(source, name)
+            )
+    if returned is None:
+        graph.output(tuple(copies[node] for node in output.args[0]))
+    else:
+        # What is sent arrives contiguous, so it leaves so: one process sees what several would.
+        for node in returned:
+            if node not in received:
+                copies[node] = graph.call_method("contiguous", (copies[node],))
+        graph.output(tuple(copies[node] for node in returned))
     graph.lint()
     module = fx.GraphModule(tensors, graph, class_name=f"Stage{stage}")
     module.training = source.training
@@ -150,4 +161,3 @@ def _mark_buffers(module: fx.GraphModule, persistent: Collection[str]) -> None:
         if name not in persistent:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
-

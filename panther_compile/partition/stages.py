@@ -18,6 +18,7 @@ chain exactly, in two rounds: the smallest slowest stage first, then the fewest 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +107,9 @@ class StageCuts:
 class Candidates:
     """Candidate prefixes, from empty to full, with what a stage between two of them takes."""
 
-    def __init__(self, flow: FlowGraph, network: CutNetwork, prefixes: Prefix, *, chain: bool = False) -> None:
+    def __init__(
+        self, flow: FlowGraph, network: CutNetwork, prefixes: Prefix, *, chain: bool = False
+    ) -> None:
         if not chain:
             _, kept = np.unique(np.packbits(prefixes, axis=1), axis=0, return_index=True)
             prefixes = prefixes[kept]
@@ -191,7 +194,9 @@ def _best_chain(
     return value, chain[::-1]
 
 
-def fastest(candidates: Candidates, request: StageRequest, *, fewest_bytes: bool = True) -> tuple[float, list[int]]:
+def fastest(
+    candidates: Candidates, request: StageRequest, *, fewest_bytes: bool = True
+) -> tuple[float, list[int]]:
     """The chain with the smallest slowest stage within the memory, then with the fewest bytes."""
     transfers = candidates.transfers(request.links)
 
@@ -214,9 +219,7 @@ def fastest(candidates: Candidates, request: StageRequest, *, fewest_bytes: bool
 
 def leanest(candidates: Candidates, request: StageRequest) -> tuple[float, list[int]]:
     """The chain with the smallest largest memory of a stage."""
-    return _best_chain(
-        candidates, request.count, lambda end: candidates.memory(end, request), np.maximum
-    )
+    return _best_chain(candidates, request.count, lambda end: candidates.memory(end, request), np.maximum)
 
 
 def cut_network(flow: FlowGraph, request: StageRequest) -> CutNetwork:
@@ -262,10 +265,10 @@ def choose_cuts(flow: FlowGraph, request: StageRequest, *, exhaustive: int = EXH
 
     effort = next(effort for effort in _EFFORTS if len(network) <= effort.vertices)
     starts = [linear_cuts(flow, request, network, late=late) for late in (False, True)]
+    if starts == [None, None]:
+        starts = [_lean_cuts(flow, request, network)]
     fitting = [start for start in starts if start is not None]
     if not fitting:
-        fitting = [_lean_cuts(flow, request, network)]
-    if fitting == [None]:
         return None
     start = min(fitting, key=lambda cuts: cuts.seconds)
     pool = [cuts.prefixes for cuts in fitting] + _global_candidates(network, effort)
@@ -285,13 +288,12 @@ def choose_cuts(flow: FlowGraph, request: StageRequest, *, exhaustive: int = EXH
 
 
 def least_memory(flow: FlowGraph, request: StageRequest) -> tuple[float, int]:
-    """The memory of the largest stage at its smallest, and which stage that is."""
+    """The memory of the largest stage at its smallest in the graph's own order, and which stage that is."""
     network = cut_network(flow, request)
     candidates = Candidates(flow, network, network.order_prefixes(), chain=True)
     value, chain = leanest(candidates, request)
     sizes = [
-        candidates.memory(end, request)[stage, start]
-        for stage, (start, end) in enumerate(zip(chain, chain[1:], strict=False))
+        candidates.memory(end, request)[stage, start] for stage, (start, end) in enumerate(pairwise(chain))
     ]
     return value, int(np.argmax(sizes)) if sizes else 0
 
@@ -332,7 +334,7 @@ def vertex_seconds(flow: FlowGraph, *, recompute: bool = False) -> list[float]:
 def _lean_cuts(flow: FlowGraph, request: StageRequest, network: CutNetwork) -> StageCuts | None:
     """A place to start from where no linear order fits."""
     candidates = Candidates(flow, network, network.order_prefixes(), chain=True)
-    value, chain = leanest(candidates, replace(request, memory_bytes=None))
+    value, chain = leanest(candidates, request)
     return _cuts(candidates, value, chain, exact=False) if chain else None
 
 
@@ -368,6 +370,15 @@ def _nearby(network: CutNetwork, ends: Prefix, effort: _Effort, seen: set[bytes]
             found.append(network.minimum_cut(low, high))
         found += network.neighbours(end, effort.moves)
     return np.array(found)
+
+
+def measure_cuts(flow: FlowGraph, request: StageRequest, prefixes: Prefix) -> StageCuts:
+    """The time and bytes of ends chosen elsewhere, from empty to full; stages may be empty."""
+    candidates = Candidates(flow, cut_network(flow, request), prefixes, chain=True)
+    ends = candidates.transfers(request.links)
+    ends = ends[range(len(prefixes)), range(len(prefixes))]
+    slowest = float((np.diff(candidates.work) + ends[:-1] + ends[1:]).max())
+    return _cuts(candidates, slowest, range(len(prefixes)), exact=False)
 
 
 def _first_share(network: CutNetwork, rows: Prefix, share: float) -> Prefix:

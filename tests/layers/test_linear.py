@@ -16,7 +16,7 @@ from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.trace import SketchTracer
 
 LEADING = [(), (1,), (5,), (2, 3), (2, 1, 3, 2), (0,), (2, 0)]
-FORMS = ["pair", "leading", "trailing", "gathered"]
+FORMS = ["pair", "leading", "trailing"]
 # One rounding of the input, one of each factor, sums of 24: a few units of the last place.
 EPS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 IN, OUT, RANK = 24, 16, 6
@@ -26,12 +26,10 @@ def factors(form, in_features=IN, out_features=OUT, rank=RANK):
     """Well-conditioned float64 factors that `from_factors` stores in the form asked for."""
     left = torch.randn(out_features, rank, dtype=torch.float64)
     right = 0.3 * torch.randn(rank, in_features, dtype=torch.float64)
-    start = {"trailing": in_features - rank, "gathered": (in_features - rank) // 2}.get(form, 0)
+    start = in_features - rank if form == "trailing" else 0
     right[:, start : start + rank] += torch.eye(rank, dtype=torch.float64)
-    if form in ("trailing", "gathered"):
+    if form == "trailing":
         right[:, 1] = right[:, 0] = 0
-    if form == "gathered":
-        right[:, -1] = right[:, -2] = 0
     return left, right
 
 
@@ -46,7 +44,6 @@ def build(form="leading", *, bias=True, dtype=torch.float64, **sizes):
     )
     spec = layer.sketch_spec()
     kind = "leading" if spec["start"] == 0 else "trailing"
-    kind = "gathered" if spec["gathered"] else kind
     assert ("pair" if spec["form"] == "pair" else kind) == form
     return layer
 
@@ -101,7 +98,7 @@ def test_wrong_width_is_an_error(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form):
-    layer = build(form, in_features=7, out_features=5, rank=2 if form != "gathered" else 3)
+    layer = build(form, in_features=7, out_features=5, rank=2)
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     names, values = zip(*layer.named_parameters(), strict=True)
 
@@ -141,7 +138,7 @@ def test_full_rank_is_the_dense_layer_within_rounding(dtype, shape):
 @pytest.mark.parametrize("dtype", list(EPS))
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48), (40, 40)])
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8, 1.0])
-def test_ratio_is_respected_index_buffer_and_all(form, dtype, shape, ratio):
+def test_ratio_is_respected(form, dtype, shape, ratio):
     dense = nn.Linear(*shape, dtype=dtype)
     layer = SketchedLinear.from_dense(dense, ratio=ratio, form=form)
     stored = layer.stored_numbers - shape[1]
@@ -151,16 +148,6 @@ def test_ratio_is_respected_index_buffer_and_all(form, dtype, shape, ratio):
         assert layer.form == form
 
 
-def test_ratio_counts_the_index_buffer_where_float32_needs_one():
-    dense = nn.Linear(40, 40)
-    with torch.no_grad():
-        dense.weight[:, 1] = dense.weight[:, 0]
-        dense.weight[:, -1] = dense.weight[:, -2]
-    layer = SketchedLinear.from_dense(dense, ratio=0.5)
-    assert layer.order is not None
-    assert layer.stored_numbers - 40 <= 0.5 * 1600
-
-
 @pytest.mark.parametrize("rank", [1, 5, 20])
 @pytest.mark.parametrize("form", ["pair", "pivoted"])
 def test_error_is_that_of_the_truncated_svd(rank, form):
@@ -168,7 +155,8 @@ def test_error_is_that_of_the_truncated_svd(rank, form):
     layer = SketchedLinear.from_dense(dense, rank=rank, form=form)
     values = torch.linalg.svdvals(dense.weight.detach())
     error = (dense_weight(layer) - dense.weight.detach()).norm()
-    assert float(error) == pytest.approx(float(values[rank:].norm()), rel=1e-6)
+    best = float(values[rank:].norm())
+    assert best * (1 - 1e-6) < float(error) < best * (1 + (1e-6 if form == "pair" else 0.01))
 
 
 def test_ratio_one_keeps_nearly_everything_of_a_square_weight():
@@ -177,25 +165,23 @@ def test_ratio_one_keeps_nearly_everything_of_a_square_weight():
     assert (layer.form, layer.rank) == ("pivoted", 39)
 
 
-def test_max_numbers_shortens_whatever_form_is_taken():
-    left, right = factors("leading")
-    for form, max_numbers in (("pair", 100), ("pivoted", 100), ("auto", 100), ("pair", 1000)):
-        layer = SketchedLinear.from_factors(
-            left, right, None, form=form, dtype=torch.float64, max_numbers=max_numbers
-        )
-        assert layer.stored_numbers <= max_numbers
-        torch.testing.assert_close(dense_weight(layer), left[:, : layer.rank] @ right[: layer.rank])
-    assert layer.rank == RANK
-
-
-def test_auto_takes_a_pair_where_no_pivots_are_accurate():
-    left, right = factors("leading")
-    right[1] = right[0]  # rank deficient
+def test_auto_takes_a_pair_at_full_rank_only():
+    left, right = factors("leading", rank=OUT)
     layer = SketchedLinear.from_factors(left, right, None, dtype=torch.float64)
     assert layer.form == "pair"
     assert torch.equal(layer.up.weight, left)
-    with pytest.raises(RankError, match="no pivoted form of rank=6"):
+    with pytest.raises(RankError, match="wanted below full rank"):
         SketchedLinear.from_factors(left, right, None, form="pivoted", dtype=torch.float64)
+    left, right = factors("leading", rank=OUT - 1)
+    assert SketchedLinear.from_factors(left, right, None, dtype=torch.float64).form == "pivoted"
+
+
+def test_a_rank_deficient_product_is_kept():
+    left, right = factors("leading")
+    right[1] = right[0]
+    layer = SketchedLinear.from_factors(left, right, None, dtype=torch.float64)
+    assert layer.form == "pivoted"
+    torch.testing.assert_close(dense_weight(layer), left @ right)
 
 
 def test_a_zero_weight_gives_zero():
@@ -270,7 +256,6 @@ def test_from_dense_refuses_a_bad_weight(value):
         ({"rank": 2, "form": "auto"}, ConfigError),
         ({"rank": 2, "form": "pivoted", "start": 3}, ConfigError),
         ({"rank": 2, "start": 6}, ConfigError),
-        ({"rank": 2, "gathered": True}, ConfigError),
     ],
 )
 def test_constructor_refuses(options, error):
@@ -332,7 +317,6 @@ def test_spec_rebuilds_the_layer_through_json(form, bias):
 def test_state_dict_names():
     assert list(build("leading").state_dict()) == ["down.weight", "up.weight", "up.bias"]
     assert list(build("pair", bias=False).state_dict()) == ["down.weight", "up.weight"]
-    assert set(build("gathered").state_dict()) == {"order", "down.weight", "up.weight", "up.bias"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -356,10 +340,8 @@ def test_deepcopy_and_pickle(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_moves_and_casts_like_any_module(form):
     layer = build(form)
-    order = layer.order
     layer.half()
     assert layer.weight.dtype == torch.float16
-    assert layer.order is order  # an index does not become a half
     assert layer.to("meta").up.weight.is_meta
 
 
@@ -410,7 +392,7 @@ class Doubled(nn.Module):
         return 2 * self.inner(x)
 
 
-@pytest.mark.parametrize("start", ["leading", "trailing", "gathered"])
+@pytest.mark.parametrize("start", ["leading", "trailing"])
 def test_hooks_on_a_factor_run_and_the_result_is_that_of_the_plain_path(start):
     layer = build(start)
     x = torch.randn(2, 3, IN, dtype=torch.float64)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import panther_compile as pc
 from panther_compile.errors import LayerError
 from panther_compile.layers.attention import SketchedMultiheadAttention, projection_weights
+from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import SketchedLinear
 
 N, L, S, E, H, RANK = 3, 6, 8, 24, 4, 5
@@ -241,3 +243,58 @@ def test_favor_inside_a_causal_encoder():
     out, other = (twin(y, mask=causal(S)) for y in (x, changed))
     torch.testing.assert_close(out[:, :4], other[:, :4], **TIGHT)
     assert (out[:, 4:] - other[:, 4:]).norm() > 0.1
+
+
+# ------------------------------------------------------------------- models that `sketchify` returns
+
+OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
+PARTS = {
+    "all": {},
+    "feedforward": {"exclude": "*self_attn"},
+    "attention": {"exclude": "*linear?"},
+    "last layer": {"exclude": "layers.0.*"},
+}
+
+
+def encoder(**options):
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(E), **options).double()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_sketchified_encoder_gives_what_its_densified_twin_gives(part, inplace):
+    given = encoder()
+    small = pc.sketchify(given, 0.5, inplace=inplace, **OPTIONS | PARTS[part])
+    assert given.use_nested_tensor is not inplace
+    assert not small.use_nested_tensor
+    assert any(isinstance(module, SketchedLayer) for module in small.modules())
+    dense = pc.densify(small)
+    assert dense.use_nested_tensor
+    assert not small.use_nested_tensor
+    assert vars(dense).keys() == vars(encoder()).keys()
+    x, mask = torch.randn(N, S, E, dtype=torch.float64), padding(N, S)
+    assert_same(dense, small, [x])
+    assert_same(dense, small, [x], ~mask, src_key_padding_mask=mask)
+
+
+def test_an_encoder_without_a_sketch_keeps_its_nested_tensors():
+    model = nn.ModuleDict({"a": encoder(), "b": encoder(), "c": encoder(enable_nested_tensor=False)})
+    small = pc.sketchify(model, 0.5, **OPTIONS | {"exclude": "a.*"})
+    assert [part.use_nested_tensor for part in small.values()] == [True, False, False]
+    back = pc.densify(small, inplace=True)
+    assert back is small
+    assert [part.use_nested_tensor for part in back.values()] == [True, True, False]
+
+
+def test_a_loaded_encoder_takes_padded_inputs(tmp_path):
+    small = pc.sketchify(encoder(), 0.5, **OPTIONS).eval()
+    pc.save_sketched(small, tmp_path)
+    skeleton = encoder()
+    loaded = pc.load_sketched(skeleton, tmp_path).eval()
+    assert skeleton.use_nested_tensor
+    x, mask = torch.randn(N, S, E, dtype=torch.float64), padding(N, S)
+    with torch.no_grad():
+        found, wanted = (model(x, src_key_padding_mask=mask) for model in (loaded, small))
+    assert torch.equal(found, wanted)
+    assert pc.densify(loaded).use_nested_tensor

@@ -25,6 +25,14 @@ def old_style(function, module):
 class Plain(nn.Linear):
     """A subclass that computes what its base does."""
 
+    def extra_repr(self):
+        return f"plain, {self._note()}"
+
+    def _note(self):
+        return "no more"
+
+
+class Extended(nn.Linear):
     def extra(self):
         return 1
 
@@ -78,6 +86,7 @@ def test_frozen_meta_and_eval_layers_are_plain():
 
 def test_subclasses():
     assert why_not(Plain(8, 8)) is None
+    assert why_not(Extended(8, 8)) == "carries more than Linear does: extra"
     assert why_not(nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8)) is None
     assert why_not(Scaled(8, 8)) == "Scaled overrides Linear.forward"
     assert why_not(WithBuffer(8, 8)) == "holds more than Linear does: scale"
@@ -90,6 +99,26 @@ def test_forward_replaced_on_the_instance():
     module = linear()
     module.forward = lambda x: x
     assert why_not(module) == "its forward was replaced on the instance"
+
+
+def test_attributes_set_on_the_instance():
+    module = linear()
+    module._is_hf_initialized = True  # private names are nobody's interface
+    assert why_not(module) is None
+    module.scale = 3.0
+    assert why_not(module) == "carries more than Linear does: scale"
+
+
+@pytest.mark.parametrize(
+    ("base", "sizes"),
+    [(nn.Linear, (8, 8)), (nn.Conv2d, (4, 4, 3)), (nn.Embedding, (8, 4)), (nn.MultiheadAttention, (8, 2))],
+)
+def test_attributes_of_the_constructor_are_not_additions(base, sizes):
+    before = torch.get_rng_state()
+    tensors = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
+    module = base(*sizes, device="meta")
+    assert why_not_plain(module, base, tensors=tensors, children=frozenset({"out_proj"})) is None
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_other_methods_count_if_asked_for():

@@ -25,7 +25,7 @@ def site(module, name="fc"):
 
 
 def sketch(module, ratio=0.5, config=CONFIG, name="fc"):
-    (unit,) = PASS.units(site(module, name), energies=True)
+    (unit,) = PASS.units(site(module, name), config, energies=True)
     candidate = unit.candidates[0]
     rank = candidate.largest_rank(int(ratio * unit.dense_numbers) - unit.bias_numbers)
     stored = candidate.numbers(rank) + unit.bias_numbers
@@ -52,7 +52,7 @@ def test_why_not():
 @pytest.mark.parametrize("bias", [True, False])
 def test_unit_of_a_linear_layer(bias):
     module = nn.Linear(10, 6, bias=bias)
-    (unit,) = PASS.units(site(module), energies=True)
+    (unit,) = PASS.units(site(module), CONFIG, energies=True)
     assert (unit.name, unit.shape) == ("fc", (6, 10))
     assert unit.dense_numbers == sum(p.numel() for p in module.parameters())
     assert unit.bias_numbers == (6 if bias else 0)
@@ -62,16 +62,16 @@ def test_unit_of_a_linear_layer(bias):
 
 
 def test_unit_of_conv1d_is_that_of_its_transpose():
-    (unit,) = PASS.units(site(conv1d(10, 6)), energies=True)
+    (unit,) = PASS.units(site(conv1d(10, 6)), CONFIG, energies=True)
     assert unit.shape == (6, 10)
     weight, _ = weight_and_bias(conv1d(10, 6))
     assert weight.shape == (6, 10)
 
 
 def test_spectra_only_where_wanted_and_to_be_had():
-    (unit,) = PASS.units(site(nn.Linear(10, 6)), energies=False)
+    (unit,) = PASS.units(site(nn.Linear(10, 6)), CONFIG, energies=False)
     assert unit.candidates[0].energies is None
-    (unit,) = PASS.units(site(nn.Linear(10, 6, device="meta")), energies=True)
+    (unit,) = PASS.units(site(nn.Linear(10, 6, device="meta")), CONFIG, energies=True)
     assert unit.candidates[0].energies is None
 
 
@@ -87,9 +87,8 @@ def test_stays_within_the_choice_and_near_the_error_it_promised(dtype, shape):
     left, right = (factor.detach().double() for factor in layer.factors())
     weight = module.weight.detach().double()
     error = float((weight - left @ right).norm() / weight.norm())
-    if layer.rank == choice.rank:
-        rounding = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-5
-        assert error == pytest.approx(choice.error, rel=rounding)
+    assert layer.rank == choice.rank
+    assert choice.error * 0.999 < error < choice.error * 1.02
     assert fitted.error == pytest.approx(error, rel=0.2)  # an estimate by 16 probes
 
 
@@ -153,15 +152,14 @@ def test_sharing_gives_the_same_factors_and_an_own_bias(make, bias):
         assert twin.bias is not other.bias
 
 
-def test_sharing_a_gathered_form_shares_the_index():
+def test_sharing_a_trailing_slice_keeps_where_it_starts():
     module, other = nn.Linear(40, 40), nn.Linear(40, 40)
     with torch.no_grad():
-        module.weight[:, 1] = module.weight[:, 0]
-        module.weight[:, -1] = module.weight[:, -2]
+        module.weight[:, :9] = module.weight[:, :1].clone()
     other.weight = module.weight
     layer, _, _ = sketch(module)
-    assert layer.order is not None
-    assert PASS.share(layer, other).order is layer.order
+    twin = PASS.share(layer, other)
+    assert twin.start == layer.start == 40 - layer.rank
 
 
 def test_what_can_share():

@@ -82,8 +82,16 @@ def stage_costs(flow, request, stage_of):
     return seconds, memory, sent
 
 
-def brute_force(flow, request):
-    """The smallest (slowest stage, bytes) over all assignments; None if none fits."""
+def brute_force(flow, request, bound=float("inf")):
+    """The smallest (slowest stage, bytes) over all assignments; None if none fits.
+
+    Assignments are left as soon as the work of a stage alone is beyond the bound, or beyond the best so far.
+    """
+    forwards = 2 if request.recompute else 1
+    spent = {
+        name: forwards * work.forward_seconds + work.backward_seconds for name, work in flow.work.items()
+    }
+    load = [0.0] * request.count
     names = list(flow.work)
     needs = {name: [] for name in names}
     for value in flow.values:
@@ -105,8 +113,12 @@ def brute_force(flow, request):
             return
         name = names[position]
         for stage in range(max((stage_of[need] for need in needs[name]), default=0), request.count):
+            if load[stage] + spent[name] > (bound if best is None else min(bound, best[0])) + 1e-6:
+                continue
             stage_of[name] = stage
+            load[stage] += spent[name]
             place(position + 1, stage_of)
+            load[stage] -= spent[name]
             del stage_of[name]
 
     place(0, {})

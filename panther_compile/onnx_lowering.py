@@ -1,0 +1,188 @@
+"""Put sketched layers into an ONNX graph: nodes ahead of the dense one, which becomes the last stage itself.
+
+    MatMul(x, W)        MatMul(MatMul(x, down), up)
+    pivoted             x₁, x₂ = Split(x);  MatMul(Add(MatMul(x₂, down), x₁), up)
+    Gemm(x, W, b)       the same, and the last product is the Gemm, with its bias, alpha and beta
+    Conv(x, W, b)       Conv(Conv(x, down), up), or three; see layers/conv2d.py
+
+A dense node keeps its name, its output and its bias; what is new gets names that nothing else has.
+"""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor, nn
+
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.onnx_sites import OnnxWeight, Use, unique_name
+
+# From this opset on, Split takes the sizes as an input.
+_SPLIT_TAKES_INPUT = 13
+
+
+class GraphWriter:
+    """Makes nodes and weights of unique names in one model.
+
+    Args:
+        model: the model that is changed.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._opset = model.opset_imports[""] if "" in model.opset_imports else model.opset_imports["ai.onnx"]
+        self._node_names = {node.name or "" for node in model.graph.all_nodes()}
+        self._names = {value.name or "" for node in model.graph.all_nodes() for value in node.outputs}
+        for graph in model.graphs():
+            self._names.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
+
+    def weight(self, graph: ir.Graph, name: str, tensor: Tensor) -> ir.Value:
+        """A new initializer."""
+        name = unique_name(name, self._names)
+        stored = TorchTensor(tensor.detach().cpu().contiguous(), name)
+        value = ir.Value(
+            name=name, type=ir.TensorType(stored.dtype), shape=ir.Shape(stored.shape), const_value=stored
+        )
+        graph.register_initializer(value)
+        return value
+
+    def node(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: int = 1,
+        **attributes: object,
+    ) -> Sequence[ir.Value]:
+        """The outputs of a new node, placed before another one and named after it."""
+        name = unique_name(f"{before.name or before.outputs[0].name}_{op_type}", self._node_names)
+        made = ir.node(op_type, inputs, attributes, num_outputs=outputs, name=name)  # type: ignore[arg-type]
+        for output in made.outputs:
+            output.name = unique_name(name, self._names)
+        assert before.graph is not None
+        before.graph.insert_before(before, made)
+        return made.outputs
+
+    def split(self, before: ir.Node, x: ir.Value | None, sizes: list[int], axis: int) -> Sequence[ir.Value]:
+        """The two parts of a value along an axis."""
+        if self._opset < _SPLIT_TAKES_INPUT:
+            return self.node(before, "Split", (x,), 2, axis=axis, split=sizes)
+        return self.node(before, "Split", (x, self.integers(before, sizes)), 2, axis=axis)
+
+    def integers(self, before: ir.Node, numbers: list[int]) -> ir.Value:
+        """A constant list of integers."""
+        assert isinstance(before.graph, ir.Graph)
+        return self.weight(before.graph, f"{before.name or 'node'}_constant", torch.tensor(numbers))
+
+
+def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None:
+    """Rewrite every node that reads a weight, then take the weight away."""
+    producer = weight.value.producer()
+    graph = weight.value.graph if producer is None else producer.graph
+    assert isinstance(graph, ir.Graph)
+    stored = _stored_factors(weight.uses[0], layer)
+    factors = [writer.weight(graph, f"{weight.name}.{name}", tensor) for name, tensor in stored.items()]
+    for use in weight.uses:
+        if isinstance(layer, SketchedConv2d):
+            _lower_conv(use.node, layer, factors, writer)
+        else:
+            assert isinstance(layer, SketchedLinear)
+            _lower_matrix(use, layer, factors, writer)
+    _remove_unused(weight.value)
+
+
+def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
+    """The weights of the stages, the way round that the nodes read them."""
+    stages = dict(layer.named_children())
+    right = not use.is_conv and use.index == 1
+    names = ("down", "core", "up") if "core" in stages else ("down", "up")
+    tensors = {name: stages[name].weight for name in names}
+    return {name: tensor.t() if right else tensor for name, tensor in tensors.items()}  # type: ignore[operator, misc]
+
+
+def _lower_matrix(use: Use, layer: SketchedLinear, factors: list[ir.Value], writer: GraphWriter) -> None:
+    node, data = use.node, 1 - use.index
+    down, up = factors
+    x = node.inputs[data]
+    if node.op_type == "Gemm":
+        flag = "transB" if data else "transA"
+        if node.attributes.get_int(flag, 0):
+            (x,) = writer.node(node, "Transpose", (x,), perm=[1, 0])
+        node.attributes["transA"] = ir.AttrInt64("transA", 0)
+        node.attributes["transB"] = ir.AttrInt64("transB", 0)
+
+    def product(value: ir.Value | None) -> ir.Value:
+        return writer.node(node, "MatMul", (value, down) if use.index else (down, value))[0]
+
+    if layer.form == "pair":
+        latent = product(x)
+    else:
+        pivots, others = _split_pivots(node, x, layer, -1 if use.index else -2, writer)
+        (latent,) = writer.node(node, "Add", (product(others), pivots))
+    node.replace_input_with(data, latent)
+    node.replace_input_with(use.index, up)
+
+
+def _lower_conv(node: ir.Node, layer: SketchedConv2d, factors: list[ir.Value], writer: GraphWriter) -> None:
+    x = node.inputs[0]
+    attributes = dict(node.attributes)
+    if layer.scheme == "pivoted":
+        if layer.stride != (1, 1):
+            bounds = ([0, 0], [2**62, 2**62], [2, 3], list(layer.stride))
+            (x,) = writer.node(node, "Slice", (x, *(writer.integers(node, numbers) for numbers in bounds)))
+        pivots, others = _split_pivots(node, x, layer, 1, writer)
+        (latent,) = writer.node(node, "Conv", (others, factors[0]))
+        (x,) = writer.node(node, "Add", (latent, pivots))
+    stages = [layer.get_submodule(name) for name in ("down", "core", "up") if hasattr(layer, name)]
+    for stage, factor in zip(stages[:-1], factors[:-1], strict=True):
+        if layer.scheme != "pivoted":
+            (x,) = writer.node(node, "Conv", (x, factor))
+            _set_geometry(x.producer(), stage, attributes)  # type: ignore[arg-type]
+    node.replace_input_with(0, x)
+    node.replace_input_with(1, factors[-1])
+    _set_geometry(node, stages[-1], attributes)
+
+
+def _split_pivots(
+    node: ir.Node, x: ir.Value | None, layer: SketchedLinear | SketchedConv2d, axis: int, writer: GraphWriter
+) -> Sequence[ir.Value]:
+    """The pivots of the input, and the rest of it."""
+    rank, width = layer.ranks[0], layer.down.weight.shape[1]
+    if layer.start == 0:
+        return writer.split(node, x, [rank, width], axis)
+    return writer.split(node, x, [width, rank], axis)[::-1]
+
+
+def _set_geometry(node: ir.Node, stage: nn.Module, dense: dict[str, ir.Attr]) -> None:
+    """Give a stage its part of the dense node's attributes: padding along the axes that it is marked for."""
+    assert isinstance(stage, nn.Conv2d)
+    marks = [int(mark) for mark in stage.padding]  # 1 where the stage has the dense kernel, else 0
+    for name, numbers in (
+        ("kernel_shape", stage.kernel_size),
+        ("strides", stage.stride),
+        ("dilations", stage.dilation),
+    ):
+        node.attributes[name] = ir.AttrInt64s(name, numbers)
+    node.attributes["group"] = ir.AttrInt64("group", stage.groups)
+    if "auto_pad" in dense:
+        node.attributes["auto_pad"] = dense["auto_pad"]
+    if "pads" in dense:
+        pads = [mark * size for mark, size in zip(marks * 2, dense["pads"].as_ints(), strict=True)]
+        node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+
+
+def _remove_unused(value: ir.Value) -> None:
+    """Take a weight away, and the Transpose nodes that nothing reads any more."""
+    for node in set(value.consumers()):
+        if node.op_type == "Transpose":
+            _remove_unused(node.outputs[0])
+    if value.consumers() or value.is_graph_output():
+        return
+    producer = value.producer()
+    if producer is not None:
+        assert producer.graph is not None
+        producer.graph.remove(producer, safe=True)
+    elif value.graph is not None and value.name is not None:
+        del value.graph.initializers[value.name]

@@ -1,0 +1,131 @@
+"""Sketch the weights of an ONNX model, whoever made it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import onnx_ir as ir
+import torch
+from tqdm import tqdm
+
+from panther_compile.config import Selector, SketchConfig
+from panther_compile.errors import ConfigTypeError, NoTargetError
+from panther_compile.onnx_file import read_model, stored_bytes, write_model
+from panther_compile.onnx_lowering import GraphWriter, lower
+from panther_compile.onnx_sites import OnnxFound, find_onnx_sites
+from panther_compile.plan import hides_progress, make_plan
+from panther_compile.records import Fitted, SketchPlan
+
+
+class OnnxSketchOptions(TypedDict, total=False):
+    """The keyword options of `sketch_onnx`: see `SketchConfig`."""
+
+    include: Selector | Sequence[Selector] | None
+    exclude: Selector | Sequence[Selector] | None
+    method: str
+    sketch: str
+    min_params: int
+    round_rank_to: int | None
+    allow_slower: bool
+    seed: int
+    progress: bool | None
+    device: torch.device | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxReport:
+    """What `sketch_onnx` did.
+
+    Attributes:
+        plan: one line for each weight, sketched or left alone.
+        fitted: what came of each sketched weight, by its name.
+        dense_bytes: size of the file read, and of the weights beside it.
+        sketched_bytes: size of what was written.
+    """
+
+    plan: SketchPlan
+    fitted: Mapping[str, Fitted]
+    dense_bytes: int
+    sketched_bytes: int
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Stored over dense numbers of the replaced weights."""
+        return self.plan.achieved_ratio
+
+    def __str__(self) -> str:
+        """The plan's table, then the sizes."""
+        share = self.sketched_bytes / self.dense_bytes
+        return f"{self.plan}\nfile: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}"
+
+
+def sketch_onnx(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    ratio: float | Mapping[Selector, float] = 0.5,
+    **options: Unpack[OnnxSketchOptions],
+) -> OnnxReport:
+    """Replace the weights of MatMul, Gemm and Conv nodes by low-rank factors, and write the model anew.
+
+    The budget, the ranks and the factors are found as `sketchify` finds them, with two differences: a name is
+    that of an initializer (with or without ".weight") or of a node, and biases are not counted. IR version,
+    opset, inputs and outputs stay. Quantized weights, already factored ones, and those that something else
+    reads too are left alone; the report says why.
+
+    Args:
+        source: an ONNX file, of opset 11 or newer.
+        target: what to write, whole or not at all; may be the source.
+        ratio: stored over dense numbers of the replaced weights, in (0, 1]; or budgets by selector.
+        **options: the fields of `SketchConfig` that have a meaning here.
+
+    Raises:
+        ConfigError, ConfigTypeError: an option is not what is wanted.
+        NoTargetError: nothing in the model can be sketched; the message says why.
+        WeightError: a weight holds NaN or Inf.
+        OnnxFileError: a file cannot be read or written.
+        OnnxInvalidError: the source is truncated, no sound graph, or of an opset not known here.
+        OnnxExternalDataError: the source's weights are missing, cut short, or outside its folder.
+    """
+    config = _config(ratio, options)
+    model = read_model(source)
+    before = stored_bytes(model, Path(source))
+    sites = find_onnx_sites(model, config)
+    plan = make_plan(sites.found, config, "ONNX graph")
+    if not plan.sketched:
+        reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
+        more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
+        raise NoTargetError(
+            f"nothing to sketch in {source}: wanted a MatMul, Gemm or Conv with a constant weight"
+            f"{reasons}{more}"
+        )
+    fitted = _rewrite(model, sites, plan, config)
+    return OnnxReport(plan, fitted, before, write_model(model, target))
+
+
+def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
+    known = OnnxSketchOptions.__optional_keys__
+    unknown = sorted(set(options) - known)
+    if unknown:
+        where = " (of sketchify alone)" if {f.name for f in fields(SketchConfig)}.issuperset(unknown) else ""
+        raise ConfigTypeError(
+            f"unknown option {', '.join(unknown)}{where}; the options are {', '.join(sorted(known))}"
+        )
+    return SketchConfig(ratio=ratio, **options)
+
+
+def _rewrite(model: ir.Model, sites: OnnxFound, plan: SketchPlan, config: SketchConfig) -> dict[str, Fitted]:
+    """Put a stand-in in the place of every weight that the plan sketches; says what came of each."""
+    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    writer = GraphWriter(model)
+    fitted: dict[str, Fitted] = {}
+    with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
+        for site, owner in tqdm(
+            sites.found.sites, desc="sketch", disable=hides_progress(config), leave=False
+        ):
+            if site.name in choices:
+                layer, came_of_it = owner.sketch(site, {site.name: choices[site.name]}, config)
+                lower(sites.weights[site.name], layer, writer)
+                fitted |= came_of_it
+    return fitted

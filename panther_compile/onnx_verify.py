@@ -1,0 +1,180 @@
+"""Whether an exported file computes what the model computes, at more than one size."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import sympy
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from panther_compile.errors import OnnxMismatchError
+
+# Largest difference of an output, over its largest magnitude.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+_RUNTIME_ERRORS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+# What a model raises for sizes that it cannot take.
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+
+
+def verify_export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    exported: ExportedProgram,
+    path: Path,
+) -> None:
+    """Compare the file with the model on the example inputs, and on random ones of other sizes.
+
+    Sizes that are equal in the example stay equal. A size that the model itself refuses is passed over.
+
+    Raises:
+        OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except _RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(f"ONNX Runtime cannot load the model: {_brief(error)}") from error
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    for case in _cases(leaves, exported):
+        new_args, new_kwargs = pytree.tree_unflatten(case, structure)
+        try:
+            output = model(*new_args, **new_kwargs)
+        except _REFUSALS:
+            if case is leaves:
+                raise
+            continue
+        _compare(session, case, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+
+
+def _cases(leaves: list[Any], exported: ExportedProgram) -> Iterator[list[Any]]:
+    """The example, then random inputs: of its sizes, smaller and larger."""
+    yield leaves
+    generator = torch.Generator().manual_seed(0)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    dynamic = _dynamic_sizes(exported, tensors)
+    for change in _CHANGES if dynamic else _CHANGES[:1]:
+        sizes = {symbol: min(max(change(n), low), high) for symbol, (n, low, high) in dynamic.items()}
+        shapes = iter(_shapes(exported, sizes))
+        yield [_redrawn(x, next(shapes), generator) if isinstance(x, Tensor) else x for x in leaves]
+
+
+_CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda size: size,
+    lambda size: size - 1,
+    lambda size: size + 1,
+    lambda size: 2 * size + 1,
+)
+
+
+def _dynamic_sizes(exported: ExportedProgram, tensors: list[Tensor]) -> dict[Any, tuple[int, int, int]]:
+    """Of each symbol in the inputs' shapes: its value in the example, and its range."""
+    found: dict[Any, tuple[int, int, int]] = {}
+    for expected, given in zip(_input_values(exported), tensors, strict=True):
+        for size, known in zip(expected.shape, given.shape, strict=True):
+            symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+            if len(symbols) == 1:
+                (symbol,) = symbols
+                bounds = exported.range_constraints[symbol]
+                high = int(bounds.upper) if bounds.upper.is_Integer else 2**31
+                value = int(sympy.solve(size.node.expr - known, symbol)[0])
+                found[symbol] = (value, max(1, int(bounds.lower)), high)
+    return found
+
+
+def _shapes(exported: ExportedProgram, sizes: Mapping[Any, int]) -> Iterator[tuple[int, ...]]:
+    for value in _input_values(exported):
+        yield tuple(
+            int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else size
+            for size in value.shape
+        )
+
+
+def _input_values(exported: ExportedProgram) -> Iterator[Tensor]:
+    """The tensors that stand for the inputs in the exported graph."""
+    names = set(exported.graph_signature.user_inputs)
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), Tensor):
+            yield node.meta["val"]
+
+
+def _redrawn(example: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A random tensor of a shape, of values that the example has: ids stay ids, masks stay masks.
+
+    The first entry along an axis stays the first, so that no row of a mask is empty.
+    """
+    result = example
+    for axis, size in enumerate(shape):
+        if size != example.shape[axis]:
+            places = torch.randint(example.shape[axis], (size,), generator=generator)
+            places[0] = 0
+            result = result.index_select(axis, places.to(example.device))
+    if not result.is_floating_point():
+        return result
+    factors = torch.rand(result.shape, generator=generator).to(result)
+    return result * (0.5 + factors / 2)
+
+
+def _compare(session: ort.InferenceSession, case: list[Any], wanted: list[Tensor]) -> None:
+    inputs = [leaf for leaf in case if isinstance(leaf, Tensor)]
+    names = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
+    shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in inputs)
+    if len(names) != len(inputs) or len(outputs) != len(wanted):
+        raise OnnxMismatchError(
+            f"the file has {len(names)} inputs and {len(outputs)} outputs, "
+            f"the model {len(inputs)} and {len(wanted)}"
+        )
+    feed = {name: _array(tensor) for name, tensor in zip(names, inputs, strict=True)}
+    try:
+        found = [torch.from_numpy(array) for array in session.run(outputs, feed)]
+    except _RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(f"ONNX Runtime cannot run inputs {shapes}: {_brief(error)}") from error
+    for name, one, other in zip(outputs, found, wanted, strict=True):
+        if one.shape != other.shape:
+            raise OnnxMismatchError(
+                f"output {name!r} has shape {tuple(one.shape)} for inputs {shapes}, "
+                f"the model's has {tuple(other.shape)}"
+            )
+        allowed, distance = TOLERANCE.get(other.dtype, 0.0), _distance(one, other)
+        if not distance <= allowed:
+            raise OnnxMismatchError(
+                f"output {name!r} differs by {distance:.1e} of its largest magnitude for inputs {shapes}, "
+                f"{allowed:.1e} is allowed; verify=False writes the file all the same"
+            )
+
+
+def _array(tensor: Tensor) -> Any:
+    """A tensor as ONNX Runtime takes it."""
+    if tensor.dtype == torch.bfloat16:
+        raise OnnxMismatchError(
+            "ONNX Runtime takes no bfloat16 inputs: verify=False writes the file unchecked"
+        )
+    return tensor.numpy(force=True)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest magnitude; NaN equals NaN, infinity the same infinity."""
+    found, wanted = found.double(), wanted.detach().cpu().double()
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    if bool(same.all()):
+        return 0.0
+    finite = wanted[wanted.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 0.0
+    return float((found - wanted)[~same].abs().max()) / (size or 1.0)
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

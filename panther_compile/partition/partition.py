@@ -1,0 +1,230 @@
+"""A model and a cluster become pipeline stages: capture, observe, weigh, cut, simulate."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    MeshError,
+    PartitionError,
+    StageCountError,
+    StageMemoryError,
+)
+from panther_compile.partition.assemble import Settings, assemble
+from panther_compile.partition.capture import Captured, capture, example_arguments
+from panther_compile.partition.flow import FlowGraph
+from panther_compile.partition.flow_graph import (
+    OPTIMIZER_BYTES,
+    Costs,
+    build_flow_graph,
+    find_constants,
+    shared_parameters,
+)
+from panther_compile.partition.hardware import Hardware, find_hardware, read_bytes
+from panther_compile.partition.observe import Observed, fold_shapes, measure_nodes, observe
+from panther_compile.partition.records import Mesh
+from panther_compile.partition.result import Partition
+from panther_compile.partition.schedule import SCHEDULES
+from panther_compile.partition.stages import choose_cuts, least_memory
+
+TIED = ("auto", "shared", "together")
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    """The model, and its flow graph with tied parameters free or kept together."""
+
+    captured: Captured
+    constants: tuple[fx.Node, ...]
+    persistent: frozenset[str]
+    flows: Mapping[str, FlowGraph]
+
+
+def partition_model(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    devices: int | None = None,
+    hardware: Hardware | str = "h100",
+    memory_per_device: int | str | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages_per_device: int | None = None,
+    training: bool = True,
+    optimizer: str = "adam",
+    recompute: bool = False,
+    tied: str = "auto",
+    profile: bool | Mapping[str, float] = False,
+    boundaries: Sequence[str] = (),
+) -> Partition:
+    """Cut a model into pipeline stages by minimum cuts.
+
+    The slowest stage, its transfers included, is made as fast as the memory allows; then as few bytes as
+    possible cross the cuts. The model is left as it is: `partition.split()` makes the stages' modules.
+
+    Args:
+        model: any model whose graph can be read, also on the meta device.
+        example_inputs: of one microbatch of one replica: a tensor, a tuple, or a mapping of keywords.
+        mesh: {"dp": 2, "pp": 4}; axes not named are 1.
+        devices: without a mesh, the devices to divide into dp x pp, whichever is predicted to be fastest.
+        hardware: a preset, "cpu", "h100" or "h200", or your own.
+        memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
+        microbatches: of a step, through each replica; four for each device of the pipeline if None.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        stages_per_device: for "interleaved"; 2 if None.
+        training: count backward, gradients and optimizer states.
+        optimizer: "adam", "momentum" or "sgd", for its states.
+        recompute: compute activations again in the backward instead of keeping them.
+        tied: "shared" holds a parameter used by several stages in each and sums its gradients, "together"
+            keeps its users on one stage, "auto" takes what is predicted to be faster.
+        profile: True measures each node here on the example, in place of estimates; or seconds by node.
+        boundaries: modules to keep whole, where no graph can be read without.
+
+    Raises:
+        CaptureError: no graph can be read; the message names the construct.
+        MeshError: the mesh does not multiply to the devices, or the schedule cannot run on it.
+        StageCountError: more stages than places to cut.
+        StageMemoryError: a stage cannot fit; the message says by how much and what would help.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    for name, value, allowed in (
+        ("schedule", schedule, SCHEDULES),
+        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
+        ("tied", tied, TIED),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
+    if mesh is None and devices is None:
+        raise MeshError("give mesh={'dp': 1, 'pp': 4} or devices=4")
+    if devices is not None and (not isinstance(devices, int) or devices < 1):
+        raise MeshError(f"devices={devices!r}; it must be a whole number, 1 or more")
+    if stages_per_device is not None and schedule != "interleaved" and stages_per_device != 1:
+        raise MeshError(
+            f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
+        )
+    chosen = find_hardware(hardware)
+    settings = Settings(
+        hardware=chosen,
+        memory_bytes=chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device),
+        microbatches=microbatches,
+        schedule=schedule,
+        stages_per_device=(stages_per_device or 2) if schedule == "interleaved" else 1,
+        training=training,
+        recompute=recompute and training,
+    )
+    meshes = [Mesh.read(mesh, devices)] if mesh is not None else list(_meshes(devices or 1))
+    for one in meshes[:1] if mesh is not None else ():
+        settings.check(one)
+    graphs = _read(model, example_inputs, boundaries, chosen, training, optimizer, tied, profile)
+    partitions, failure = [], None
+    for one in meshes:
+        try:
+            partitions.append(_partition(type(model).__name__, graphs, settings, one))
+        except PartitionError as error:
+            failure = error
+    if not partitions:
+        assert failure is not None
+        raise failure
+    return max(partitions, key=lambda found: found.mesh.dp * found.microbatches / found.step_seconds)
+
+
+def _meshes(devices: int) -> Iterator[Mesh]:
+    """Every way to divide devices into dp x pp; tp is 1."""
+    for pp in range(1, devices + 1):
+        if devices % pp == 0:
+            yield Mesh(dp=devices // pp, pp=pp)
+
+
+def _read(
+    model: nn.Module,
+    example_inputs: Any,
+    boundaries: Sequence[str],
+    hardware: Hardware,
+    training: bool,
+    optimizer: str,
+    tied: str,
+    profile: bool | Mapping[str, float],
+) -> _Graphs:
+    """Read the model and weigh its graph."""
+    captured = capture(model, *example_arguments(example_inputs), boundaries=boundaries)
+    notes: dict[fx.Node, Observed] = observe(captured)
+    fold_shapes(captured, notes)
+    measured = measure_nodes(captured) if profile is True else profile or None
+    costs = Costs(hardware, training, optimizer, measured)
+    free = build_flow_graph(captured, notes, costs)
+    several = shared_parameters(free)
+    flows = {}
+    if tied != "together" or not several:
+        flows["shared"] = free
+    if tied != "shared" and several:
+        flows["together"] = build_flow_graph(captured, notes, costs, together=several)
+    return _Graphs(
+        captured, tuple(find_constants(captured, notes)), frozenset(model.state_dict(keep_vars=True)), flows
+    )
+
+
+def _partition(name: str, graphs: _Graphs, settings: Settings, mesh: Mesh) -> Partition:
+    """The best partition for one mesh."""
+    settings.check(mesh)
+    stages = mesh.pp * settings.stages_per_device
+    divisible = [flow for flow in graphs.flows.values() if len(flow.work) >= stages]
+    if not divisible:
+        largest = max(len(flow.work) for flow in graphs.flows.values())
+        hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
+        raise StageCountError(
+            f"{stages} stages are asked for (pp {mesh.pp} x {settings.stages_per_device} a device), and the "
+            f"graph of {name} has {largest} operations to divide between them{hint}"
+        )
+    request = settings.request(mesh)
+    found = []
+    for flow in divisible:
+        cuts = choose_cuts(flow, request)
+        if cuts is not None:
+            found.append(
+                assemble(
+                    name,
+                    graphs.captured,
+                    flow,
+                    cuts,
+                    settings,
+                    mesh,
+                    constants=graphs.constants,
+                    persistent=graphs.persistent,
+                )
+            )
+    if found:
+        return min(found, key=lambda partition: partition.step_seconds)
+    flow = max(divisible, key=lambda flow: len(flow.work))
+    raise StageMemoryError(_explain_memory(name, flow, settings, mesh))
+
+
+def _explain_memory(name: str, flow: FlowGraph, settings: Settings, mesh: Mesh) -> str:
+    """Which stage does not fit, by how much, and what would help."""
+    request = settings.request(mesh)
+    limit = request.memory_bytes or 0
+    smallest, stage = least_memory(flow, request)
+    lines = [
+        f"{name} does not fit: cut into {request.count} stages as leanly as can be, stage {stage} takes "
+        f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
+        f"{limit / 2**30:.3g} GiB of its {mesh.tp} device{'s' * (mesh.tp > 1)}"
+    ]
+    if not settings.recompute and settings.training:
+        lean, _ = least_memory(flow, replace(request, recompute=True))
+        fits = "which fits" if lean <= limit else "which is still too much"
+        lines.append(f"  recompute=True would take {lean / 2**30:.3g} GiB, {fits}")
+    for factor in (2, 4, 8):
+        more = replace(mesh, pp=mesh.pp * factor)
+        wider = replace(settings, microbatches=None).request(more)
+        if wider.count <= len(flow.work):
+            needed, _ = least_memory(flow, wider)
+            if needed <= limit:
+                lines.append(f"  pp={more.pp} would take {needed / 2**30:.3g} GiB a device, which fits")
+                break
+    lines.append("  a smaller microbatch saves activations; sketchify(model, ratio=...) saves parameters")
+    return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""The graph passes, in the order in which they run."""
+
+from collections.abc import Sequence
+
+from panther_compile.passes.drop_dead_code import drop_dead_code
+from panther_compile.passes.fold_batchnorm import fold_batchnorm
+from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
+from panther_compile.passes.runner import GraphPass
+
+# One form of graph for all that follows; a graph of Dynamo needs lift_parameters before.
+NORMALIZE = (GraphPass(lift_functional, exact=True),)
+CLEAN_UP = (GraphPass(drop_dead_code, exact=True),)
+
+
+def improve(*, sketch: GraphPass | None = None, extra: Sequence[GraphPass] = ()) -> tuple[GraphPass, ...]:
+    """What makes a normalized graph faster or smaller, for inference.
+
+    Args:
+        sketch: the pass that replaces dense layers; None for a model that is sketched.
+        extra: the user's own; they see module calls, sketched layers among them, none fused or merged yet.
+    """
+    return (
+        GraphPass(fold_batchnorm, exact=True),  # before the kernels are approximated
+        *((sketch,) if sketch is not None else ()),
+        *extra,
+        GraphPass(fuse_epilogue, exact=True),
+        GraphPass(merge_shared_inputs, exact=True),  # last: it takes layers apart
+    )

@@ -1,0 +1,274 @@
+"""Linear kernels, through their launchers, against float64: see tests/oracle.py for the rule."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+
+from panther_compile.kernels import decode_linear, reference, sketched_linear, sketched_linear_backward
+from panther_compile.kernels.factor_set import Factors, Needs
+from panther_compile.kernels.plain import ACTIVATIONS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FORWARDS = {
+    "fused": sketched_linear.sketched_linear_forward,
+    "decode": decode_linear.decode_linear_forward,
+}
+# rows, in, out, rank: tails singly and together, and one power of two
+SHAPES = {
+    "fused": [(37, 70, 29, 13), (1, 2, 1, 1), (32, 64, 32, 16), (16, 33, 16, 16), (33, 32, 32, 17)],
+    "decode": [(1, 250, 29, 13), (5, 70, 17, 40), (16, 64, 32, 16), (1, 2, 1, 1)],
+}
+FORMS = {"pair": lambda i, r: None, "first": lambda i, r: 0, "last": lambda i, r: i - r}
+POINTS = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
+
+
+def name_of(value):
+    if isinstance(value, tuple) and isinstance(value[0], str):
+        return value[0] + "-" + "-".join(f"{n}{x}" for n, x in zip("BIOR", value[1], strict=True))
+    return str(value)
+
+
+def embedded(*shape, dtype):
+    """A tensor with every other column of a larger one, the rest of which is NaN."""
+    around = torch.full((*shape[:-1], 2 * shape[-1] + 1), torch.nan, dtype=dtype, device=DEVICE)
+    around = torch.cat([around, around[:1]]) if len(shape) > 1 else around
+    inside = around[: shape[0], 1::2] if len(shape) > 1 else around[1::2]
+    return inside.copy_(torch.randn(shape))
+
+
+def draw(*shape, dtype, strided=False):
+    if strided:
+        return embedded(*shape, dtype=dtype)
+    return torch.randn(shape).to(dtype=dtype, device=DEVICE)
+
+
+def make_layer(inputs, outputs, rank, form, dtype, bias=True, strided=False):
+    start = FORMS[form](inputs, rank)
+    width = inputs if start is None else inputs - rank
+    return Factors(
+        draw(rank, width, dtype=dtype, strided=strided),
+        draw(outputs, rank, dtype=dtype, strided=strided) / rank**0.5,
+        draw(outputs, dtype=dtype) if bias else None,
+        start,
+    )
+
+
+def run_reference(layers, activation="none"):
+    """The layers as a function of named tensors: x, down0, up0, bias0, down1 ..."""
+
+    def run(x, **factors):
+        outputs = []
+        for index, layer in enumerate(layers):
+            down, up, bias = (factors.get(f"{name}{index}") for name in ("down", "up", "bias"))
+            if layer.start is None:
+                s = reference.pair_linear(x, down, up, bias)
+            else:
+                s = reference.pivoted_linear(x, down, up, bias, start=layer.start)
+            outputs.append(ACTIVATIONS[activation](s))
+        return tuple(outputs)
+
+    return run
+
+
+def named(x, layers):
+    factors = {
+        f"{name}{index}": tensor
+        for index, layer in enumerate(layers)
+        for name, tensor in zip(("down", "up", "bias"), layer[:3], strict=True)
+        if tensor is not None
+    }
+    return {"x": x, **factors}
+
+
+def check_forward(forward, x, layers, activation="none"):
+    outputs, latents = forward(x, layers, activation=activation, keep=True)
+    assert [tuple(z.shape) for z in latents] == [(len(x), one.down.shape[0]) for one in layers]
+    found = {f"y{index}": y for index, y in enumerate(outputs)}
+    run, inputs = run_reference(layers, activation), named(x, layers)
+    plain, exact = (
+        {f"y{index}": y for index, y in enumerate(run(**given))}
+        for given in (inputs, oracle.to_double(inputs))
+    )
+    oracle.check(found, plain, exact)
+    again, none = forward(x, layers, activation=activation)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
+    assert [tuple(z.shape) for z in none] == [(0, one.down.shape[0]) for one in layers]
+
+
+def check_backward(x, layers, activation="none"):
+    run, inputs = run_reference(layers, activation), named(x, layers)
+    grads = tuple(draw(len(x), one.up.shape[0], dtype=x.dtype) for one in layers)
+    wanted = tuple(inputs)
+    plain = oracle.with_gradients(run, inputs, wanted, grads)
+    exact = oracle.with_gradients(run, oracle.to_double(inputs), wanted, grads)
+    _, latents = sketched_linear.sketched_linear_forward(x, layers, keep=True)
+    gx, others = sketched_linear_backward.sketched_linear_backward(
+        grads, x, layers, latents, activation=activation, needs=Needs()
+    )
+    found = {"grad of x": gx}
+    for index, one in enumerate(others):
+        for name, grad in one._asdict().items():
+            if grad is not None:
+                found[f"grad of {name}{index}"] = grad
+    for results in (plain, exact):
+        for name in [name for name in results if name.startswith("y")]:
+            del results[name]
+    oracle.check(found, plain, exact)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("point", POINTS, ids=name_of)
+def test_forward(point, form):
+    kind, (rows, inputs, outputs, rank) = point
+    x = draw(rows, inputs, dtype=torch.float32)
+    check_forward(FORWARDS[kind], x, [make_layer(inputs, outputs, rank, form, torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("point", [POINTS[0], POINTS[5], POINTS[6]], ids=name_of)
+def test_forward_in_half_types(point, dtype):
+    kind, (rows, inputs, outputs, rank) = point
+    x = draw(rows, inputs, dtype=DTYPES[dtype])
+    check_forward(FORWARDS[kind], x, [make_layer(inputs, outputs, rank, "last", DTYPES[dtype])])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_activations(kind, activation):
+    layer = make_layer(33, 18, 5, "pair", torch.float32)
+    check_forward(FORWARDS[kind], draw(3, 33, dtype=torch.float32), [layer], activation)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_strided_inputs_and_no_bias(kind, form):
+    layer = make_layer(33, 18, 5, form, torch.float32, bias=False, strided=True)
+    check_forward(FORWARDS[kind], draw(9, 33, dtype=torch.float32, strided=True), [layer])
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_one_row_for_all(kind):
+    x = draw(1, 33, dtype=torch.float32).expand(5, 33)
+    check_forward(FORWARDS[kind], x, [make_layer(33, 18, 5, "first", torch.float32)])
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_several_layers_of_one_input(kind, rows):
+    layers = three_layers()
+    check_forward(FORWARDS[kind], draw(rows, 40, dtype=torch.float32), layers)
+
+
+def three_layers(dtype=torch.float32):
+    """Ranks, outputs and forms that differ; the second has no bias."""
+    shapes = ((18, 17, "pair", True), (33, 5, "first", False), (7, 20, "last", True))
+    return [make_layer(40, out, rank, form, dtype, bias) for out, rank, form, bias in shapes]
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_no_rows(kind):
+    layers = three_layers()
+    outputs, latents = FORWARDS[kind](draw(0, 40, dtype=torch.float32), layers, keep=True)
+    assert [tuple(y.shape) for y in outputs] == [(0, 18), (0, 33), (0, 7)]
+    assert [tuple(z.shape) for z in latents] == [(0, 17), (0, 5), (0, 20)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(37, 70, 29, 13), (33, 34, 32, 17), (65, 64, 32, 16)], ids=str)
+def test_gradients(shape, form):
+    rows, inputs, outputs, rank = shape
+    x = draw(rows, inputs, dtype=torch.float32)
+    check_backward(x, [make_layer(inputs, outputs, rank, form, torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_gradients_in_half_types(dtype):
+    x = draw(37, 40, dtype=DTYPES[dtype])
+    check_backward(x, [make_layer(40, 18, 7, "last", DTYPES[dtype])])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_gradients_through_activations(activation):
+    layer = make_layer(33, 18, 5, "pair", torch.float32)
+    check_backward(draw(37, 33, dtype=torch.float32), [layer], activation)
+
+
+def test_gradients_of_several_layers():
+    check_backward(draw(37, 40, dtype=torch.float32), three_layers())
+
+
+def test_gradients_of_strided_inputs():
+    layer = make_layer(33, 18, 5, "first", torch.float32, bias=False, strided=True)
+    check_backward(draw(19, 33, dtype=torch.float32, strided=True), [layer])
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4))[1:15:3], ids=str)
+def test_only_wanted_gradients(needs):
+    needs = Needs(*needs)
+    layers, x = [make_layer(33, 18, 5, "pair", torch.float32)], draw(7, 33, dtype=torch.float32)
+    _, latents = sketched_linear.sketched_linear_forward(x, layers, keep=True)
+    gx, (grads,) = sketched_linear_backward.sketched_linear_backward(
+        [draw(7, 18, dtype=torch.float32)], x, layers, latents, needs=needs
+    )
+    assert (gx is not None) == needs.x
+    assert (grads.down is not None) == needs.down
+    assert (grads.up is not None) == needs.up
+    assert (grads.bias is not None) >= needs.bias
+
+
+def test_no_rows_gives_zero_gradients():
+    layers, x = three_layers(), draw(0, 40, dtype=torch.float32)
+    grads = [draw(0, one.up.shape[0], dtype=torch.float32) for one in layers]
+    latents = [draw(0, one.down.shape[0], dtype=torch.float32) for one in layers]
+    gx, others = sketched_linear_backward.sketched_linear_backward(grads, x, layers, latents, needs=Needs())
+    assert gx.shape == (0, 40)
+    assert all(grad.eq(0).all() for one in others for grad in one if grad is not None)
+
+
+def test_nan_and_infinity_go_through():
+    layer = make_layer(33, 18, 5, "pair", torch.float32)
+    x = draw(4, 33, dtype=torch.float32)
+    x[1, 3], x[2, 4] = torch.nan, torch.inf
+    for forward in FORWARDS.values():
+        (y,), _ = forward(x, [layer], activation="relu")
+        wanted = F.relu(F.linear(F.linear(x, layer.down), layer.up, layer.bias))
+        assert torch.equal(y.isnan(), wanted.isnan())
+        assert torch.equal(y.isfinite(), wanted.isfinite())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kernel", ["sketched_linear", "product", "weight_grad", "decode_latent", "decode_output"]
+)
+def test_every_configuration(kernel, dtype, monkeypatch):
+    """Tuning must not change results: no configuration may hide behind the tuner's choice."""
+    from panther_compile.kernels.autotune import configs_for
+
+    modules = (sketched_linear, sketched_linear_backward, decode_linear)
+    tuned = [one for module in modules for one in vars(module).values() if hasattr(one, "configs")]
+    for config in configs_for(kernel):
+        for one in tuned:
+            if one.configs[0].kwargs.keys() == config.kwargs.keys():
+                monkeypatch.setattr(one, "configs", [config])
+        check_forward(FORWARDS["fused"], draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
+        check_forward(FORWARDS["decode"], draw(3, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
+        check_backward(draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
+        check_backward(draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype])[1:2], "gelu")
+
+
+def big_layers(dtype):
+    return [make_layer(520, 200, rank, form, dtype) for rank, form in ((130, "pair"), (37, "first"))]
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    x = torch.randn(2**20 + 8, 2056, device="cuda", dtype=torch.float16)
+    layer = make_layer(2056, 16, 16, "last", torch.float16)
+    (y,), _ = sketched_linear.sketched_linear_forward(x, [layer])
+    (wanted,), _ = sketched_linear.sketched_linear_forward(x[-8:].clone(), [layer])
+    assert torch.equal(y[-8:], wanted)

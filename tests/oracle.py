@@ -1,0 +1,52 @@
+"""The 2x rule: a result may be off by twice what plain PyTorch is, in its own type, from float64.
+
+    exact = the reference on float64 inputs
+    plain = the reference on the inputs as they are
+    err(found) <= 2 err(plain) + eps(dtype) max|exact|,    err(t) = max|t - exact|
+
+No tolerance is chosen by hand, so none can be loosened to make a test pass.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor | None]
+
+
+def to_double(inputs: Inputs) -> dict[str, Tensor | None]:
+    return {name: None if one is None else one.detach().double() for name, one in inputs.items()}
+
+
+def with_gradients(
+    reference: Callable[..., Any], inputs: Inputs, wanted: tuple[str, ...], grads: tuple[Tensor, ...]
+) -> dict[str, Tensor]:
+    """Outputs y0, y1, ... of the reference and the gradients of `wanted`, by name."""
+    leaves = {
+        name: one.detach().requires_grad_() if name in wanted and one is not None else one
+        for name, one in inputs.items()
+    }
+    outputs = reference(**leaves)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    names = [name for name in wanted if leaves[name] is not None]
+    grads = tuple(grad.to(y.dtype) for grad, y in zip(grads, outputs, strict=True))
+    found = torch.autograd.grad(outputs, [leaves[name] for name in names], grads)
+    named = {f"y{index}": y.detach() for index, y in enumerate(outputs)}
+    return named | {f"grad of {name}": grad for name, grad in zip(names, found, strict=True)}
+
+
+def check(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+    """Hold every named result to the 2x rule, its shape and its dtype."""
+    assert set(found) == set(plain) == set(exact)
+    for name, tensor in found.items():
+        assert tensor.shape == exact[name].shape, name
+        assert tensor.dtype == plain[name].dtype, name
+        if tensor.numel() == 0:
+            continue
+        error, allowed = (float((one.double() - exact[name]).abs().max()) for one in (tensor, plain[name]))
+        scale = float(exact[name].abs().max())
+        bound = 2 * allowed + torch.finfo(tensor.dtype).eps * scale
+        # Written so that a NaN fails.
+        assert error <= bound, f"{name}: off by {error:.3g}, allowed {bound:.3g} at scale {scale:.3g}"

@@ -1,0 +1,168 @@
+"""`partition_model` as users call it: what is chosen, printed and refused."""
+
+import json
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from panther_compile import Hardware, partition_model
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    MeshError,
+    PartitionError,
+    StageCountError,
+    StageMemoryError,
+)
+from panther_compile.partition import Link
+from panther_compile.partition.hardware import read_bytes
+from panther_compile.partition.records import Mesh
+
+
+class Blocks(nn.Module):
+    def __init__(self, count=8, width=32):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return x
+
+
+def cut(**options):
+    options = {"mesh": {"pp": 2}, "hardware": "cpu"} | options
+    return partition_model(Blocks(), torch.randn(16, 32), **options)
+
+
+def test_equal_blocks_are_divided_evenly():
+    part = cut()
+    assert [len(stage.parameters) for stage in part.stages] == [8, 8]
+    assert part.exact
+    assert part.lower_bound_seconds() <= part.bottleneck_seconds
+    first, last = part.stages
+    assert first.sent_bytes == last.received_bytes == 16 * 32 * 4
+    assert last.gradient_sent_bytes == 16 * 32 * 4
+    assert first.seconds == pytest.approx(first.compute_seconds + first.receive_seconds + first.send_seconds)
+    assert (first.in_flight, last.in_flight) == (2, 1)
+    assert first.memory_bytes == (
+        first.parameter_bytes
+        + first.gradient_bytes
+        + first.optimizer_bytes
+        + 2 * first.activation_bytes
+        + 2 * 16 * 32 * 4
+    )
+    assert first.inputs[0].name == "x"
+    assert first.inputs[0].shape == (16, 32)
+    assert first.outputs[0].requires_grad
+
+
+def test_print_json_and_plot(tmp_path):
+    part = cut(mesh={"dp": 2, "pp": 2, "tp": 2}, memory_per_device="40GiB")
+    text = str(part)
+    for told in ("dp 2 x pp 2 x tp 2", "1f1b", "sent MB", "bubble", "optimal", "which 2 devices each share"):
+        assert told in text
+    read = json.loads(part.to_json())
+    assert read["stages"][0]["seconds"] == part.stages[0].seconds
+    assert read["mesh"] == {"dp": 2, "pp": 2, "tp": 2}
+    part.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_schedules(schedule):
+    part = cut(schedule=schedule, microbatches=4)
+    assert len(part.stages) == (4 if schedule == "interleaved" else 2)
+    assert [stage.device for stage in part.stages][:2] == [0, 1]
+    assert part.step_seconds > 4 * part.stages[0].compute_seconds
+    assert 0 < part.bubble < 0.5
+    assert part.stages[0].in_flight == {"gpipe": 4, "1f1b": 2, "interleaved": 4}[schedule]
+
+
+def test_data_parallel_reduction_takes_time():
+    assert cut(mesh={"dp": 4, "pp": 2}).step_seconds > cut(mesh={"dp": 1, "pp": 2}).step_seconds
+
+
+def test_recomputation_saves_memory_and_takes_time():
+    kept, again = cut(), cut(recompute=True)
+    assert again.stages[0].memory_bytes < kept.stages[0].memory_bytes
+    assert again.bottleneck_seconds > kept.bottleneck_seconds
+
+
+def test_devices_are_divided_by_the_predicted_throughput():
+    quick = Hardware("quick", 1e12, 1e12, 10**9, Link(1e12, 0.0), Link(1e12, 0.0), launch_seconds=0.0)
+    whole = cut(mesh=None, devices=4, hardware=quick)
+    assert whole.mesh.devices == 4
+    assert whole.mesh == Mesh(dp=4, pp=1)
+    tight = cut(mesh=None, devices=4, hardware=quick, memory_per_device=110_000)
+    assert tight.mesh.pp > 1
+    assert max(stage.memory_bytes for stage in tight.stages) <= 110_000
+
+
+def test_a_measured_profile_decides():
+    part = cut(profile={f"linear{suffix}": 1.0 for suffix in ("", "_1")})
+    assert [len(stage.parameters) for stage in part.stages] == [2, 14]
+    assert cut(profile=True).bottleneck_seconds > 0
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(MeshError, match=r"dp 1 x pp 2 x tp 1 is of 2 devices, and devices=16"):
+        cut(devices=16)
+    with pytest.raises(MeshError, match=r"\['ep'\]"):
+        cut(mesh={"ep": 2})
+    with pytest.raises(MeshError, match=r"mesh\['pp'\] is 0"):
+        cut(mesh={"pp": 0})
+    with pytest.raises(MeshError, match="give mesh="):
+        cut(mesh=None)
+    with pytest.raises(MeshError, match=r"groups of pp=2.*microbatches=3"):
+        cut(schedule="interleaved", microbatches=3)
+    with pytest.raises(MeshError, match="needs schedule='interleaved'"):
+        cut(stages_per_device=2)
+
+
+def test_more_stages_than_operations_are_refused():
+    with pytest.raises(StageCountError, match=r"2000 stages.*Blocks has 24 operations"):
+        cut(mesh={"pp": 2000})
+
+
+def test_a_stage_that_cannot_fit_says_what_would_help():
+    with pytest.raises(StageMemoryError) as caught:
+        cut(memory_per_device=80_000)
+    text = str(caught.value)
+    assert "stage 0 takes" in text
+    assert "more than the" in text
+    assert "recompute=True would take" in text
+    assert "pp=4 would take" in text
+    assert "sketchify" in text
+    assert isinstance(caught.value, PartitionError)
+
+
+def test_options_are_checked():
+    for option in ({"schedule": "zigzag"}, {"optimizer": "lion"}, {"tied": "loose"}, {"hardware": "abacus"}):
+        with pytest.raises(ConfigError, match=next(iter(option.values()))):
+            cut(**option)
+    with pytest.raises(ConfigTypeError, match=r"must be an nn\.Module"):
+        partition_model(lambda x: x, torch.randn(2), mesh={"pp": 1})
+    with pytest.raises(ConfigError, match="memory_bytes is 0"):
+        Hardware("none", 1.0, 1.0, 0, Link(1.0, 0.0), Link(1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("40GiB", 40 * 2**30), ("40GB", 40 * 10**9), ("1.5 kB", 1500), ("7b", 7), (12, 12)]
+)
+def test_sizes_are_read(text, size):
+    assert read_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["40", "GiB", "0GB", "1.2.3GB", -1, 0, True])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ConfigError, match="is no size"):
+        read_bytes(text)
+
+
+def test_early_exit_has_no_graph():
+    entry = zoo.ZOO["early_exit"]
+    with pytest.raises(PartitionError, match=r"zoo\.py:\d+: if logits"):
+        partition_model(entry.build(), entry.inputs(), mesh={"pp": 2})

@@ -1,0 +1,60 @@
+import pytest
+
+from panther_compile.partition.schedule import count_in_flight, order_actions, simulate
+
+
+def run(schedule, devices, microbatches, stages_per_device=1, forward=1.0, backward=2.0):
+    orders = order_actions(schedule, devices, microbatches, stages_per_device=stages_per_device)
+    stages = devices * stages_per_device
+    return orders, simulate(orders, [forward] * stages, [backward] * stages)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (2, 3), (4, 8), (4, 2)])
+def test_equal_stages_take_the_known_time(schedule, devices, microbatches):
+    _, timeline = run(schedule, devices, microbatches)
+    assert timeline.seconds == pytest.approx((microbatches + devices - 1) * 3.0)
+    assert timeline.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1))
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_interleaving_divides_the_bubble(devices, microbatches):
+    _, plain = run("1f1b", devices, microbatches)
+    _, interleaved = run("interleaved", devices, microbatches, 2, 0.5, 1.0)
+    waiting = (devices - 1) * 3.0
+    assert plain.seconds == pytest.approx(microbatches * 3.0 + waiting)
+    assert interleaved.seconds == pytest.approx(microbatches * 3.0 + waiting / 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_device"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+def test_every_action_runs_once(schedule, stages_per_device):
+    orders, timeline = run(schedule, 3, 6, stages_per_device)
+    actions = [slot.action for slot in timeline.slots]
+    assert len(actions) == len(set(actions)) == 2 * 6 * 3 * stages_per_device
+    assert all(action.stage % 3 == device for device, order in enumerate(orders) for action in order)
+
+
+def test_microbatches_in_flight():
+    assert count_in_flight(order_actions("gpipe", 3, 5), 3) == (5, 5, 5)
+    assert count_in_flight(order_actions("1f1b", 3, 5), 3) == (3, 2, 1)
+    assert count_in_flight(order_actions("1f1b", 3, 2), 3) == (2, 2, 1)
+    assert max(count_in_flight(order_actions("interleaved", 2, 8, stages_per_device=2), 4)) <= 4
+
+
+def test_the_slowest_stage_sets_the_pace():
+    orders = order_actions("1f1b", 3, 50)
+    timeline = simulate(orders, [1, 2, 1], [1, 3, 1])
+    assert timeline.seconds == pytest.approx(50 * 5 + 2)
+
+
+def test_tails_follow_the_last_backward():
+    orders = order_actions("1f1b", 2, 2)
+    assert simulate(orders, [1, 1], [1, 1], [0, 5]).seconds == pytest.approx(10.0)
+    assert simulate(orders, [1, 1], [1, 1], [5, 0]).seconds == pytest.approx(11.0)
+
+
+def test_inference_has_no_backward():
+    orders = order_actions("1f1b", 2, 4, training=False)
+    assert simulate(orders, [1, 1], [0, 0]).seconds == pytest.approx(5.0)

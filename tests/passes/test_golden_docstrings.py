@@ -1,0 +1,128 @@
+"""The graphs before and after, in the docstring of each graph pass, are what the pass does."""
+
+import importlib
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from panther_compile.layers import SketchedLinear
+from panther_compile.passes.drop_dead_code import drop_dead_code
+from panther_compile.passes.fold_batchnorm import fold_batchnorm
+from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.passes.lift_parameters import lift_parameters
+from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
+from panther_compile.passes.runner import GraphPass, run_passes
+from panther_compile.trace import SketchTracer
+
+
+def drawn(module_name, title):
+    """The nodes under "Before:" or "After:" of a docstring, each on one line."""
+    text = importlib.import_module(f"panther_compile.passes.{module_name}").__doc__
+    block = re.search(rf"^{title}:\n((?:    .*\n)+)", text, re.M)[1]
+    block = re.sub(r"\n {8,}", "", block)
+    return [_bare(line) for line in block.splitlines()]
+
+
+def shown(graph_module):
+    """The nodes of a graph as the docstrings show them: no counts of users, no empty kwargs."""
+    lines = [line.strip() for line in str(graph_module.graph).splitlines() if line.strip().startswith("%")]
+    return [_bare(line) for line in lines]
+
+
+def _bare(line):
+    line = re.sub(r" : .*?(?=placeholder|call_|get_attr)", " : ", line.strip())
+    line = line.replace(", kwargs = {}", "").replace("panther_compile.ops.linear.", "")
+    return re.sub(r"\)\s{2,}\S.*$", ")", line).replace(" ", "")
+
+
+class Model(nn.Module):
+    def __init__(self, forward, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.compute = forward
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def traced(model):
+    return fx.GraphModule(model, SketchTracer().trace(model)).eval()
+
+
+def functional(model, x):
+    return F.linear(x, model.fc.weight, model.fc.bias)
+
+
+def sketched(form):
+    return SketchedLinear(16, 12, 4, form=form)
+
+
+CASES = {
+    "lift_functional": (lift_functional, Model(functional, fc=nn.Linear(6, 4))),
+    "fold_batchnorm": (
+        fold_batchnorm,
+        Model(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)),
+    ),
+    "merge_shared_inputs": (
+        merge_shared_inputs,
+        Model(lambda m, x: m.q(x) + m.k(x), q=sketched("pair"), k=sketched("pair")),
+    ),
+    "fuse_epilogue": (
+        lambda graph: fuse_epilogue(graph, device_type="cpu"),
+        Model(lambda m, x: F.gelu(m.fc(x)), fc=sketched("pivoted")),
+    ),
+    "drop_dead_code": (
+        drop_dead_code,
+        Model(lambda m, x: (m.fc(x), m.spare(x))[0].relu(), fc=nn.Linear(6, 4), spare=nn.Linear(6, 4)),
+    ),
+}
+SHAPES = {"fold_batchnorm": (2, 3, 8, 8), "merge_shared_inputs": (2, 5, 16), "fuse_epilogue": (2, 5, 16)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_docstring(name):
+    one, model = CASES[name]
+    graph_module = traced(model)
+    x = torch.randn(SHAPES.get(name, (2, 6)))
+    wanted = graph_module(x)
+    before = shown(graph_module)
+    assert set(drawn(name, "Before")) <= set(before), before
+    result = run_passes(graph_module, [GraphPass(one, exact=True)])
+    assert result.changed
+    after = shown(result.graph_module)
+    assert set(drawn(name, "After")) <= set(after), after
+    assert not (set(drawn(name, "Before")) - set(drawn(name, "After"))) & set(after)
+    torch.testing.assert_close(result.graph_module(x), wanted)
+
+
+def test_docstring_of_lift_parameters():
+    found = []
+
+    def backend(graph_module, inputs):
+        found.append((shown(graph_module), lift_parameters(graph_module, inputs)))
+        return graph_module.forward
+
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    torch._dynamo.reset()
+    model, x = Owner().eval(), torch.randn(2, 6)
+    with torch.no_grad():
+        wanted = torch.compile(model, backend=backend)(x)
+        ((before, result),) = found
+        assert set(drawn("lift_parameters", "Before")) <= set(before), before
+        assert set(drawn("lift_parameters", "After")) <= set(shown(result.graph_module))
+        assert result.changed == 2
+        assert torch.equal(result.graph_module(x)[0], wanted)
+    assert result.graph_module.fc.weight is model.fc.weight
+    torch._dynamo.reset()

@@ -1,0 +1,311 @@
+"""The runner, and what each graph pass changes and leaves alone."""
+
+import functools
+import logging
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import panther_compile as pc
+from panther_compile.errors import ConfigTypeError
+from panther_compile.layers import SketchedLinear
+from panther_compile.passes.drop_dead_code import drop_dead_code
+from panther_compile.passes.fold_batchnorm import fold_batchnorm
+from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.graph_default import CLEAN_UP, NORMALIZE, improve
+from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
+from panther_compile.passes.runner import GraphPass, PassResult, run_passes
+from panther_compile.trace import SketchTracer
+
+
+class Model(nn.Module):
+    def __init__(self, forward, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.compute = forward
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def traced(forward, **modules):
+    model = Model(forward, **modules)
+    return fx.GraphModule(model, SketchTracer().trace(model)).eval()
+
+
+def apply(one, graph_module, x, count):
+    """Run a pass that is exact, and check its count."""
+    wanted = graph_module(x.clone())
+    result = run_passes(graph_module, [GraphPass(one, exact=True)])
+    assert result.changed == count
+    torch.testing.assert_close(result.graph_module(x.clone()), wanted)
+    return result.graph_module
+
+
+# -------------------------------------------------------------------------------------------- runner
+
+
+def test_passes_run_in_order_and_are_logged(caplog):
+    order = []
+
+    def note(graph_module, *, word):
+        order.append(word)
+        return PassResult(graph_module, len(word))
+
+    passes = [GraphPass(functools.partial(note, word=word), exact=word == "a") for word in ("a", "bc")]
+    assert [one.name for one in passes] == ["note", "note"]
+    with caplog.at_level(logging.DEBUG, "panther_compile.passes"):
+        assert run_passes(traced(lambda m, x: x + 1), passes).changed == 3
+    assert order == ["a", "bc"]
+    assert "pass 1, note (exact): 1 changed in" in caplog.text
+    assert "pass 2, note (approximate): 2 changed in" in caplog.text
+
+
+def test_debug_log_shows_what_became_of_the_operations(caplog):
+    graph_module = traced(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4))
+    with caplog.at_level(logging.DEBUG, "panther_compile.passes"):
+        run_passes(graph_module, [GraphPass(fold_batchnorm, exact=True)])
+    assert "BatchNorm2d: 1 -> 0" in caplog.text
+
+
+@pytest.mark.parametrize("returned", [None, 3, PassResult(None, 1)], ids=str)
+def test_a_pass_that_returns_no_graph_is_named(returned):
+    def forgetful(graph_module):
+        return returned
+
+    with pytest.raises(ConfigTypeError, match="pass forgetful returned a .*, wanted a PassResult"):
+        run_passes(traced(lambda m, x: x + 1), [GraphPass(forgetful, exact=True)])
+
+
+def test_a_broken_graph_is_noticed():
+    def breaks(graph_module):
+        (node,) = (node for node in graph_module.graph.nodes if node.op == "call_function")
+        node.op, node.target = "call_module", "nowhere"
+        return PassResult(graph_module, 1)
+
+    with pytest.raises(RuntimeError, match="nowhere"):
+        run_passes(traced(lambda m, x: operator.add(x, 1)), [GraphPass(breaks, exact=True)])
+
+
+def test_the_list_sketches_between_folding_and_merging():
+    sketch = GraphPass(lambda graph_module: PassResult(graph_module, 0), exact=False)
+    own = GraphPass(drop_dead_code, exact=True)
+    passes = improve(sketch=sketch, extra=[own])
+    assert passes.index(sketch) + 1 == passes.index(own)
+    assert passes[0].name == "fold_batchnorm"
+    assert passes[-1].name == "merge_shared_inputs"
+    assert [one.exact for one in passes].count(False) == 1
+    assert all(one.exact for one in (*NORMALIZE, *CLEAN_UP))
+
+
+# ------------------------------------------------------------------------------------ fold_batchnorm
+
+
+def norm(channels, **options):
+    layer = nn.BatchNorm2d(channels, **options)
+    with torch.no_grad():
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.3, 2.0)
+        if layer.affine:
+            layer.weight.normal_()
+            layer.bias.normal_()
+    return layer.eval()
+
+
+IMAGE = (2, 4, 9, 8)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fold_batchnorm(bias, affine, groups, dtype):
+    conv = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias, padding_mode="reflect")
+    graph_module = traced(lambda m, x: m.norm(m.conv(x)), conv=conv, norm=norm(6, affine=affine)).to(dtype)
+    folded = apply(fold_batchnorm, graph_module, torch.randn(IMAGE, dtype=dtype), 1)
+    assert type(folded.conv) is nn.Conv2d
+    assert folded.conv.weight is not conv.weight
+
+
+def test_fold_batchnorm_of_an_exported_graph():
+    model = Model(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(4, 6, 3), norm=norm(6)).eval()
+    x = torch.randn(IMAGE)
+    module = torch.export.export(model, (x,)).module()
+    lift_functional(module)
+    folded = apply(fold_batchnorm, module, x, 1)
+    assert "batch_norm" not in str(folded.graph)
+
+
+@pytest.mark.parametrize(
+    "case", ["trains", "read twice", "called twice", "hooked", "no statistics", "shared"]
+)
+def test_fold_batchnorm_leaves_alone(case):
+    conv, layer = nn.Conv2d(4, 4, 3, padding=1), norm(4)
+    forward = {
+        "read twice": lambda m, x: (lambda y: m.norm(y) + y)(m.conv(x)),
+        "called twice": lambda m, x: m.conv(m.norm(m.conv(x))),
+    }.get(case, lambda m, x: m.norm(m.conv(x)))
+    if case == "hooked":
+        conv.register_forward_hook(lambda module, args, out: 2 * out)
+    if case == "no statistics":
+        layer = nn.BatchNorm2d(4, track_running_stats=False)
+    others = {"other": conv} if case == "shared" else {}
+    graph_module = traced(forward, conv=conv, norm=layer, **others)
+    if case == "trains":
+        graph_module.train()
+    apply(fold_batchnorm, graph_module, torch.randn(IMAGE), 0)
+
+
+def test_fold_batchnorm_before_sketchify():
+    model = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1), norm(32), nn.ReLU(), nn.Conv2d(32, 32, 3), norm(32))
+    folded = fold_batchnorm(fx.symbolic_trace(model.eval())).graph_module
+    small = pc.sketchify(folded, 0.5, min_params=0, allow_slower=True, progress=False)
+    kinds = [type(module).__name__ for module in small.modules()]
+    assert kinds.count("SketchedConv2d") == 2
+    assert "BatchNorm2d" not in kinds
+
+
+# ------------------------------------------------------------------------------- merge_shared_inputs
+
+
+def three(forms, ranks=(8, 6, 10), bias=True):
+    made = [
+        SketchedLinear(32, 16, rank, bias=bias, form=form, start=32 - rank if trailing else 0)
+        for rank, (form, trailing) in zip(ranks, forms, strict=True)
+    ]
+    return dict(zip("qkv", made, strict=True))
+
+
+def gated(m, x):
+    return m.q(x) * torch.sigmoid(m.k(x)) + m.v(x)
+
+
+LEADING, TRAILING, PAIR = ("pivoted", False), ("pivoted", True), ("pair", False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merge_dense_layers(bias):
+    layers = {name: nn.Linear(32, size, bias=bias) for name, size in zip("qkv", (16, 16, 1), strict=True)}
+    merged = apply(merge_shared_inputs, traced(gated, **layers), torch.randn(2, 3, 32), 3)
+    assert merged.q_merged.weight.shape == (33, 32)
+
+
+@pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
+def test_merge_sketched_layers(form, monkeypatch):
+    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda layers: True)
+    merged = apply(merge_shared_inputs, traced(gated, **three([form] * 3)), torch.randn(2, 3, 32), 3)
+    assert merged.q_merged.weight.shape == (24, 32 if form == PAIR else 32 - 6)
+
+
+def test_merge_goes_by_kind(monkeypatch):
+    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda layers: True)
+    graph_module = traced(gated, **three([PAIR, LEADING, PAIR]))
+    merged = apply(merge_shared_inputs, graph_module, torch.randn(3, 32), 2)
+    assert merged.q_merged.weight.shape == (18, 32)
+
+
+def test_merge_only_where_it_is_predicted_to_pay():
+    wide = [SketchedLinear(1024, 64, rank, form="pivoted") for rank in (512, 512)]
+    far = [SketchedLinear(1024, 1024, rank, form="pivoted") for rank in (32, 800)]
+    for layers, count in ((wide, 2), (far, 0)):
+        graph_module = traced(lambda m, x: m.a(x).sum(-1) + m.b(x).sum(-1), a=layers[0], b=layers[1])
+        assert merge_shared_inputs(graph_module).changed in (0, count)
+
+
+@pytest.mark.parametrize("case", ["training", "written between", "other input", "hooked"])
+def test_merge_leaves_alone(case):
+    def forward(m, x):
+        first = m.q(x)
+        if case == "written between":
+            x.mul_(2.0)
+        return first + m.k(x + 1 if case == "other input" else x)
+
+    q, k = nn.Linear(32, 16), nn.Linear(32, 16)
+    if case == "hooked":
+        k.register_forward_hook(lambda module, args, out: 2 * out)
+    graph_module = traced(forward, q=q, k=k)
+    if case == "training":
+        graph_module.train()
+    apply(merge_shared_inputs, graph_module, torch.randn(3, 32), 0)
+
+
+# ------------------------------------------------------------------------------------- fuse_epilogue
+
+ON_CPU = functools.partial(fuse_epilogue, device_type="cpu")
+ACTIVATIONS = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh gelu": functools.partial(F.gelu, approximate="tanh"),
+    "GELU": nn.GELU(),
+    "tanh GELU": nn.GELU("tanh"),
+    "ReLU": nn.ReLU(),
+    "SiLU": nn.SiLU(),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fuse_epilogue(name, form, bias):
+    activation = ACTIVATIONS[name]
+    modules = {"act": activation} if isinstance(activation, nn.Module) else {}
+    fc = three([form] * 3, bias=bias)["q"]
+    graph_module = traced(lambda m, x: (m.act if modules else activation)(m.fc(x)), fc=fc, **modules)
+    fused = apply(ON_CPU, graph_module, torch.randn(2, 3, 32), 1)
+    assert "call_module" not in [node.op for node in fused.graph.nodes]
+
+
+@pytest.mark.parametrize("case", ["other function", "read twice", "cuda only", "hooked", "dense"])
+def test_fuse_epilogue_leaves_alone(case):
+    def forward(m, x):
+        y = m.fc(x)
+        z = torch.tanh(y) if case == "other function" else F.relu(y)
+        return z + y if case == "read twice" else z
+
+    fc = nn.Linear(32, 16) if case == "dense" else SketchedLinear(32, 16, 4)
+    if case == "hooked":
+        fc.down.register_forward_hook(lambda module, args, out: 2 * out)
+    one = fuse_epilogue if case == "cuda only" else ON_CPU
+    apply(one, traced(forward, fc=fc), torch.randn(3, 32), 0)
+
+
+# ------------------------------------------------------------------------------------ drop_dead_code
+
+
+def test_drop_dead_code_keeps_what_writes():
+    def forward(m, x):
+        m.spare(x)
+        F.relu(x)
+        x.add_(1.0)
+        operator.setitem(x, 0, 0.0)
+        torch.sigmoid(x)
+        return m.fc(x)
+
+    graph_module = traced(forward, fc=nn.Linear(6, 4), spare=nn.Linear(6, 4))
+    clean = apply(drop_dead_code, graph_module, torch.randn(3, 6), 3 + 2)
+    assert {str(node.target) for node in clean.graph.nodes} >= {"add_", "fc"}
+    assert list(clean.state_dict()) == ["fc.weight", "fc.bias"]
+
+
+def test_drop_dead_code_keeps_the_users_own_module():
+    class Own(nn.Module):
+        def forward(self, x):
+            return x.add_(1.0)
+
+    class Leafy(fx.Tracer):
+        def is_leaf_module(self, m, module_qualified_name):
+            return not isinstance(m, Model)
+
+    def forward(m, x):
+        m.own(x)
+        return m.fc(x)
+
+    model = Model(forward, own=Own(), fc=nn.Linear(6, 4))
+    graph_module = fx.GraphModule(model, Leafy().trace(model)).eval()
+    apply(drop_dead_code, graph_module, torch.randn(3, 6), 0)

@@ -1,0 +1,201 @@
+"""Exported models compute in ONNX Runtime what they compute in torch, and a failed export leaves nothing."""
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO, call, names, tensors
+
+import panther_compile as pc
+from panther_compile import onnx_file, onnx_verify
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    OnnxExportError,
+    OnnxFileError,
+    OnnxMismatchError,
+    WeightError,
+)
+
+AUTO = torch.export.Dim.AUTO
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+# Quick enough for every run: tokens with a mask, causal attention, convolutions, tied layers.
+FAST = ("distilbert", "gpt2", "odd_convnet", "tied_autoencoder")
+# torch.export itself gives up: which blocks run depends on values.
+NOT_BY_TORCH = ("early_exit",)
+
+
+def export(model, entry, path, **options):
+    """Export on an entry's inputs, with a free batch and, for tokens, a free length."""
+    inputs = entry.inputs()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    free = [{0: AUTO} if t.is_floating_point() else {0: AUTO, 1: AUTO} for t in (*args, *kwargs.values())]
+    shapes = dict(zip(kwargs, free, strict=True)) if kwargs else tuple(free)
+    pc.export_onnx(model, args, path, kwargs=kwargs, dynamic_shapes=shapes, **options)
+
+
+def settings(model):
+    """What an export changes for its own time."""
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    return [m.training for m in model.modules()], [
+        (config.use_cache if hasattr(config, "use_cache") else None, config._attn_implementation)
+        for config in configs
+    ]
+
+
+def run(path, inputs):
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    feed = {one.name: value.numpy() for one, value in zip(session.get_inputs(), values, strict=True)}
+    return [torch.from_numpy(array) for array in session.run(None, feed)]
+
+
+def mlp(width=32):
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 5)).eval()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names()]
+)
+def test_zoo_model_exports_sketched(name, tmp_path):
+    entry = ZOO[name]
+    small = pc.sketchify(entry.build(), 0.5, **OPTIONS)
+    path = tmp_path / "m.onnx"
+    if name in NOT_BY_TORCH:
+        for model in (entry.build(), small):  # torch's limit: the dense model fails as well
+            with pytest.raises(OnnxExportError, match="data-dependent"):
+                export(model, entry, path)
+        assert list(tmp_path.iterdir()) == []
+        return
+    before = settings(small.train())
+    export(small, entry, path)
+    assert settings(small) == before
+    with torch.no_grad():
+        small.eval()
+        wanted = tensors(call(small, entry.inputs()))
+    found = [tensor for tensor in run(path, entry.inputs()) if tensor.is_floating_point()]
+    assert len(found) <= len(wanted)  # a cache is left out
+    for one, other in zip(found, wanted, strict=False):
+        assert (one - other).norm() <= 1e-3 * other.norm()
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+class Named(nn.Module):
+    """Inputs by name, one of them no tensor; a dictionary with a list in it out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, x, scale: float = 1.0, *, y):
+        hidden = self.a(x) * scale + self.b(y)
+        return {"logits": hidden, "states": [hidden + 1, hidden * 2]}
+
+
+def test_keyword_inputs_and_dictionary_outputs(tmp_path):
+    batch = torch.export.Dim("batch")
+    path = tmp_path / "m.onnx"
+    pc.export_onnx(
+        Named(),
+        (torch.randn(3, 16),),
+        path,
+        kwargs={"y": torch.randn(3, 8), "scale": 2.0},
+        dynamic_shapes={"x": {0: batch}, "y": {0: batch}, "scale": None},
+        opset=20,
+    )
+    model = onnx.load(path)
+    assert [one.name for one in model.graph.input] == ["x", "y"]
+    assert [one.name for one in model.graph.output] == ["logits", "states_0", "states_1"]
+    assert next(entry.version for entry in model.opset_import if not entry.domain) == 20
+
+
+def test_one_tensor_will_do(tmp_path):
+    pc.export_onnx(mlp(), torch.randn(2, 32), tmp_path / "m.onnx")
+    assert run(tmp_path / "m.onnx", (torch.randn(2, 32),))[0].shape == (2, 5)
+
+
+def test_no_path_of_this_machine_is_written(tmp_path):
+    pc.export_onnx(mlp(), torch.randn(2, 32), tmp_path / "m.onnx")
+    assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()
+
+
+@pytest.fixture
+def little_fits(monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGEST_INLINE", 4096)
+
+
+def test_large_weights_stand_beside_the_file(tmp_path, little_fits):
+    model, x = mlp(), torch.randn(2, 32)
+    path = tmp_path / "m.onnx"
+    for _ in range(2):  # a second export takes the weights of the first away
+        pc.export_onnx(model, x, path)
+        assert len(list(tmp_path.iterdir())) == 2
+        assert path.stat().st_size < 2**15 < 2 * (tmp_path / weights_of(path)).stat().st_size * 4
+        with torch.no_grad():
+            assert torch.allclose(run(path, (x,))[0], model(x), atol=1e-5)
+            model[0].weight.add_(1.0)
+
+
+def weights_of(path):
+    proto = onnx.load(path, load_external_data=False)
+    entries = [entry for tensor in proto.graph.initializer for entry in tensor.external_data]
+    (location,) = {entry.value for entry in entries if entry.key == "location"}
+    return location
+
+
+@pytest.mark.usefixtures("little_fits")
+def test_failure_keeps_the_old_file_and_its_weights(tmp_path, monkeypatch):
+    path, x = tmp_path / "m.onnx", torch.randn(2, 32)
+    pc.export_onnx(mlp(), x, path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    monkeypatch.setitem(onnx_verify.TOLERANCE, torch.float32, -1.0)
+    with pytest.raises(OnnxMismatchError, match=r"output .* differs by .* for inputs \(2, 32\)"):
+        pc.export_onnx(mlp(), x, path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+class WrongElsewhere(nn.Module):
+    """Adds the length that it was traced with, which is right for no other length."""
+
+    def forward(self, x):
+        return x + x.shape[0] if torch.compiler.is_exporting() else x + 3
+
+
+def test_mismatch_is_found_and_nothing_is_written(tmp_path):
+    with pytest.raises(OnnxMismatchError, match="differs by"):
+        pc.export_onnx(WrongElsewhere(), torch.randn(4, 2), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+    pc.export_onnx(WrongElsewhere(), torch.randn(4, 2), tmp_path / "m.onnx", verify=False)
+    assert (tmp_path / "m.onnx").exists()
+
+
+def test_other_sizes_are_compared_too(tmp_path):
+    shapes = {"x": {0: torch.export.Dim("length", min=2, max=9)}}
+    with pytest.raises(OnnxMismatchError, match=r"for inputs \((?!3)\d, 2\)"):
+        pc.export_onnx(WrongElsewhere(), torch.randn(3, 2), tmp_path / "m.onnx", dynamic_shapes=shapes)
+
+
+def test_meta_model_is_refused(tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(WeightError, match="weight is on the meta device"):
+        pc.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"opset": 17}, ConfigError, "opset=17, wanted 18 to"),
+        ({"opset": 999}, ConfigError, "opset=999"),
+        ({"args": [torch.randn(2, 32)]}, ConfigTypeError, "args is a list, wanted a tuple"),
+        ({"model": torch.relu}, ConfigTypeError, "wanted an nn.Module"),
+        ({"path": "missing/m.onnx"}, OnnxFileError, "cannot write"),
+    ],
+)
+def test_bad_arguments_are_told(change, error, message, tmp_path):
+    given = {"model": mlp(), "args": (torch.randn(2, 32),), "path": "m.onnx"} | change
+    path = tmp_path / given.pop("path")
+    with pytest.raises(error, match=message):
+        pc.export_onnx(given.pop("model"), given.pop("args"), path, **given)
+    assert list(tmp_path.iterdir()) == []
