@@ -118,11 +118,20 @@ def worker(arguments: list[str]) -> dict[str, Any]:
 @torch.inference_mode()
 def run_saved(path: Path) -> dict[str, float]:
     """Load a pickled model, run it, and tell the peak memory beyond that of the imports, in bytes."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    torch.load(path.with_suffix(".inputs"), weights_only=False)
+    before = _memory("VmRSS")
     model = torch.load(path, weights_only=False, mmap=False)
     inputs = torch.load(path.with_suffix(".inputs"), weights_only=False)
     call(model, inputs)
-    return {"peak": 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+    return {"peak": _memory("VmHWM") - before}
+
+
+def _memory(which: str) -> float:
+    """Bytes resident now, or at the peak; getrusage would start from the peak of the parent process."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [float(line.split()[1]) * 1024 for line in lines if line.startswith(which)]
+    return found[0] if found else float("nan")
 
 
 def memory(name: str, folder: Path) -> dict[str, float]:

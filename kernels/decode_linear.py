@@ -81,7 +81,7 @@ def _decode_latent_set(
     )
 
 
-@triton.autotune(configs=configs_for("decode_latent"), key=["I", "max_rank", "SETS", "ROWS"])
+@triton.autotune(configs=configs_for("decode_latent"), key=["I", "max_rank", "SETS", "ROWS", "PRECISION"])
 @triton.jit(do_not_specialize=["I", "max_rank"])
 def _decode_latent_kernel(
     x_ptr,
@@ -165,7 +165,9 @@ def _decode_output_set(
     store_output(s, factors, offs_m, mask_m, offs_o, ACTIVATION)
 
 
-@triton.autotune(configs=configs_for("decode_output"), key=["max_rank", "max_outputs", "SETS", "ROWS"])
+@triton.autotune(
+    configs=configs_for("decode_output"), key=["max_rank", "max_outputs", "SETS", "ROWS", "PRECISION"]
+)
 @triton.jit(do_not_specialize=["max_rank", "max_outputs"])
 def _decode_output_kernel(
     x_ptr,

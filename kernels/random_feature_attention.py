@@ -83,7 +83,7 @@ def key_shift(mask_ptr, mask_strides, n, h, offs, keys):
     return shift
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "BLOCK_C"])
+@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["keys", "chunks"])
 def _favor_state_kernel(
     k_ptr,
@@ -173,7 +173,7 @@ def _favor_scan_kernel(
         tl.store(states.state + place[:, None] * V + offs_v[None, :], state, mask=mask)
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C"])
+@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "chunks", "query_chunks"])
 def _favor_output_kernel(
     q_ptr,

@@ -74,7 +74,7 @@ def _store_rows(x_ptr, strides, x, n, h, offs, length, offs_d, width):
     )
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C"])
+@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "chunks", "query_chunks"])
 def _favor_query_grad_kernel(
     q_ptr,
@@ -193,7 +193,7 @@ def _favor_reverse_scan_kernel(
         tl.store(query_states.state + place[:, None] * V + offs_v[None, :], state, mask=mask)
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C"])
+@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "length", "chunks", "query_chunks"])
 def _favor_key_grad_kernel(
     q_ptr,

@@ -24,7 +24,9 @@ from panther_compile.kernels.autotune import configs_for
 from panther_compile.kernels.plain import conv2d_size, layout_of
 
 
-@triton.autotune(configs=configs_for("sketched_conv2d"), key=["channels", "O", "BLOCK_R", "KH", "KW"])
+@triton.autotune(
+    configs=configs_for("sketched_conv2d"), key=["channels", "O", "BLOCK_R", "KH", "KW", "PRECISION"]
+)
 @triton.jit(do_not_specialize=["positions"])
 def _sketched_conv2d_fwd_kernel(
     x_ptr,

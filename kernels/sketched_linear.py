@@ -135,7 +135,9 @@ def _rows_of_one_set(
         store_output(s, factors, offs_m, mask_m, offs_o, ACTIVATION)
 
 
-@triton.autotune(configs=configs_for("sketched_linear"), key=["I", "BLOCK_R", "SETS", "rows_class"])
+@triton.autotune(
+    configs=configs_for("sketched_linear"), key=["I", "BLOCK_R", "SETS", "rows_class", "PRECISION"]
+)
 @triton.jit(do_not_specialize=["I", "rows_class"])
 def _sketched_linear_fwd_kernel(
     x_ptr,

@@ -30,7 +30,7 @@ _PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100
 _MAX_SPLITS = 32
 
 
-@triton.autotune(configs=configs_for("product"), key=["rows_class", "outputs", "rank"])
+@triton.autotune(configs=configs_for("product"), key=["rows_class", "outputs", "rank", "PRECISION"])
 @triton.jit(do_not_specialize=["rows_class", "outputs", "rank"])
 def _activation_grad_kernel(
     grad_ptr,
@@ -75,14 +75,17 @@ def _activation_grad_kernel(
     )
 
 
-@triton.autotune(configs=configs_for("product"), key=["rows_class", "max_rank", "SETS"])
-@triton.jit(do_not_specialize=["rows_class", "max_rank"])
+@triton.autotune(
+    configs=configs_for("product"), key=["rows_class", "max_rank", "itemsize", "SETS", "PRECISION"]
+)
+@triton.jit(do_not_specialize=["rows_class", "max_rank", "itemsize"])
 def _latent_grad_kernel(
     grads,
     grad_strides,
     B,
     rows_class,
     max_rank,
+    itemsize,
     sets,
     SETS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -111,7 +114,7 @@ def _latent_grad_kernel(
             store_latent(z, sets[index], offs_m, mask_m, offs_r)
 
 
-@triton.autotune(configs=configs_for("product"), key=["rows_class", "I", "max_rank", "SETS"])
+@triton.autotune(configs=configs_for("product"), key=["rows_class", "I", "max_rank", "SETS", "PRECISION"])
 @triton.jit(do_not_specialize=["rows_class", "max_rank"])
 def _input_grad_kernel(
     gx_ptr,
@@ -169,7 +172,7 @@ def _input_grad_kernel(
     )
 
 
-@triton.autotune(configs=configs_for("weight_grad"), key=["rows_class", "M", "N"])
+@triton.autotune(configs=configs_for("weight_grad"), key=["rows_class", "M", "N", "PRECISION"])
 @triton.jit(do_not_specialize=["splits", "rows_class"])
 def _weight_grad_kernel(
     a_ptr,
@@ -273,7 +276,7 @@ def input_grad(
     rows = B.bit_length()
     strides = tuple(grad.stride() for grad in grads)
     _latent_grad_kernel[_tiles(B, max_rank, len(sets))](
-        tuple(grads), strides, B, rows, max_rank, tuple(transposed), **sizes
+        tuple(grads), strides, B, rows, max_rank, dtype.itemsize, tuple(transposed), **sizes
     )
     _input_grad_kernel[_tiles(B, in_features)](
         gx, B, in_features, rows, max_rank, *gx.stride(), tuple(sets), **sizes

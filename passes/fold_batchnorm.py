@@ -23,7 +23,6 @@ from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.runner import PassResult
 
 _CONV_TENSORS = frozenset({"weight", "bias"})
-_NORM_TENSORS = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> PassResult:
@@ -41,6 +40,8 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> PassResult:
         graph_module.set_submodule(str(conv.target), _folded(dense, norm))
         node.replace_all_uses_with(conv)
         graph_module.graph.erase_node(node)
+        if node.op == "call_module" and calls[node.target] == 1:
+            graph_module.delete_submodule(str(node.target))
         count += 1
     if count:
         graph_module.recompile()
@@ -51,8 +52,7 @@ def _read(graph_module: fx.GraphModule, node: fx.Node) -> dict[str, Any] | None:
     """The input and eps of an eval-mode norm, and its tensors by name; None for any other node."""
     if node.op == "call_module":
         module = graph_module.get_submodule(str(node.target))
-        frozen = isinstance(module, nn.BatchNorm2d) and not module.training and len(node.args) == 1
-        if not frozen or why_not_plain(module, nn.BatchNorm2d, tensors=_NORM_TENSORS) is not None:
+        if not _is_frozen_norm(module) or len(node.args) != 1:
             return None
         found = {name: getattr(module, name) for name in STATISTICS}
         found |= {"input": node.args[0], "eps": module.eps}
@@ -65,6 +65,13 @@ def _read(graph_module: fx.GraphModule, node: fx.Node) -> dict[str, Any] | None:
             return None  # computed in the graph
         found |= {"input": call["input"], "eps": call["eps"]}
     return None if found["running_mean"] is None or found["running_var"] is None else found
+
+
+def _is_frozen_norm(module: nn.Module) -> bool:
+    """Whether this is a plain norm in eval mode."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    plain = type(module) is nn.BatchNorm2d and "forward" not in vars(module) and not any(hooks)
+    return plain and not module.training
 
 
 def _tensor(graph_module: fx.GraphModule, node: Any) -> Tensor | None:

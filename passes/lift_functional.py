@@ -1,11 +1,11 @@
 """Functional linear layers and convolutions of a graph become module calls; exact.
 
 Before:
-    %w : get_attr[target=fc.weight]
-    %b : get_attr[target=fc.bias]
-    %y : call_function[target=torch._C._nn.linear](args = (%x, %w, %b))
+    %fc_weight : get_attr[target=fc.weight]
+    %fc_bias : get_attr[target=fc.bias]
+    %linear : call_function[target=torch._C._nn.linear](args = (%x, %fc_weight, %fc_bias))
 After:
-    %y : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
+    %fc : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
 
 Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them; a graph of Dynamo goes through
 `lift_parameters` first. So every later pass knows one form. The module takes the place of the

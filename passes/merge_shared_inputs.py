@@ -4,27 +4,29 @@ Before:
     %q : call_module[target=q](args = (%x,))
     %k : call_module[target=k](args = (%x,))
 After:
-    %merged : call_module[target=q_merged](args = (%x,))
-    %split : call_method[target=split](args = (%merged, [r_q, r_k], -1))
+    %q_merged : call_module[target=q_merged](args = (%x,))
+    %split : call_method[target=split](args = (%q_merged, [4, 4], -1))
     %getitem : call_function[target=operator.getitem](args = (%split, 0))
     %getitem_1 : call_function[target=operator.getitem](args = (%split, 1))
     %q_up : call_module[target=q.up](args = (%getitem,))
     %k_up : call_module[target=k.up](args = (%getitem_1,))
 
 That is for sketched layers in the pair form. Dense layers have no `up`. Pivoted layers whose slices start
-alike share the input beside the smallest pivot slice, with zeros in `down` where a larger slice reaches into
-it, and add their own slice to their part: y = up(x₁ + part). One product in place of several saves launches;
-it is made where `cost.py` predicts that the zeros and the additions do not cost more. Measured on three layers
-768 -> 768 of rank 224: 1.09, 1.20 and 1.02 times as fast in the pair form at 1, 32 and 1024 rows, 1.48, 1.05
-and 1.00 in the pivoted form, 1.0 for dense ones at 32 and more (one core of an AMD EPYC, float32, torch 2.13).
+alike share the input beside the smallest pivot slice, with zeros in `down` where a larger slice reaches
+into it, and add their own slice to their part: y = up(x₁ + part). One product in place of several saves
+launches; it is made where `cost.py` predicts that the zeros and the additions do not cost more. Measured on
+three layers 768 -> 768 of rank 224: 1.09, 1.20 and 1.02 times as fast in the pair form at 1, 32 and 1024
+rows, 1.48, 1.05 and 1.00 in the pivoted form, 1.0 for dense ones at 32 and more (one core of an AMD EPYC,
+float32, torch 2.13).
 
-For inference: a graph module in training mode is left alone, since the merged `down` is a parameter by itself.
+For inference: a graph module in training mode is left alone, since the merged `down` is a parameter by
+itself.
 """
 
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +129,7 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
     with graph.inserting_before(nodes[0]):
         shared = x
         if kind in ("leading", "trailing"):
-            rest = slice(inputs - width, None) if kind == "leading" else slice(None, width)
+            rest: Any = slice(inputs - width, None) if kind == "leading" else slice(None, width)
             shared = graph.call_function(operator.getitem, (x, (..., rest)))
         merged = graph.call_module(name, (shared,))
         parts = graph.call_method("split", (merged, [_first_rows(layer) for layer in layers], -1))
@@ -136,7 +138,7 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
             result = graph.call_function(operator.getitem, (parts, place))
             if isinstance(layer, SketchedLinear):
                 if layer.form == "pivoted":
-                    pivots = slice(layer.start, layer.start + layer.rank)
+                    pivots: Any = slice(layer.start, layer.start + layer.rank)
                     own = graph.call_function(operator.getitem, (x, (..., pivots)))
                     result = graph.call_function(operator.add, (own, result))
                 result = graph.call_module(f"{node.target}.up", (result,))
@@ -150,7 +152,9 @@ def _merged_linear(layers: list[Layer]) -> nn.Linear:
     """The first factors below one another."""
     width = _width(layers)
     weight = torch.cat([_padded(layer, width) for layer in layers])
-    biases = [layer.bias for layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None]
+    biases: list[Tensor] = [
+        layer.bias for layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None
+    ]
     merged = nn.Linear(width, weight.shape[0], bias=bool(biases), device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     if biases:

@@ -37,4 +37,5 @@ def _function_acts(node: fx.Node) -> bool:
     norm = read_batchnorm(node)
     trains = norm is not None and norm["training"] is not False
     writes = name.endswith("_") or (home == "_operator" and name in _WRITING_OPERATORS)
-    return writes or trains or "out" in node.kwargs or home not in _PURE_HOMES
+    inplace = any(node.kwargs.get(key) not in (None, False) for key in ("out", "inplace"))
+    return writes or trains or inplace or home not in _PURE_HOMES

@@ -5,7 +5,7 @@ Before:
     %head : call_module[target=head](args = (%h,))        head.weight is embed.weight
 After:
     %embed : call_module[target=embed](args = (%ids,))    embed: SketchedEmbedding(codes, basis)
-    %head : call_module[target=head](args = (%h,))        head: SketchedLinear(down=basis, up.weight=codes.weight)
+    %head : call_module[target=head](args = (%h,))   head: SketchedLinear(down=basis, up.weight=codes.weight)
 """
 
 from collections.abc import Mapping

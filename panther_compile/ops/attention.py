@@ -9,7 +9,7 @@ from torch import Tensor
 
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch, plain_attention
-from panther_compile.ops.checks import check_alike, kernel_mode, size
+from panther_compile.ops.checks import check_alike, kernel_mode, launching_on, size
 
 
 def favor_attention(
@@ -71,7 +71,8 @@ def _favor_attention(
 
         forward = random_feature_attention.favor_attention_forward
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    y = forward(q, k, v, directions, key_mask, causal=causal, precision=precision)
+    with launching_on(q):
+        y = forward(q, k, v, directions, key_mask, causal=causal, precision=precision)
     return y.contiguous()
 
 
@@ -96,7 +97,8 @@ def _favor_attention_backward(
 
         backward = random_feature_attention_backward.favor_attention_backward
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    gq, gk, gv = backward(grad, q, k, v, directions, key_mask, causal=causal, precision=precision)
+    with launching_on(q):
+        gq, gk, gv = backward(grad, q, k, v, directions, key_mask, causal=causal, precision=precision)
     return gq.contiguous(), gk.contiguous(), gv.contiguous()
 
 

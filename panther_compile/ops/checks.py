@@ -1,5 +1,6 @@
 """What the operators ask of their arguments, and what autocast makes of them."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -43,6 +44,11 @@ def check_alike(what: str, **tensors: Tensor | None) -> None:
 def size(tensor: Tensor) -> tuple[int, ...]:
     """The shape, as a message shows it."""
     return tuple(tensor.shape)
+
+
+def launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """The device of x as the current one, where Triton launches."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def keeps(*tensors: Tensor | None) -> bool:

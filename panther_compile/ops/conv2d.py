@@ -11,7 +11,15 @@ from torch import Tensor
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch, plain
 from panther_compile.kernels.factor_set import Needs
-from panther_compile.ops.checks import autocast, check_alike, check_bias, keeps, kernel_mode, size
+from panther_compile.ops.checks import (
+    autocast,
+    check_alike,
+    check_bias,
+    keeps,
+    kernel_mode,
+    launching_on,
+    size,
+)
 
 
 def sketched_conv2d(
@@ -87,7 +95,8 @@ def _sketched_conv2d(
 
         forward = sketched_conv2d.sketched_conv2d_forward
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
-    y, z = forward(x, down, up, bias, **geometry, keep=keep, precision=precision)
+    with launching_on(x):
+        y, z = forward(x, down, up, bias, **geometry, keep=keep, precision=precision)
     layout = plain.layout_of(x)
     return y.contiguous(memory_format=layout), z.contiguous(memory_format=layout)
 

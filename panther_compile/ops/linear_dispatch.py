@@ -12,7 +12,7 @@ from torch import Tensor
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch, plain
 from panther_compile.kernels.factor_set import Factors, Needs
-from panther_compile.ops.checks import check_alike, check_bias, kernel_mode, size
+from panther_compile.ops.checks import check_alike, check_bias, kernel_mode, launching_on, size
 
 
 def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
@@ -51,7 +51,8 @@ def linear_forward(
 
         forward = decode_linear.decode_linear_forward
     x_BI = x.reshape(-1, x.shape[-1])
-    ys, zs = forward(x_BI, layers, activation=activation, keep=keep, precision=precision)
+    with launching_on(x):
+        ys, zs = forward(x_BI, layers, activation=activation, keep=keep, precision=precision)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys], zs
 
 
@@ -74,7 +75,9 @@ def linear_backward(
     if zs[0].shape[0] != x_BI.shape[0]:  # not kept
         zs = [plain.latent(x_BI, layer) for layer in layers]
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    gx, found = backward(flat, x_BI, layers, zs, activation=activation, needs=needs, precision=precision)
+    options = {"activation": activation, "needs": needs, "precision": precision}
+    with launching_on(x):
+        gx, found = backward(flat, x_BI, layers, zs, **options)
     gx = None if gx is None else gx.reshape(x.shape)
     every = [gx, *(one.down for one in found), *(one.up for one in found)]
     every += [one.bias for one, layer in zip(found, layers, strict=True) if layer.bias is not None]

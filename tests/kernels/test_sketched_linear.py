@@ -74,6 +74,15 @@ def run_reference(layers, activation="none"):
     return run
 
 
+def reference_latent(start, given, index):
+    """The latent is what a layer gives whose second factor is the identity."""
+    x, down = given["x"], given[f"down{index}"]
+    identity = torch.eye(down.shape[0], dtype=x.dtype, device=x.device)
+    if start is None:
+        return reference.pair_linear(x, down, identity, None)
+    return reference.pivoted_linear(x, down, identity, None, start=start)
+
+
 def named(x, layers):
     factors = {
         f"{name}{index}": tensor
@@ -86,11 +95,12 @@ def named(x, layers):
 
 def check_forward(forward, x, layers, activation="none"):
     outputs, latents = forward(x, layers, activation=activation, keep=True)
-    assert [tuple(z.shape) for z in latents] == [(len(x), one.down.shape[0]) for one in layers]
     found = {f"y{index}": y for index, y in enumerate(outputs)}
-    run, inputs = run_reference(layers, activation), named(x, layers)
+    found |= {f"z{index}": z for index, z in enumerate(latents)}
+    inputs = named(x, layers)
     plain, exact = (
-        {f"y{index}": y for index, y in enumerate(run(**given))}
+        {f"y{index}": y for index, y in enumerate(run_reference(layers, activation)(**given))}
+        | {f"z{index}": reference_latent(layer.start, given, index) for index, layer in enumerate(layers)}
         for given in (inputs, oracle.to_double(inputs))
     )
     oracle.check(found, plain, exact)
