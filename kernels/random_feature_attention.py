@@ -347,10 +347,11 @@ def outputs_from(
     states: States,
     sizes: Sizes,
     causal: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The output (N, H, L, V) in the type of v, and r and the total of each row, (N H, L, 2) float32."""
+    """The output (N, H, L, V), and r and the total of each row, (N H, L, 2) float32."""
     (N, H, L, D), V, M = q.shape, v.shape[-1], directions.shape[0]
-    y = torch.empty(N, H, L, V, dtype=v.dtype, device=v.device)
+    y = torch.empty(N, H, L, V, dtype=dtype, device=v.device)
     rows = torch.empty(N * H, L, 2, dtype=torch.float32, device=v.device)
     _favor_output_kernel[(N * H * sizes.query_chunks,)](
         q,
@@ -397,4 +398,4 @@ def favor_attention_forward(
         return torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     sizes = sizes_of(q, k, v, causal, precision)
     states = key_states(k, v, directions, key_mask, sizes, causal)
-    return outputs_from(q, k, v, directions, key_mask, states, sizes, causal)[0]
+    return outputs_from(q, k, v, directions, key_mask, states, sizes, causal, v.dtype)[0]

@@ -28,7 +28,7 @@ class Candidate(ABC):
 
     @abstractmethod
     def numbers(self, rank: int) -> int:
-        """Stored numbers, parameters and index buffers, bias not counted."""
+        """Stored numbers, bias not counted."""
 
     @abstractmethod
     def macs(self, rank: int) -> int:

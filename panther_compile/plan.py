@@ -136,14 +136,15 @@ def plan_units(
     enough = math.ceil(budget - TOLERANCE * budget / ratio)
     if round_rank_to is None and _spent(options, chosen) < enough:
         finer = all_options(1)
-        # Kernels of k x k, which run in blocks of 16 channels, come last.
+        # First without the kernels of k x k, which run in blocks of 16 channels.
         in_blocks = [any(cost.rank_step(c) == cost.TILE for c in unit.candidates) for unit, _ in sketched]
         mixed = [o if tiled else fine for o, fine, tiled in zip(options, finer, in_blocks, strict=True)]
-        for allowed in (mixed, finer):
-            if _spent(options, chosen) < enough:
-                numbers = [int(o.numbers[i]) for o, i in zip(options, chosen, strict=True)]
-                start = [_at(option, spent) for option, spent in zip(allowed, numbers, strict=True)]
-                options, chosen = allowed, _fill(allowed, start, budget, enough)
+        numbers = [int(o.numbers[i]) for o, i in zip(options, chosen, strict=True)]
+        for options in (mixed, finer):
+            start = [_at(option, spent) for option, spent in zip(options, numbers, strict=True)]
+            chosen = _fill(options, start, budget, enough)
+            if _spent(options, chosen) >= enough:
+                break
     for choice, option in zip(chosen, options, strict=True):
         lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
     return tuple(lines[unit.name] for unit, _ in units)

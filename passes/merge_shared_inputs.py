@@ -126,11 +126,13 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
     graph_module.add_module(name, _merged_linear(layers))
     kind, width = _kind(layers[0]), _width(layers)
     inputs = layers[0].in_features
+    columns: Any
     with graph.inserting_before(nodes[0]):
         shared = x
         if kind in ("leading", "trailing"):
-            rest: Any = slice(inputs - width, None) if kind == "leading" else slice(None, width)
-            shared = graph.call_function(operator.getitem, (x, (..., rest)))
+            rest = slice(inputs - width, None) if kind == "leading" else slice(None, width)
+            columns = (..., rest)
+            shared = graph.call_function(operator.getitem, (x, columns))
         merged = graph.call_module(name, (shared,))
         parts = graph.call_method("split", (merged, [_first_rows(layer) for layer in layers], -1))
     for place, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
@@ -138,8 +140,8 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
             result = graph.call_function(operator.getitem, (parts, place))
             if isinstance(layer, SketchedLinear):
                 if layer.form == "pivoted":
-                    pivots: Any = slice(layer.start, layer.start + layer.rank)
-                    own = graph.call_function(operator.getitem, (x, (..., pivots)))
+                    columns = (..., slice(layer.start, layer.start + layer.rank))
+                    own = graph.call_function(operator.getitem, (x, columns))
                     result = graph.call_function(operator.add, (own, result))
                 result = graph.call_module(f"{node.target}.up", (result,))
         result.meta = dict(node.meta)

@@ -118,13 +118,25 @@ def kernel(name, channels):
     return Unit(name, shape, channels**2 * 9, 0, (ChannelCandidate(shape, 1),), None)
 
 
-def test_what_the_budget_has_left_goes_to_matrices_before_kernels():
-    units = [kernel(f"k{i}", 128) for i in range(3)] + [unit(f"m{i}", (256, 256)) for i in range(3)]
-    for ratio in (0.3, 0.41, 0.52, 0.63):
-        lines = plan(units, ratio)
-        stored, dense = totals(lines)
-        assert ratio - 0.005 <= stored / dense <= ratio
-        assert all(line.choice.rank % 16 == 0 for line in lines[:3])
+@pytest.mark.parametrize(
+    ("ratio", "shapes"),
+    [
+        (0.35, [64, (128, 128)]),
+        (0.63, [64, (128, 128)]),
+        (0.3, [64, 64, (128, 128)]),
+        (0.47, [64] + 3 * [(256, 256)]),
+    ],
+)
+def test_what_the_budget_has_left_goes_to_matrices_before_kernels(ratio, shapes):
+    units = [
+        kernel(f"u{i}", shape) if isinstance(shape, int) else unit(f"u{i}", shape)
+        for i, shape in enumerate(shapes)
+    ]
+    lines = plan(units, ratio)
+    stored, dense = totals(lines)
+    assert ratio - 0.005 <= stored / dense <= ratio
+    assert all(line.choice.rank % 16 == 0 for line in lines if len(line.shape) == 4)
+    assert any(line.choice.rank % 8 for line in lines if len(line.shape) == 2)
 
 
 def test_kernels_alone_meet_the_budget_by_single_ranks():

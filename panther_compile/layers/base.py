@@ -46,7 +46,7 @@ class SketchedLayer(nn.Module):
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of this layer: one for each number of its factors, biases and indices aside."""
+        """Multiply-adds of this layer: one for each number of its factors, biases aside."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
 
     @property
