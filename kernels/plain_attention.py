@@ -66,10 +66,7 @@ def favor_attention_backward(
         glog_q = phi_q * (extended @ state_MV.mT)
         glog_k = phi_k * (v1 @ later_MV.mT)
         gv = phi_k @ later_MV[..., :-1]
-    # What is common to a row of φ_q cancels in the quotient, so the rows of glog_q sum to 0.
-    scale = q.shape[-1] ** -0.25
-    gq = glog_q @ w * scale
-    gk = (glog_k @ w - glog_k.sum(-1, keepdim=True) * (kw * scale)) * scale
+    gq, gk = _feature_grad(glog_q, qw, w), _feature_grad(glog_k, kw, w)
     return gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
 
 
@@ -118,3 +115,9 @@ def _normalized(grad: Tensor, logs: Tensor, sums: Callable[[Tensor], Tensor]) ->
 def _top(log_k: Tensor) -> Tensor:
     """The largest logarithm of each feature over the keys, (..., 1, M), finite."""
     return log_k.amax(-2, keepdim=True).clamp_min(torch.finfo(log_k.dtype).min)
+
+
+def _feature_grad(grad_logs: Tensor, x: Tensor, directions_MD: Tensor) -> Tensor:
+    """Gradient of x from that of its log features."""
+    scale = x.shape[-1] ** -0.25
+    return (grad_logs @ directions_MD - grad_logs.sum(-1, keepdim=True) * (x * scale)) * scale

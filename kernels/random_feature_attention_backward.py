@@ -7,8 +7,7 @@ With φ_i = exp(log_q_i + T_c - r_i) / total_i, which sums to 1 over the keys, a
     R_c      = Σ_{c' > c} exp(T_c - T_c') Q_c'           -> _favor_reverse_scan_kernel, or the sum over all
     dlog_k_j = ψ_j * (R_c [v_j, 1] + Σ_{i of c, i >= j} (g_i · v_j + δ_i) φ_i),   ψ_j = exp(log_k_j - T_c)
     dv_j     = ψ_j · R_c + Σ_{i of c, i >= j} (φ_i · ψ_j) g_i      -> _favor_key_grad_kernel
-    dq       = dlog_q w / D^(1/4): Σ_m dlog_q is 0, because a factor common to a row of φ cancels
-    dk       = (dlog_k w - (Σ_m dlog_k) k') / D^(1/4)
+    dq       = (dlog_q w - (Σ_m dlog_q) q') / D^(1/4), dk likewise
 
 Every exponential is 1 or below but φ, which the quotient's threshold bounds. The same states, shifts and
 types as in random_feature_attention.py; the directions and the mask get no gradient.
@@ -128,6 +127,7 @@ def _favor_query_grad_kernel(
     pairs = _pair_grads(g, delta, v, offs_c, PRECISION)
     first_state = (head * chunks + (chunk if CAUSAL else 0)) * M
     gq = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    grad_sum = tl.zeros((BLOCK_C,), tl.float32)
     for first in range(0, M, BLOCK_M):
         offs_m = first + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = offs_m < M
@@ -141,7 +141,9 @@ def _favor_query_grad_kernel(
             log_k = log_features(k, w, offs_m, M, PRECISION) + shift[:, None]
             phi_k = tl.exp(log_k - top[None, :])
             slope = tl.dot(pairs, phi_k, slope, input_precision=PRECISION)
-        gq = tl.dot(phi_q * slope, w, gq, input_precision=PRECISION)
+        grad_log = phi_q * slope
+        grad_sum += tl.sum(grad_log, axis=1)
+        gq = tl.dot(grad_log, w, gq, input_precision=PRECISION)
         place = program * M + offs_m
         tl.store(query_states.norm + place, tl.sum(phi_q * delta[:, None], axis=0), mask=mask_m)
         tl.store(
@@ -149,7 +151,9 @@ def _favor_query_grad_kernel(
             tl.dot(tl.trans(phi_q), g, input_precision=PRECISION),
             mask=mask_m[:, None] & (offs_v < V)[None, :],
         )
-    _store_rows(gq_ptr, gq_strides, gq * scale, n, h, offs_c, queries, offs_d, D)
+    # The sum is 0 but for rounding, of which this takes back a part.
+    gq = (gq - grad_sum[:, None] * q) * scale
+    _store_rows(gq_ptr, gq_strides, gq, n, h, offs_c, queries, offs_d, D)
 
 
 @triton.jit(do_not_specialize=["query_chunks"])

@@ -37,6 +37,21 @@ def with_gradients(
     return named | {f"grad of {name}": grad for name, grad in zip(names, found, strict=True)}
 
 
+def worst(plains: list[dict[str, Tensor]], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of several plain results, whose rounding differs, the one furthest off, by name.
+
+    Where sums cancel, the error of one order of summation is a matter of luck.
+    """
+    return {
+        name: max((plain[name] for plain in plains), key=lambda one: _error(one, exact[name]))
+        for name in exact
+    }
+
+
+def _error(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor.double() - exact).abs().max()) if tensor.numel() else 0.0
+
+
 def check(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
     """Hold every named result to the 2x rule, its shape and its dtype."""
     assert set(found) == set(plain) == set(exact)
