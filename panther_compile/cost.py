@@ -29,6 +29,9 @@ WORTHWHILE = 0.9
 # A convolution of so few input channels, the stem of an image model, ran at .5 to .8 of the dense speed with
 # every scheme at batch 32. The roofline does not show it, so it is a rule.
 STEM_CHANNELS, STEM_SPEEDUP = 4, 0.7
+# Schemes with a stage ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then, where the
+# roofline says up to 1.3; "channel" strides in its first stage and was never slower.
+AHEAD_OF_STRIDE, STRIDED_SPEEDUP = ("spatial", "tucker2"), 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def speedup(
     positions: int | None = None,
     device: Device = CPU,
 ) -> float:
-    """Predicted time of the dense layer over that of the candidate at a rank; `STEM_SPEEDUP` for a stem.
+    """Predicted time of the dense layer over that of the candidate at a rank; rules for stems and strides.
 
     Args:
         candidate: of a linear layer or a convolution.
@@ -103,6 +106,8 @@ def speedup(
     """
     if len(shape) == 4 and shape[1] * groups <= STEM_CHANNELS:
         return STEM_SPEEDUP
+    if stride != (1, 1) and candidate.scheme in AHEAD_OF_STRIDE:
+        return STRIDED_SPEEDUP
     positions = device.positions if positions is None else positions
     dense = dense_stages(shape, groups, stride, positions)
     sketched = sketched_stages(candidate.scheme, candidate.ranks(rank), shape, groups, stride, positions)

@@ -115,6 +115,14 @@ def test_rank_steps():
     assert rank_step(LinearCandidate(16, 64, "pair")) == 1
 
 
+@pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])
+def test_only_channel_is_offered_where_there_is_a_stride(ratio):
+    shape = (128, 128, 3, 3)
+    for kind in (SpatialCandidate, Tucker2Candidate):
+        assert at_ratio(kind, shape, ratio, stride=(2, 2)) < WORTHWHILE < at_ratio(kind, shape, ratio)
+    assert at_ratio(ChannelCandidate, shape, ratio, stride=(2, 2)) > WORTHWHILE
+
+
 @pytest.mark.parametrize("kind", [ChannelCandidate, SpatialCandidate, Tucker2Candidate])
 @pytest.mark.parametrize("ratio", [0.25, 0.75])
 def test_a_stem_is_slower_sketched_whatever_the_roofline_says(kind, ratio):
