@@ -161,7 +161,16 @@ def main() -> None:
     ]
 
     table = Table(title=f"all-MiniLM-L6-v2, {len(texts)} texts, {torch.get_num_threads()} threads")
-    headings = ("model", "parameters", "MB on disk", "32 texts, ms", "1 text, ms", "cosine", "Spearman", "made in, s")
+    headings = (
+        "model",
+        "parameters",
+        "MB on disk",
+        "32 texts, ms",
+        "1 text, ms",
+        "cosine",
+        "Spearman",
+        "made in, s",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, row in zip(models, rows, strict=True):

@@ -1,6 +1,6 @@
 """Train a small CNN on scikit-learn's handwritten digits, sketch it, and fine-tune the sketch.
 
-    python examples/digits_cnn.py [--quick]
+python examples/digits_cnn.py [--quick]
 """
 
 import argparse

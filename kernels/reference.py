@@ -1,6 +1,7 @@
 """Every sketched operation in a few lines of plain PyTorch: the specification and the CPU path.
 
-Torch only, no casts, nothing given is written to: float64 in gives float64 arithmetic, autograd differentiates it.
+Torch only, no casts, nothing given is written to: float64 in gives float64 arithmetic, and autograd
+differentiates it.
 """
 
 # B rows (all leading dims flattened), I in_features, O out_features, R rank, S = I - R

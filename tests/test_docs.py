@@ -50,9 +50,7 @@ def list_files(root):
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in SKIPPED_FOLDERS and not name.endswith("-info")
+            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.endswith("-info")
         ]
         relative = Path(folder).relative_to(root)
         files += [(relative / name).as_posix() for name in [*names, *subfolders]]

@@ -82,9 +82,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     out = tmp_path_factory.mktemp("dist")
     for folder in SOURCES:
-        shutil.copytree(
-            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ["pyproject.toml", "README.md", "LICENSE"]:
         shutil.copy(ROOT / file, source)
     done = run("-m", "build", "--wheel", "--no-isolation", "--outdir", out, cwd=source)
@@ -98,9 +96,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     expected = {"panther_compile/py.typed"}
     for package in find_packages(ROOT):
         folder = FOLDER_OF_PACKAGE.get(package, package.replace(".", "/"))
-        expected |= {
-            f"{package.replace('.', '/')}/{module.name}" for module in (ROOT / folder).glob("*.py")
-        }
+        expected |= {f"{package.replace('.', '/')}/{module.name}" for module in (ROOT / folder).glob("*.py")}
     assert names - metadata == expected
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
 

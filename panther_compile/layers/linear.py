@@ -196,7 +196,7 @@ class SketchedLinear(SketchedLayer):
         """Map x (..., I) to (..., O)."""
         if self.form == "pair":
             return self.up(self.down(x))
-        # Looked up in the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
+        # From the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
         down, up = self._modules["down"], self._modules["up"]
         if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
             weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
