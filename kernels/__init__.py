@@ -8,4 +8,4 @@ instead, which transformers takes for absent.
 
 if __name__ != "panther_compile.kernels":
     __path__ = []
-    __file__ = None
+    __file__ = None  # type: ignore[assignment]

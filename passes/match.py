@@ -75,7 +75,8 @@ def _added_to_instance(module: nn.Module, base: type[nn.Module]) -> list[str]:
     """Public attributes that somebody set on the instance."""
     if base not in _SIZES:
         return []
-    return sorted(name for name in set(vars(module)) - _plain_attributes(base) if not name.startswith("_"))
+    added = set(vars(module)) - _plain_attributes(base)  # type: ignore[arg-type]
+    return sorted(name for name in added if not name.startswith("_"))
 
 
 @cache

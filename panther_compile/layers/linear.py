@@ -185,7 +185,8 @@ class SketchedLinear(SketchedLayer):
     @staticmethod
     def _rank_for(weight: Tensor, form: str, numbers: int) -> int:
         form = "pivoted" if form == "auto" else form
-        return LinearCandidate(*weight.shape, form).largest_rank(numbers)
+        out_features, in_features = weight.shape
+        return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
 
     @staticmethod
     def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +198,8 @@ class SketchedLinear(SketchedLayer):
         if self.form == "pair":
             return self.up(self.down(x))
         # From the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
-        down, up = self._modules["down"], self._modules["up"]
+        down: Any = self._modules["down"]
+        up: Any = self._modules["up"]
         if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
             weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
             return reference.pivoted_linear(x, weight, up_weight, bias, start=self.start)

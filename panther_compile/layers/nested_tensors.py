@@ -21,4 +21,4 @@ def turn_on_nested_tensors(model: nn.Module) -> None:
     """Undo `turn_off_nested_tensors` in a model that is dense again."""
     for encoder in model.modules():
         if encoder.__dict__.pop(_MARK, False):
-            encoder.use_nested_tensor = True
+            encoder.use_nested_tensor = True  # type: ignore[assignment]
