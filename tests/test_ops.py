@@ -9,6 +9,7 @@ from panther_compile.kernels import dispatch, reference
 from panther_compile.ops import (
     Factors,
     favor_attention,
+    has_kernel,
     sketched_conv2d,
     sketched_linear,
     sketched_multi_linear,
@@ -411,6 +412,11 @@ def test_dispatch_of_linear_layers():
     assert choose(rank=512, forced="triton") == "fused"
     assert choose(rank=513, forced="triton") == "torch"
     assert choose(forced="torch") == choose(rows=4, layers=3, forced="torch") == "torch"
+
+
+def test_a_cpu_has_no_kernel(monkeypatch):
+    monkeypatch.setenv("PANTHER_COMPILE_KERNEL", "triton")
+    assert not has_kernel(draw(4, 7), three_layers())
 
 
 def test_dispatch_of_convolutions_and_attention():

@@ -14,6 +14,14 @@ from panther_compile.kernels.factor_set import Factors
 from panther_compile.ops.attention import favor_attention
 from panther_compile.ops.conv2d import sketched_conv2d
 from panther_compile.ops.linear import sketched_linear
+from panther_compile.ops.linear_dispatch import has_kernel
 from panther_compile.ops.multi_linear import sketched_multi_linear
 
-__all__ = ["Factors", "favor_attention", "sketched_conv2d", "sketched_linear", "sketched_multi_linear"]
+__all__ = [
+    "Factors",
+    "favor_attention",
+    "has_kernel",
+    "sketched_conv2d",
+    "sketched_linear",
+    "sketched_multi_linear",
+]

@@ -34,6 +34,12 @@ def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
         check_bias(what, bias, up)
 
 
+def has_kernel(x: Tensor, layers: Sequence[Factors], activation: str = "none") -> bool:
+    """Whether a Triton kernel would serve these layers: where none would, plain torch has less overhead."""
+    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
+    return _choose(x, layers, activation, precision) != "torch"
+
+
 def linear_forward(
     x: Tensor, layers: Sequence[Factors], activation: str, keep: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
