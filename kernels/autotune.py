@@ -1,8 +1,8 @@
 """The block sizes that each kernel is tried with.
 
-None of them was timed yet. tests/kernels/compile_without_gpu.py compiles them and prints their registers, shared
-memory and stack; what does not fit some rank or type, the tuner drops. A line that a recorded benchmark does
-not choose goes.
+None of them was timed yet. tests/kernels/compile_without_gpu.py compiles them and prints their registers,
+shared memory and stack; what does not fit some rank or type, the tuner drops. A line that a recorded
+benchmark does not choose goes.
 """
 
 from typing import Any
