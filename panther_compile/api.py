@@ -11,6 +11,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from tqdm import tqdm
 
+from panther_compile.calibration.batches import Data, record_calls
+from panther_compile.calibration.calibrate import calibrate
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import (
     ConfigError,
@@ -21,7 +23,7 @@ from panther_compile.errors import (
 )
 from panther_compile.layers.base import outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
-from panther_compile.passes.base import SharingPass
+from panther_compile.passes.base import NOTHING_READY, Ready, SharingPass
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.plan import hides_progress, make_plan
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord, keep_record
@@ -48,11 +50,14 @@ class SketchOptions(TypedDict, total=False):
     seed: int
     progress: bool | None
     device: torch.device | str | None
+    output: str
 
 
 def sketchify(
     model: Model,
     ratio: float | Mapping[Selector, float] = 0.5,
+    *,
+    data: Data | None = None,
     **options: Unpack[SketchOptions],
 ) -> Model:
     """Replace the linear, convolution and attention layers of a model by sketched ones.
@@ -63,6 +68,9 @@ def sketchify(
         model: any `nn.Module`. An `fx.GraphModule` or a `torch.export.ExportedProgram` has its functional
             calls (`F.linear`, `F.conv2d`) sketched too; the latter gives a GraphModule back.
         ratio: stored numbers of the replaced layers over their dense count, in (0, 1].
+        data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches, or a
+            function that calls the model. A few hundred samples of what the model will be used for keep it
+            much closer to itself than the weights alone can tell. The model runs on them in eval mode.
         **options: the fields of `SketchConfig`.
 
     Returns:
@@ -71,6 +79,7 @@ def sketchify(
 
     Raises:
         ConfigError, ConfigTypeError: an option, or the model, is not what is wanted; or it cannot be copied.
+        DataError: the data holds no batch, cannot be read to its end, or leads to NaN.
         NoTargetError: nothing in the model can be sketched; the message says why.
         WeightError: a weight holds NaN or Inf, or has no data.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
@@ -79,8 +88,12 @@ def sketchify(
     with _undisturbed():
         prepared = _prepare(model, config)
         _check_weights(prepared.found, meta_allowed=False)
-        plan = _plan(prepared, config)
-        new, fitted = _sketch(prepared.found, plan, config)
+        plan, ready = _plan(prepared, config), NOTHING_READY
+        if data is not None:
+            calls = record_calls(prepared.model, data)
+            calibrated = calibrate(prepared.model, prepared.found, config, prepared.route, calls)
+            plan, ready = calibrated.plan, calibrated.ready
+        new, fitted = _sketch(prepared.found, plan, config, ready)
         result = _replace_in_place(model, prepared, new) if config.inplace else _copy(prepared.model, new)
     turn_off_nested_tensors(result)
     keep_record(result, SketchRecord.after(vars(prepared.given).get(RECORD_ATTRIBUTE), plan, fitted))
@@ -219,7 +232,7 @@ def _check_weights(found: Found, *, meta_allowed: bool) -> None:
 
 
 def _sketch(
-    found: Found, plan: SketchPlan, config: SketchConfig
+    found: Found, plan: SketchPlan, config: SketchConfig, ready: Ready
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, Fitted]]:
     """The stand-in of every dense layer that the plan sketches, and what came of each weight."""
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
@@ -229,7 +242,7 @@ def _sketch(
         own = {name: choices[name] for name in owner.unit_names(site) if name in choices}
         if not own:
             continue
-        layer, came_of_it = owner.sketch(site, own, config)
+        layer, came_of_it = owner.sketch(site, own, config, ready)
         fitted |= came_of_it
         new[site.module] = layer
         for _, other in site.tied:

@@ -19,6 +19,7 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Mod
 of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
+OUTPUTS = ("auto", "logits", "features")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
 
 
@@ -45,6 +46,8 @@ class SketchConfig:
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
         device: where to factorize; each layer is given back where it was.
+        output: what the model's result is, to those who compare: "logits", "features", or "auto", for which
+            tensors called "logits" are logits.
 
     Raises:
         ConfigError: an option is out of range, or two options conflict.
@@ -65,6 +68,7 @@ class SketchConfig:
     seed: int = 0
     progress: bool | None = None
     device: torch.device | str | None = None
+    output: str = "auto"
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -80,6 +84,7 @@ class SketchConfig:
             for selector in selectors(getattr(self, option)):
                 _check_selector(option, selector)
         _check_choice("method", self.method, METHODS)
+        _check_choice("output", self.output, OUTPUTS)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
         _check_choice("attention", self.attention, ATTENTIONS)
         if self.sketch != "gaussian" and self.method in ("svd", "panther"):
@@ -106,6 +111,11 @@ class SketchConfig:
         if isinstance(self.ratio, Mapping):
             return tuple(self.ratio.items())
         return (("*", float(self.ratio)),)
+
+    @property
+    def logits(self) -> bool | None:
+        """Whether the model's results are logits; None: those called so."""
+        return {"auto": None, "logits": True, "features": False}[self.output]
 
 
 def selectors(given: Selector | Sequence[Selector] | None) -> tuple[Selector, ...]:

@@ -51,7 +51,9 @@ def pivoted_numbers(out_features: int, in_features: int, rank: int) -> int:
 
 
 @torch.no_grad()
-def to_pivoted(left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: float = 0.0) -> Pivoted | None:
+def to_pivoted(
+    left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: float = 0.0, floor: float = FLOOR
+) -> Pivoted | None:
     """Rewrite left @ right in pivoted form; None at full rank, where that would save nothing.
 
     Args:
@@ -59,6 +61,7 @@ def to_pivoted(left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: flo
         right: `(r, I)`, float32 or float64.
         dtype: in which the form will be stored.
         residual: Frobenius distance from left @ right to the weight that it approximates.
+        floor: λ over σᵣ; infinity for `residual` makes it hold without regard to the change.
     """
     (out_features, rank), in_features = left.shape, right.shape[1]
     if rank >= min(out_features, in_features):
@@ -69,15 +72,15 @@ def to_pivoted(left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: flo
     scale = float(values[0]) or 1.0  # of which squares would leave the range of float64
     values = values / scale
     basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = scale basis rows
-    floor = FLOOR * values[-1].clamp_min(1e-10)
+    lift = floor * values[-1].clamp_min(1e-10)
     accepted = SHARE * residual / scale + ROUNDING[dtype] * max(1.0, float(torch.linalg.norm(values)))
     start, parts = 0, torch.linalg.svd(rows_RI[:, :rank])
-    if _lack(parts[1], floor) > min(accepted, _GOOD_ENOUGH / FLOOR * float(floor) * rank**0.5):
+    if _lack(parts[1], lift) > min(accepted, _GOOD_ENOUGH / floor * float(lift) * rank**0.5):
         trailing = torch.linalg.svd(rows_RI[:, -rank:])
-        if _lack(trailing[1], floor) < _lack(parts[1], floor):
+        if _lack(trailing[1], lift) < _lack(parts[1], lift):
             start, parts = in_features - rank, trailing
-    lifted = max(1, int((parts[1] < floor).sum()))
-    found = _pivot_on(basis_OR, rows_RI, start, parts, floor.clamp_max(accepted / lifted**0.5))
+    lifted = max(1, int((parts[1] < lift).sum()))
+    found = _pivot_on(basis_OR, rows_RI, start, parts, lift.clamp_max(accepted / lifted**0.5))
     return replace(found, columns=scale * found.columns, change=scale * found.change)
 
 

@@ -11,15 +11,15 @@ multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
 import heapq
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from panther_compile import cost
-from panther_compile.candidates import Candidate
+from panther_compile.candidates import Candidate, LinearCandidate
 from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Unit
 from panther_compile.sites import Found
@@ -34,6 +34,27 @@ _BISECTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
+class Allocation:
+    """How a budget is divided.
+
+    Attributes:
+        name: "energy" maximises the product of the kept energies; "sensitivity" minimises the sum of what
+            is lost, weighted; "uniform" gives every weight its own share.
+        damage: for "sensitivity", what losing a weight altogether does to the result, by unit.
+    """
+
+    name: str
+    damage: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, unit: Unit, candidate: Candidate) -> Tensor:
+        """What each rank is worth (max_rank,)."""
+        energies = _energies(candidate)
+        if self.name == "sensitivity":
+            return self.damage.get(unit.name, 0.0) * energies
+        return energies.clamp_min(1e-30).log()
+
+
+@dataclass(frozen=True, slots=True)
 class _Options:
     """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
 
@@ -44,25 +65,37 @@ class _Options:
     ways: tuple[tuple[Candidate, int], ...]
 
 
-def make_plan(found: Found, config: SketchConfig, route: str) -> SketchPlan:
+def make_plan(
+    found: Found,
+    config: SketchConfig,
+    route: str,
+    *,
+    values: Mapping[str, Tensor] | None = None,
+    allocation: Allocation = Allocation("energy"),
+) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
     Args:
         found: what may be sketched, and what may not.
         config: the options.
         route: how the sites were found, for the report.
+        values: singular values of matrices in the metric of data, by unit, in place of their own.
+        allocation: how a budget is divided.
     """
+    values = {} if values is None else values
     budgets = config.ratios()
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
     for site, owner in tqdm(found.sites, desc="plan", disable=hides_progress(config), leave=False):
         place = next(i for i, (selector, _) in enumerate(budgets) if _picks(selector, site))
-        units = _with_tied(owner.units(site, config, energies=budgets[place][1] < 1.0), site)
+        energies = budgets[place][1] < 1.0 and not set(owner.unit_names(site)) <= set(values)
+        units = _with_tied(owner.units(site, config, energies=energies), site)
+        units = tuple(_with_values(unit, values.get(unit.name)) for unit in units)
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
-        lines.extend(plan_units(pool, ratio, config.round_rank_to, config.allow_slower))
+        lines.extend(plan_units(pool, ratio, config.round_rank_to, config.allow_slower, allocation))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route)
@@ -77,6 +110,19 @@ def _with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
     biases = [module._parameters.get("bias") for _, module in site.tied]
     numbers = sum(bias.numel() for bias in biases if bias is not None)
     return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units
+
+
+def _with_values(unit: Unit, values: Tensor | None) -> Unit:
+    """The unit with other singular values for its matrix."""
+    if values is None:
+        return unit
+    candidates = tuple(
+        LinearCandidate(one.out_features, one.in_features, one.scheme, singular_values=values.cpu())
+        if isinstance(one, LinearCandidate)
+        else one
+        for one in unit.candidates
+    )
+    return replace(unit, candidates=candidates)
 
 
 def hides_progress(config: SketchConfig) -> bool:
@@ -98,6 +144,7 @@ def plan_units(
     ratio: float,
     round_rank_to: int | None,
     allow_slower: bool,
+    allocation: Allocation = Allocation("energy"),
 ) -> tuple[LayerPlan, ...]:
     """One line for each (unit, kind of layer): how it is stored under a common budget.
 
@@ -109,6 +156,7 @@ def plan_units(
         round_rank_to: ranks are multiples of this; None picks `cost.rank_step`, and adds single ranks where
             the budget would else be missed by more than 0.5 %, to k x k kernels only if need be.
         allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
+        allocation: how the budget is divided.
     """
     limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower) for unit, _ in units}
     lines: dict[str, LayerPlan] = {}
@@ -128,11 +176,15 @@ def plan_units(
             limit = limits[unit.name]
             # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
             fits = limit.least_numbers(step) <= limit.share
-            found.append(_options(unit, kind, limit, ratio, step if fits else 1))
+            found.append(_options(unit, kind, limit, ratio, step if fits else 1, allocation))
         return found
 
     options = all_options(round_rank_to)
-    chosen = _fill(options, _lagrange(options, budget), budget)
+    if allocation.name == "uniform":
+        chosen = [_at(option, math.floor(ratio * option.unit.dense_numbers)) for option in options]
+    else:
+        chosen = _lagrange(options, budget)
+    chosen = _fill(options, chosen, budget)
     enough = math.ceil(budget - TOLERANCE * budget / ratio)
     if round_rank_to is None and _spent(options, chosen) < enough:
         finer = all_options(1)
@@ -214,15 +266,17 @@ def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
     )
 
 
-def _options(unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None) -> _Options:
+def _options(
+    unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None, allocation: Allocation
+) -> _Options:
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
     for candidate, limit in limits.ranks.items():
         step = cost.rank_step(candidate) if round_rank_to is None else round_rank_to
         ranks = range(step, limit + 1, step) or range(1, limit + 1)
-        log_energies = _log_energies(candidate).tolist()
+        values_of_ranks = allocation.value(unit, candidate).tolist()
         found.extend(
-            (candidate.numbers(rank) + unit.bias_numbers, log_energies[rank - 1], candidate, rank)
+            (candidate.numbers(rank) + unit.bias_numbers, values_of_ranks[rank - 1], candidate, rank)
             for rank in ranks
         )
     found.sort(key=lambda way: (way[0], -way[1], way[2].macs(way[3])))
@@ -245,12 +299,12 @@ def _options(unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to
     )
 
 
-def _log_energies(candidate: Candidate) -> Tensor:
+def _energies(candidate: Candidate) -> Tensor:
     energies = candidate.energies
     if energies is None:
         decay = torch.arange(1, candidate.max_rank + 1, dtype=torch.float64).pow(_ASSUMED_DECAY)
         energies = decay.cumsum(0) / decay.sum()
-    return energies.clamp_min(1e-30).log()
+    return energies
 
 
 def _lagrange(options: list[_Options], budget: int) -> list[int]:

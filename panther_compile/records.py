@@ -173,14 +173,19 @@ class Fitted:
     Attributes:
         scheme: as stored.
         ranks: of the factors.
-        method: how they were found: "svd", "randomized", "panther", "hosvd".
+        method: how they were found: "svd", "randomized", "panther", "hosvd", "calibrated".
         error: relative Frobenius error of the stored factors, estimated by Gaussian probes.
+        output_error: relative error of the layer's output on the calibration data, behind the sketched
+            layers before it, after the fit; None without data.
+        sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
     """
 
     scheme: str
     ranks: tuple[int, ...]
     method: str
     error: float
+    output_error: float | None = None
+    sensitivity: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

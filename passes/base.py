@@ -6,6 +6,7 @@ sketches. Both leave their input alone where a check fails, and say why.
 
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,6 +17,11 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorize import LowRank, factorize, singular_values
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.records import Choice, Fitted, Site, Unit
+
+Ready = Mapping[str, tuple[SketchedLayer, Fitted]]
+"""Layers that were fitted elsewhere, on data, by the name of the unit, and what came of them."""
+
+NOTHING_READY: Ready = MappingProxyType({})
 
 # Spectra of larger matrices cost minutes on a CPU; the planner then assumes a common decay.
 LARGEST_SPECTRUM = 4096
@@ -37,9 +43,9 @@ class SketchPass(Protocol):
         """Their names alone."""
 
     def sketch(
-        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig
+        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig, ready: Ready = NOTHING_READY
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
-        """The stand-in, and what came of each unit that was chosen to be sketched."""
+        """The stand-in, and what came of each unit that was chosen to be sketched; `ready` ones are taken."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from panther_compile.layers.attention import (
 )
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.passes.base import NOTHING_READY, Ready
 from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.sketch_linear import matrix_unit, sketch_matrix
 from panther_compile.records import Choice, Fitted, Site, Unit
@@ -70,7 +71,7 @@ class SketchAttention:
         )
 
     def sketch(
-        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig
+        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig, ready: Ready = NOTHING_READY
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
         """See `SketchPass.sketch`."""
         attention = site.module
@@ -80,7 +81,9 @@ class SketchAttention:
         dense = projection_weights(attention)
         for projection, name in zip(PROJECTIONS, self.unit_names(site), strict=True):
             weight, bias = dense[projection]
-            if name in choices:
+            if name in ready:
+                projections[projection], fitted[name] = ready[name]
+            elif name in choices:
                 layer, fitted[name] = sketch_matrix(SketchedLinear, weight, bias, name, choices[name], config)
                 take_over(layer, attention, weight.requires_grad)
                 if bias is not None and layer.up.bias is not None:

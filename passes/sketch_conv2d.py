@@ -17,7 +17,14 @@ from panther_compile.cost import device_class
 from panther_compile.factorize_conv2d import conv_candidates, factorize_conv2d, is_depthwise
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.passes.base import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.passes.base import (
+    NOTHING_READY,
+    Ready,
+    can_compute_spectrum,
+    fit_matrix,
+    generator_for,
+    numbers_of,
+)
 from panther_compile.passes.match import why_not_plain
 from panther_compile.records import Choice, Fitted, Site, Unit
 
@@ -68,11 +75,14 @@ class SketchConv2d:
         )
 
     def sketch(
-        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig
+        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig, ready: Ready = NOTHING_READY
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
         """See `SketchPass.sketch`."""
         conv, choice = site.module, choices[site.name]
         assert isinstance(conv, nn.Conv2d)
+        if site.name in ready:
+            layer, fitted = ready[site.name]
+            return layer, {site.name: fitted}
         if choice.scheme == "pivoted":
             layer, method = _sketch_1x1(conv, site.name, choice, config)
         else:

@@ -19,7 +19,7 @@ from panther_compile.factorize import probe_error
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.passes.base import fit_matrix, generator_for, spectrum
+from panther_compile.passes.base import NOTHING_READY, Ready, fit_matrix, generator_for, spectrum
 from panther_compile.passes.match import why_not_plain
 from panther_compile.records import Choice, Fitted, Site, Unit
 
@@ -52,7 +52,7 @@ class SketchEmbedding:
         return (site.name,)
 
     def sketch(
-        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig
+        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig, ready: Ready = NOTHING_READY
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
         """See `SketchPass.sketch`."""
         assert isinstance(site.module, nn.Embedding)

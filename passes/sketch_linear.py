@@ -15,7 +15,14 @@ from panther_compile.cost import device_class
 from panther_compile.factorize import LowRank, probe_error
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
-from panther_compile.passes.base import fit_matrix, generator_for, matrix_candidates, numbers_of
+from panther_compile.passes.base import (
+    NOTHING_READY,
+    Ready,
+    fit_matrix,
+    generator_for,
+    matrix_candidates,
+    numbers_of,
+)
 from panther_compile.passes.match import why_not_plain
 from panther_compile.records import Choice, Fitted, Site, Unit
 
@@ -46,9 +53,12 @@ class SketchLinear:
         return (site.name,)
 
     def sketch(
-        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig
+        self, site: Site, choices: Mapping[str, Choice], config: SketchConfig, ready: Ready = NOTHING_READY
     ) -> tuple[SketchedLayer, dict[str, Fitted]]:
         """See `SketchPass.sketch`."""
+        if site.name in ready:
+            layer, fitted = ready[site.name]
+            return layer, {site.name: fitted}
         weight, bias = weight_and_bias(site.module)
         layer_type = SketchedConv1D if _is_conv1d(site.module) else SketchedLinear
         layer, fitted = sketch_matrix(layer_type, weight, bias, site.name, choices[site.name], config)

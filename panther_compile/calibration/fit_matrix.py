@@ -1,0 +1,96 @@
+"""A sketched linear layer from second moments: the best rank-r matrix, pivoted, its bias made right."""
+
+# O out_features, I in_features, R rank
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther_compile.calibration.moments import Moments
+from panther_compile.calibration.whiten import best_low_rank, output_error, solve
+from panther_compile.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
+
+# Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
+FLOORS = (0.1, 0.03, 0.01, 0.003, 0.001, 1e-4)
+_ACCEPTED = 1.005
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMatrix:
+    """Factors as they are stored, float64, and how far their output is from the dense layer's.
+
+    Attributes:
+        left: (O, r).
+        down: (r, I), or (r, I - r) in the pivoted form.
+        start: of the pivot slice; None for a plain pair.
+        bias: (O,), or None.
+        output_error: relative, on the calibration data.
+    """
+
+    left: Tensor
+    down: Tensor
+    start: int | None
+    bias: Tensor | None
+    output_error: float
+
+
+def fit_matrix_to(
+    weight: Tensor,
+    bias: Tensor | None,
+    moments: Moments,
+    gradient: Tensor | None,
+    rank: int,
+    *,
+    pivoted: bool,
+    dtype: torch.dtype,
+) -> FittedMatrix:
+    """Fit W' z + b' to W x + b.
+
+    Args:
+        weight: W, `(O, I)`.
+        bias: b, `(O,)`, or None.
+        moments: of x and z, about the means if there is a bias.
+        gradient: weight of errors at the output, float64 `(O, O)`, or None.
+        rank: r.
+        pivoted: whether the pivoted form is wanted.
+        dtype: in which the factors will be stored.
+    """
+    dense = weight.detach().to(moments.square.device).double()
+    left, right = best_low_rank(dense, moments, gradient, rank)
+    down, start = right, None
+    if pivoted and rank < min(dense.shape):
+        start, left, right = _pivot(dense, left, right, moments, gradient, dtype)
+        down = split_at(right, rank, start)[1]
+    error = output_error(dense, left, right, moments)
+    if bias is not None:
+        shift = dense @ moments.mean_x - left @ (right @ moments.mean_z)
+        bias = bias.detach().to(shift) + shift
+    return FittedMatrix(left, down, start, bias, error)
+
+
+def _pivot(
+    weight: Tensor, left: Tensor, right: Tensor, moments: Moments, gradient: Tensor | None, dtype: torch.dtype
+) -> tuple[int, Tensor, Tensor]:
+    """Start of the pivot slice and factors of the pivoted form, as well conditioned as costs next to nothing.
+
+    Inputs of equal power are pivoted on: else a feature that is always large makes a small change dear.
+    """
+    size = moments.square.diagonal().sqrt()
+    rank = left.shape[1]
+    accepted = _ACCEPTED * output_error(weight, left, right, moments, gradient) + ROUNDING[dtype]
+    for floor in FLOORS:
+        found = to_pivoted(left, right * size, dtype=dtype, residual=math.inf, floor=floor)
+        assert found is not None
+        _, rows = from_pivoted(found.columns, found.coefficients, found.start)
+        rows = size[found.start : found.start + rank, None] * rows / size
+        columns = _refit(weight, rows, moments)
+        if output_error(weight, columns, rows, moments, gradient) <= accepted:
+            break
+    return found.start, columns, rows
+
+
+def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:
+    """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹."""
+    product = weight @ (moments.cross @ right.T)
+    return solve(right @ moments.square @ right.T, product.T).T

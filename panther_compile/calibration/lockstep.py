@@ -1,0 +1,186 @@
+"""Run the dense and the sketched model side by side, and fit each layer on what reaches it in both.
+
+Every batch runs twice, in two threads: through the dense model and through the one being sketched. One
+thread runs at a time. Each pauses where it reaches a layer that is still to be fitted; when all have paused
+or are through, the layer is fitted on all their inputs, takes its place in the sketched model, and they go
+on through it:
+
+    batch 0, dense     ──► fc1 ─┐            ┌──► fc2 ─┐
+    batch 0, sketched  ──► fc1 ─┤ fit fc1 on ├──► fc2 ─┤ fit fc2 on ...
+    batch 1, dense     ──► fc1 ─┤ what came  ├──► fc2 ─┤ what came
+    batch 1, sketched  ──► fc1 ─┘            └──► fc2 ─┘
+
+So each layer is fitted to the dense layer's output on the inputs that the sketched layers before it give,
+in the order in which the model's own code calls them, whatever that code is, for one run of each model.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.watched import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What reached a layer with one batch: x in the dense model, z in the sketched one."""
+
+    batch: int
+    x: Tensor
+    z: Tensor
+
+
+Fit = Callable[[str, Sequence[Arrival]], nn.Module]
+"""From the name of a layer and what reached it, the layer that takes its place."""
+
+
+class _Stopped(BaseException):
+    """Ends a thread whose model is no longer wanted; not an error that a model's code may catch."""
+
+
+class _Runner:
+    """One batch on its way through one model, in a thread of its own that runs only when told to.
+
+    Attributes:
+        at: name of the layer it has paused at; None while it runs and when it is through.
+        value: the input of that layer.
+        result: of the model, when it is through.
+        error: that ended it.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self.at: str | None = None
+        self.value: Tensor | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.through = False
+        self._stop = False
+        self._go = threading.Semaphore(0)
+        self._came = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(model, call), daemon=True)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Let it run until it pauses or is through.
+
+        Raises:
+            whatever the model raised.
+        """
+        self.at = self.value = None
+        self._go.release()
+        self._came.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def pause(self, name: str, value: Tensor) -> None:
+        """Wait here, within the thread, for the next `go_on`."""
+        self.at, self.value = name, value
+        self._came.release()
+        self._go.acquire()
+        if self._stop:
+            raise _Stopped
+
+    def stop(self) -> None:
+        """End the thread, wherever it is."""
+        if not self.through:
+            self._stop = True
+            self._go.release()
+            self._thread.join()
+
+    def _run(self, model: nn.Module, call: Call) -> None:
+        self._go.acquire()
+        try:
+            if not self._stop:
+                _current.runner = self
+                with torch.no_grad():  # grad mode is the thread's own
+                    self.result = call.run(model)
+        except _Stopped:
+            pass
+        # Whatever the model raises is raised again where the runner is driven.
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.through = True
+            self._came.release()
+
+
+_current = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A copy of the model, and the stand-ins that it holds."""
+
+    model: nn.Module
+    watched: Mapping[str, Watched]
+
+
+def fit_in_lockstep(
+    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, progress: bool
+) -> list[str]:
+    """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
+
+    Args:
+        dense: stays as it is.
+        sketched: another copy, watched at the same layers.
+        calls: the data.
+        fit: makes a layer from what reached it. A layer that is called several times in one forward is
+            fitted on the first call.
+        progress: whether to show a bar.
+
+    Returns:
+        The names of the layers that were fitted, in the order in which they were reached.
+    """
+    fitted: dict[str, None] = {}
+
+    def pause(name: str, value: Tensor) -> None:
+        if name not in fitted:
+            _current.runner.pause(name, value)
+
+    for side in (dense, sketched):
+        for watched in side.watched.values():
+            watched.on_input = pause
+    pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
+    runners = [runner for pair in pairs for runner in pair]
+    bar = tqdm(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
+    try:
+        for runner in runners:
+            runner.go_on()
+        while waiting := [runner for runner in runners if not runner.through]:
+            name = _next_layer(waiting)
+            came = [
+                Arrival(batch, one.value, other.value)
+                for batch, (one, other) in enumerate(pairs)
+                if one.at == other.at == name and one.value is not None and other.value is not None
+            ]
+            if came:
+                sketched.watched[name].layer = fit(name, came)
+            del came
+            fitted[name] = None
+            bar.update()
+            for runner in waiting:
+                if runner.at == name:
+                    runner.go_on()
+    finally:
+        for runner in runners:
+            runner.stop()
+        for side in (dense, sketched):
+            for watched in side.watched.values():
+                watched.on_input = None
+        bar.close()
+    return list(fitted)
+
+
+def _next_layer(waiting: Sequence[_Runner]) -> str:
+    """Where most of the waiting runners are; the first such layer if several are alike."""
+    counts: dict[str, int] = {}
+    for runner in waiting:
+        assert runner.at is not None
+        counts[runner.at] = counts.get(runner.at, 0) + 1
+    return max(counts, key=lambda name: counts[name])

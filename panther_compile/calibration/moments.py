@@ -1,0 +1,96 @@
+"""Second moments of what reaches a layer in the dense model (x) and in the sketched one (z)."""
+
+# O out_features, I in_features, N rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 8192  # of one batch; the moments of more would be no better
+SAMPLE = 1024  # rows kept to measure errors on
+_KEPT = 32  # batches at least that they come from, if there are so many
+RIDGE = 1e-4  # of the mean power, added to both second moments: where there is no data, W is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of the inputs x of the dense layer and z of the sketched one, float64.
+
+    Attributes:
+        cross: E[x zᵀ] (I, I), about the means if they are not zero, with the ridge.
+        square: E[z zᵀ] (I, I), likewise.
+        mean_x: (I,); zeros where moments are taken about zero.
+        mean_z: likewise.
+        rows: how many there were.
+        sample_x: some of the rows x, float32 (n, I), less their mean.
+        sample_z: the rows z at the same places.
+    """
+
+    cross: Tensor
+    square: Tensor
+    mean_x: Tensor
+    mean_z: Tensor
+    rows: int
+    sample_x: Tensor
+    sample_z: Tensor
+
+
+class MomentSums:
+    """Adds rows up: products in float32, sums in float64.
+
+    Args:
+        features: I.
+        device: where the sums are kept.
+    """
+
+    def __init__(self, features: int, device: torch.device) -> None:
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._square = torch.zeros(features, features, dtype=dtype, device=device)
+        self._cross: Tensor | None = None  # equal to the square until x and z differ
+        self._sum_x = torch.zeros(features, dtype=dtype, device=device)
+        self._sum_z = torch.zeros_like(self._sum_x)
+        self._samples: list[tuple[Tensor, Tensor]] = []
+        self.rows = 0
+
+    def add(self, x: Tensor, z: Tensor) -> None:
+        """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor."""
+        same = x is z
+        x = thinned(x).float()
+        z = x if same else thinned(z).float()
+        if not same and self._cross is None:
+            self._cross = self._square.clone()
+        square = z.T @ z
+        self._square += square
+        if self._cross is not None:
+            self._cross += square if same else x.T @ z
+        self._sum_x += x.sum(0)
+        self._sum_z += z.sum(0)
+        self.rows += len(x)
+        self._samples.append((thinned(x, SAMPLE // 8), thinned(z, SAMPLE // 8)))
+        if len(self._samples) == 2 * _KEPT:
+            self._samples = self._samples[::2]
+
+    def moments(self, *, centred: bool) -> Moments:
+        """Of what was added; about the means for a layer with a bias, which makes up for them."""
+        count = max(1, self.rows)
+        mean_x, mean_z = (self._sum_x / count).double(), (self._sum_z / count).double()
+        square = (self._square / count).double()
+        cross = square.clone() if self._cross is None else (self._cross / count).double()
+        if centred:
+            cross -= torch.outer(mean_x, mean_z)
+            square -= torch.outer(mean_z, mean_z)
+        else:
+            mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
+        ridge = RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
+        square.diagonal().add_(ridge)
+        cross.diagonal().add_(ridge)
+        some_x, some_z = (torch.cat(rows) for rows in zip(*self._samples, strict=True))
+        sample_x, sample_z = thinned(some_x, SAMPLE) - mean_x, thinned(some_z, SAMPLE) - mean_z
+        return Moments(cross, square, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float())
+
+
+def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:
+    """At most so many rows, evenly spread."""
+    if len(rows) <= most:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, most, device=rows.device).long()]

@@ -1,0 +1,125 @@
+"""What an error at a layer's output does to the result of the model: G = E[g gᵀ].
+
+g is the gradient of the model's result at the layer's output. Without labels or a loss, a random projection
+of the result stands in: for logits the loss against labels drawn from the model itself (G is then the Fisher
+matrix, the curvature of the Kullback-Leibler divergence to the dense model), for other results Σ n t / |t|
+with n standard normal (the curvature of their relative squared distance).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from panther_compile.calibration.batches import Call, kept_positions
+from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
+from panther_compile.calibration.watched import Watched
+
+SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
+_BATCHES = 0.25  # of the data
+_PROJECTIONS = 2
+
+
+def output_gradients(
+    model: nn.Module,
+    watched: Mapping[str, Watched],
+    channel_dims: Mapping[str, int],
+    calls: Sequence[Call],
+    *,
+    seed: int,
+    logits: bool | None,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
+
+    Args:
+        model: a copy of the dense model that holds the stand-ins.
+        watched: the stand-ins.
+        channel_dims: which dimension of a layer's output is O.
+        calls: the data; a quarter of it is used.
+        seed: of the projections.
+        logits: see `outputs.distance`.
+        progress: whether to show a bar.
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    used = calls[:: max(1, round(1 / _BATCHES))]
+    for place, call in enumerate(tqdm(used, desc="sensitivity", disable=not progress, leave=False)):
+        outputs: dict[str, Tensor] = {}
+
+        def hand_on(name: str, out: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
+            if name in outputs:  # called again: the first call counts
+                return out
+            out = out.clone() if out.requires_grad else out.detach().requires_grad_()
+            outputs[name] = out
+            return out.clone()  # so that the model may change it in place
+
+        for one in watched.values():
+            one.on_output = hand_on
+        kept = kept_positions(model, call)
+        with torch.enable_grad():
+            result = call.run(model)
+            for projection in range(_PROJECTIONS):
+                generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
+                names = list(outputs)
+                number = _projected(result, kept, generator, logits)
+                if number is None or not names:
+                    break
+                gradients = torch.autograd.grad(
+                    number,
+                    [outputs[name] for name in names],
+                    retain_graph=projection + 1 < _PROJECTIONS,
+                    allow_unused=True,
+                )
+                for name, gradient in zip(names, gradients, strict=True):
+                    if gradient is not None:
+                        _add(name, gradient, channel_dims[name], kept, sums, counts)
+    for one in watched.values():
+        one.on_output = None
+    return {name: total / counts[name] for name, total in sums.items() if bool(total.diagonal().sum() > 0)}
+
+
+def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
+    """G, scaled to a mean of 1 and mixed with the identity, and the mean of E[g²] before."""
+    mean = float(gradient.diagonal().mean())
+    weight = SHARE_OF_G / mean * gradient
+    weight.diagonal().add_(1.0 - SHARE_OF_G)
+    return weight, mean
+
+
+def _projected(
+    result: Any, kept: Tensor | None, generator: torch.Generator, logits: bool | None
+) -> Tensor | None:
+    """A random number that hangs on every tensor of the result that has a gradient; None if none has."""
+    total: Tensor | None = None
+    for name, tensor in named_tensors(result):
+        if not tensor.requires_grad:
+            continue
+        rows = kept_rows(tensor.float(), kept)
+        if name == LOGITS if logits is None else logits:
+            with torch.no_grad():
+                chances = rows.softmax(-1).cpu()
+                labels = torch.multinomial(chances, 1, generator=generator).to(rows.device)
+            part = F.nll_loss(rows.log_softmax(-1), labels[:, 0], reduction="sum")
+        else:
+            noise = torch.randn(rows.shape, generator=generator).to(rows.device)
+            part = (rows * noise).sum() / rows.detach().square().mean().clamp_min(1e-30).sqrt()
+        total = part if total is None else total + part
+    return total
+
+
+def _add(
+    name: str,
+    gradient: Tensor,
+    channel_dim: int,
+    kept: Tensor | None,
+    sums: dict[str, Tensor],
+    counts: dict[str, int],
+) -> None:
+    rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
+    square = (rows.T @ rows).double()
+    sums[name] = square if name not in sums else sums[name] + square
+    counts[name] = counts.get(name, 0) + len(rows)

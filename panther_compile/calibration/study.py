@@ -1,0 +1,165 @@
+"""What the dense model shows of its layers on the data: whitened spectra, and what errors would do."""
+
+# O out_features, I in_features
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from panther_compile.calibration.batches import Call, kept_positions
+from panther_compile.calibration.lockstep import Side
+from panther_compile.calibration.moments import MomentSums
+from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
+from panther_compile.calibration.targets import Target
+from panther_compile.calibration.whiten import best_low_rank
+from panther_compile.errors import DataError
+
+MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
+LARGEST_GRADIENT = 8192  # output features, above which errors count alike
+
+
+@dataclass(frozen=True)
+class Study:
+    """What one pass over the data shows, by the name of the unit.
+
+    Attributes:
+        values: singular values of G^½ W R, float64, descending; of matrices.
+        factors: W as left (O, m) and right (m, I), m = min(O, I), of which the first r of each are the best
+            of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
+        weights: G, float32; missing where no gradient arrives.
+        sensitivity: E[g²] of the layer's outputs, mean; likewise.
+        power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
+        reached: units that the data reaches, and with how many rows.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    power: dict[str, float] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+
+
+def study_layers(
+    side: Side,
+    targets: Mapping[str, Target],
+    calls: Sequence[Call],
+    *,
+    seed: int,
+    logits: bool | None,
+    progress: bool,
+) -> Study:
+    """Run the dense model over the data.
+
+    Args:
+        side: a copy of it that watches the targets.
+        targets: by name.
+        calls: the data.
+        seed: of random projections.
+        logits: see `outputs.distance`.
+        progress: whether to show bars.
+
+    Raises:
+        DataError: NaN or Inf reaches a layer; the message names layer and batch.
+    """
+    study = Study()
+    small = {name: one for name, one in side.watched.items() if _outputs(targets[name]) <= LARGEST_GRADIENT}
+    gradients = output_gradients(
+        side.model,
+        small,
+        {name: targets[name].channel_dim for name in small},
+        calls,
+        seed=seed,
+        logits=logits,
+        progress=progress,
+    )
+    for name, gradient in gradients.items():
+        weight, study.sensitivity[name] = weight_of_errors(gradient)
+        study.weights[name] = weight.float()
+    held = 0
+    for group in _groups(targets):
+        for name, sums in _moments(side, group, calls, study, progress):
+            weight, bias = targets[name].weight_and_bias()
+            dense = weight.detach().double()
+            moments = sums.moments(centred=bias is not None)
+            gradient = study.weights[name].double() if name in study.weights else None
+            left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
+            study.values[name] = _values(left, right, moments.square, gradient)
+            held += 4 * (left.numel() + right.numel())
+            if held <= MAX_BYTES:
+                study.factors[name] = (left.float(), right.float(), moments.mean_x.float())
+    return study
+
+
+def _values(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
+    """Sizes of the terms of the whitened matrix, which are orthogonal in the metrics of both sides."""
+    outer = left if gradient is None else gradient @ left
+    return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
+
+
+def _outputs(target: Target) -> int:
+    return int(target.weight_and_bias()[0].shape[0])
+
+
+def _groups(targets: Mapping[str, Target]) -> Iterator[dict[str, Target]]:
+    """The targets in groups whose moments fit into memory, the order kept."""
+    group: dict[str, Target] = {}
+    held = 0
+    for name, target in targets.items():
+        needed = 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.is_matrix else 0
+        if group and held + needed > MAX_BYTES:
+            yield group
+            group, held = {}, 0
+        group[name] = target
+        held += needed
+    if group:
+        yield group
+
+
+def _moments(
+    side: Side, targets: Mapping[str, Target], calls: Sequence[Call], study: Study, progress: bool
+) -> Iterator[tuple[str, MomentSums]]:
+    """Second moments of the inputs of matrices; layers that are given the same tensor share them."""
+    sums: dict[str, MomentSums] = {}
+    same_as: dict[str, str] = {}
+    for place, call in enumerate(tqdm(calls, desc="moments", disable=not progress, leave=False)):
+        kept = kept_positions(side.model, call)
+        seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
+
+        def see(
+            name: str,
+            x: Tensor,
+            kept: Tensor | None = kept,
+            seen: dict[int, tuple[str, Tensor]] = seen,
+            place: int = place,
+        ) -> None:
+            rows = targets[name].rows(x, kept)
+            if not bool(torch.isfinite(rows).all()):
+                raise DataError(f"batch {place} of the data: NaN or Inf reaches {name or 'the model'}")
+            study.reached[name] = study.reached.get(name, 0) + len(rows)
+            if not targets[name].is_matrix:
+                return
+            first, _ = seen.setdefault(id(x), (name, x))
+            if name not in sums and first != name and targets[name].channel_dim == -1:
+                same_as.setdefault(name, first)
+            if same_as.get(name) != first:
+                if name not in sums:
+                    sums[name] = MomentSums(rows.shape[1], rows.device)
+                sums[name].add(rows, rows)
+
+        def size(name: str, out: Tensor) -> Tensor:
+            if not targets[name].is_matrix:
+                rows = max(1, out.numel() // out.shape[-3])
+                study.power[name] = float(out.double().square().sum()) / rows
+            return out
+
+        for name in targets:
+            side.watched[name].on_input, side.watched[name].on_output = see, size
+        with torch.no_grad():
+            call.run(side.model)
+    for name in targets:
+        side.watched[name].on_input = side.watched[name].on_output = None
+        if same_as.get(name, name) in sums:
+            yield name, sums[same_as.get(name, name)]
