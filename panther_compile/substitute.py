@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Replacements = Mapping[nn.Module, nn.Module]
@@ -29,10 +30,12 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
     """Replace the old modules in the model itself; returns the model, or what replaces it.
 
     Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules
-    hold as plain attributes. The replacements take the biases themselves over, so that what shares one
-    still does.
+    hold as plain attributes. The replacements take the biases themselves over, with their new values, so that
+    what shares one still does.
     """
     for old_bias, new_bias, replacement in _biases(new):
+        with torch.no_grad():
+            old_bias.copy_(new_bias)
         _put_parameter(replacement, new_bias, old_bias)
     if model in new:
         return new[model]

@@ -62,7 +62,7 @@ def fit_conv2d_to(
             outer = root_of(gradient)
             weight = torch.einsum("po,pihw->oihw", outer.factor, weight)
     found = factorize_conv2d(
-        weight,
+        weight.contiguous(),
         conv.groups,
         choice.scheme,
         choice.rank if choice.scheme == "tucker2" else choice.ranks[0],

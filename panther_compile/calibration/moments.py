@@ -9,6 +9,7 @@ from torch import Tensor
 MAX_ROWS = 8192  # of one batch; the moments of more would be no better
 SAMPLE = 1024  # rows kept to measure errors on
 _KEPT = 32  # batches at least that they come from, if there are so many
+ROUNDING = 1e-6  # of the mean power before the means are taken off, likewise
 RIDGE = 1e-4  # of the mean power, added to both second moments: where there is no data, W is kept
 
 
@@ -49,20 +50,23 @@ class MomentSums:
         self._cross: Tensor | None = None  # equal to the square until x and z differ
         self._sum_x = torch.zeros(features, dtype=dtype, device=device)
         self._sum_z = torch.zeros_like(self._sum_x)
+        self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
         self._samples: list[tuple[Tensor, Tensor]] = []
         self.rows = 0
 
     def add(self, x: Tensor, z: Tensor) -> None:
         """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor."""
         same = x is z
-        x = thinned(x).float()
-        z = x if same else thinned(z).float()
+        x, z = thinned(x).float(), thinned(z).float()
+        if self._about is None:
+            self._about = x.mean(0), z.mean(0)
+        x = x - self._about[0]
+        z = x if same and self._cross is None else z - self._about[1]
         if not same and self._cross is None:
             self._cross = self._square.clone()
-        square = z.T @ z
-        self._square += square
+        self._square += z.T @ z
         if self._cross is not None:
-            self._cross += square if same else x.T @ z
+            self._cross += x.T @ z
         self._sum_x += x.sum(0)
         self._sum_z += z.sum(0)
         self.rows += len(x)
@@ -72,20 +76,25 @@ class MomentSums:
 
     def moments(self, *, centred: bool) -> Moments:
         """Of what was added; about the means for a layer with a bias, which makes up for them."""
+        assert self._about is not None
         count = max(1, self.rows)
-        mean_x, mean_z = (self._sum_x / count).double(), (self._sum_z / count).double()
+        shift_x, shift_z = (self._sum_x / count).double(), (self._sum_z / count).double()
         square = (self._square / count).double()
         cross = square.clone() if self._cross is None else (self._cross / count).double()
-        if centred:
-            cross -= torch.outer(mean_x, mean_z)
-            square -= torch.outer(mean_z, mean_z)
-        else:
+        rounding = ROUNDING * float(square.diagonal().mean())
+        cross -= torch.outer(shift_x, shift_z)
+        square -= torch.outer(shift_z, shift_z)
+        mean_x, mean_z = self._about[0] + shift_x, self._about[1] + shift_z
+        if not centred:
+            cross += torch.outer(mean_x, mean_z)
+            square += torch.outer(mean_z, mean_z)
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
-        ridge = RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
+        ridge = rounding + RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
         square.diagonal().add_(ridge)
         cross.diagonal().add_(ridge)
         some_x, some_z = (torch.cat(rows) for rows in zip(*self._samples, strict=True))
-        sample_x, sample_z = thinned(some_x, SAMPLE) - mean_x, thinned(some_z, SAMPLE) - mean_z
+        sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
+        sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)
         return Moments(cross, square, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float())
 
 

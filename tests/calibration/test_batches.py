@@ -1,0 +1,104 @@
+"""Every way to give data."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from panther_compile.calibration.batches import Call, kept_positions, record_calls
+from panther_compile.errors import ConfigTypeError, DataError
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, attention_mask=None, *, scale=1.0):
+        return self.dropout(self.fc(x)) * scale
+
+
+X = torch.arange(24.0).reshape(6, 4)
+
+
+def test_tensor_is_one_batch():
+    calls = record_calls(nn.Linear(4, 4), X)
+    assert len(calls) == 1
+    assert calls[0].args[0] is X or torch.equal(calls[0].args[0], X)
+
+
+def test_labels_that_forward_has_no_place_for_are_left_out():
+    loader = DataLoader(TensorDataset(X, torch.arange(6)), batch_size=2)
+    calls = record_calls(nn.Linear(4, 4), loader)
+    assert [len(call.args) for call in calls] == [1, 1, 1]
+
+
+def test_mapping_gives_keywords_that_forward_takes():
+    calls = record_calls(Masked(), [{"x": X, "scale": 2.0, "labels": torch.arange(6)}])
+    assert set(calls[0].kwargs) == {"x", "scale"}
+
+
+def test_function_that_calls_the_model():
+    model = Masked().train()
+
+    def loop(given):
+        assert not given.training
+        for row in X:
+            given(row, scale=3.0)
+
+    calls = record_calls(model, loop)
+    assert len(calls) == 6
+    assert calls[0].kwargs == {"scale": 3.0}
+    assert model.training
+    assert model.dropout.training
+    assert not model._forward_pre_hooks
+
+
+def test_calls_are_taken_as_they_are():
+    calls = [Call((X,), {})]
+    assert record_calls(Masked(), calls)[0].args[0].shape == X.shape
+
+
+@pytest.mark.parametrize("data", [[], iter(()), lambda model: None])
+def test_empty_data(data):
+    with pytest.raises(DataError, match="no batch"):
+        record_calls(Masked(), data)
+
+
+@pytest.mark.parametrize("data", [3, "texts", {"x": X}, ["text"], [3]])
+def test_data_of_another_kind(data):
+    with pytest.raises(ConfigTypeError, match="wanted a"):
+        record_calls(Masked(), data)
+
+
+def test_loader_that_fails_half_way_keeps_what_was_read():
+    def loader():
+        yield X[:2]
+        yield X[2:4]
+        raise OSError("disk gone")
+
+    with pytest.raises(DataError, match=r"after 2 batches .*disk gone") as caught:
+        record_calls(Masked(), loader())
+    assert len(record_calls(Masked(), caught.value.calls)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("attention_mask", torch.tensor([[1, 1, 0]])),
+        ("src_key_padding_mask", torch.tensor([[False, False, True]])),
+        ("src_key_padding_mask", torch.tensor([[0.0, 0.0, -torch.inf]])),
+    ],
+)
+def test_mask_of_padding(name, mask):
+    class Model(nn.Module):
+        def forward(self, x, attention_mask=None, src_key_padding_mask=None):
+            return x
+
+    kept = kept_positions(Model(), Call((X,), {name: mask}))
+    assert kept.tolist() == [[True, True, False]]
+
+
+def test_no_mask():
+    assert kept_positions(Masked(), Call((X,), {})) is None

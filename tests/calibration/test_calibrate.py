@@ -1,0 +1,139 @@
+"""`sketchify(model, ratio, data=...)` as a whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from zoo import ZOO, call, names
+
+import panther_compile as pc
+from panther_compile.calibration.outputs import distance
+from panther_compile.errors import DataError
+
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+
+
+@pytest.mark.parametrize("name", names())
+def test_data_keeps_every_model_of_the_zoo_closer_to_itself(name):
+    entry = ZOO[name]
+    dense = entry.build()
+    data = [entry.inputs()]
+    before = copy.deepcopy(dense.state_dict())
+    modes = [module.training for module in dense.modules()]
+    small = pc.sketchify(dense, 0.5, data=data, **OPTIONS)
+    free = pc.sketchify(dense, 0.5, **OPTIONS)
+    with torch.no_grad():
+        wanted = call(dense, entry.inputs())
+        found, rough = (
+            distance(wanted, call(model, entry.inputs()), None, logits=False) for model in (small, free)
+        )
+    if name != "tied_autoencoder":  # tied weights are not fitted to data
+        assert found < 0.75 * rough
+    report = pc.sketch_report(small)
+    assert report.achieved_ratio <= 0.5
+    assert sum(row.method == "calibrated" for row in report.sketched) >= len(report.sketched) - 2
+    assert all(torch.equal(before[key], value) for key, value in dense.state_dict().items())
+    assert [module.training for module in dense.modules()] == modes
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3, padding=1)
+        self.norm = nn.BatchNorm2d(32)
+        self.point = nn.Conv2d(32, 64, 1)
+        self.spare = nn.Linear(64, 64)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.point(torch.relu(self.norm(self.conv(x))))
+        return self.head(self.dropout(x.mean((2, 3))))
+
+
+def images(count=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 8, 8, generator=generator)
+
+
+def test_train_mode_is_calibrated_in_eval_mode_and_kept():
+    torch.manual_seed(0)
+    model = Net().train()
+    mean = model.norm.running_mean.clone()
+    torch.manual_seed(5)
+    small = pc.sketchify(model, 0.5, data=[images()], **OPTIONS)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.training
+    assert small.training
+    assert torch.equal(model.norm.running_mean, mean)
+
+
+def test_layer_that_no_data_reaches_is_sketched_without():
+    model = Net()
+    report = pc.sketch_report(pc.sketchify(model, 0.5, data=[images()], **OPTIONS))
+    methods = {row.name: row.method for row in report.sketched}
+    assert methods["point"] == "calibrated"
+    assert methods["spare"] == "svd"
+
+
+def test_nan_names_layer_and_batch():
+    bad = images()
+    bad[0, 0, 0, 0] = torch.nan
+    with pytest.raises(DataError, match=r"batch 1 .*conv"):
+        pc.sketchify(Net(), 0.5, data=[images(), bad, *[images()] * 8], **OPTIONS)
+
+
+def test_same_data_same_result():
+    torch.manual_seed(0)
+    model = Net()
+    one, other = (pc.sketchify(model, 0.5, data=[images()], **OPTIONS).state_dict() for _ in range(2))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_fewer_samples_than_inputs():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128))
+    small = pc.sketchify(model, 0.5, data=[torch.randn(4, 256)], include="*", **OPTIONS)
+    x = torch.randn(64, 256)
+    with torch.no_grad():
+        assert torch.isfinite(small(x)).all()
+        assert (small(x) - model(x)).norm() < model(x).norm()
+
+
+def test_graph_module_and_exported_program():
+    torch.manual_seed(0)
+    model = Net().eval()
+    graph = fx.symbolic_trace(model)
+    exported = torch.export.export(model, (images(),))
+    with torch.no_grad():
+        wanted = model(images())
+        for given in (graph, exported):
+            small = pc.sketchify(given, 0.5, data=[images()], **OPTIONS)
+            assert "calibrated" in {row.method for row in pc.sketch_report(small).sketched}
+            assert (small(images()) - wanted).norm() < 0.6 * wanted.norm()
+
+
+def test_inplace_gives_the_same_factors():
+    torch.manual_seed(0)
+    model = Net()
+    copied = pc.sketchify(model, 0.5, data=[images()], **OPTIONS)
+    changed = pc.sketchify(model, 0.5, data=[images()], inplace=True, **OPTIONS)
+    assert changed is model
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), changed.parameters(), strict=True))
+
+
+def test_checkpoint_keeps_the_calibrated_record(tmp_path):
+    model = Net()
+    small = pc.sketchify(model, 0.5, data=[images()], **OPTIONS)
+    pc.save_sketched(small, tmp_path / "small")
+    loaded = pc.load_sketched(model, tmp_path / "small")
+    assert str(pc.sketch_report(loaded)) == str(pc.sketch_report(small))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(dtype)
+    small = pc.sketchify(model, 0.5, data=[torch.randn(128, 64, dtype=dtype)], include="*", **OPTIONS)
+    assert {p.dtype for p in small.parameters()} == {dtype}

@@ -1,0 +1,55 @@
+"""Convolutions fitted to data: every scheme, grouped, strided, padded."""
+
+import pytest
+import torch
+from torch import nn
+
+from panther_compile.calibration.fit_conv2d import fit_conv2d_to
+from panther_compile.calibration.lockstep import Arrival
+from panther_compile.config import SketchConfig
+from panther_compile.factorize_conv2d import factorize_conv2d
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.records import Choice
+
+CASES = {
+    "plain": {"padding": 1},
+    "strided": {"padding": 1, "stride": 2},
+    "same": {"padding": "same"},
+    "reflect": {"padding": 1, "padding_mode": "reflect"},
+    "dilated": {"padding": 2, "dilation": 2},
+    "grouped": {"padding": 1, "groups": 2},
+    "no bias": {"padding": 1, "bias": False},
+}
+
+
+def smooth(count, channels, seed):
+    """Images whose channels and pixels hang together."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, channels, 12, 12, generator=generator)
+    mixing = torch.randn(channels, channels, generator=generator) * torch.linspace(1, 0.05, channels)
+    return nn.functional.avg_pool2d(torch.einsum("nchw,cd->ndhw", noise, mixing), 3, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scheme", ["channel", "spatial", "tucker2"])
+def test_fit_is_closer_than_the_kernel_alone_tells(scheme, case):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 24, 3, **CASES[case])
+    rank = (4, 5) if scheme == "tucker2" else 6
+    ranks = rank if isinstance(rank, tuple) else (rank,)
+    choice = Choice(scheme, 4 if scheme == "tucker2" else 6, ranks, 0, None)
+    x = smooth(16, 16, 1)
+    z = x + 0.1 * x.std() * torch.randn(x.shape)
+    fitted, error = fit_conv2d_to(conv, "conv", choice, SketchConfig(), [Arrival(0, x, z)], None)
+    found = factorize_conv2d(
+        conv.weight.detach(), conv.groups, scheme, choice.rank, generator=torch.Generator()
+    )
+    plain = SketchedConv2d.from_kernels(scheme, found.kernels, conv)
+    test_x = smooth(16, 16, 2)
+    test_z = test_x + 0.1 * test_x.std() * torch.randn(x.shape)
+    with torch.no_grad():
+        wanted = conv(test_x)
+        size = (wanted - wanted.mean((0, 2, 3), keepdim=True)).norm()
+        errors = [float((layer(test_z) - wanted).norm() / size) for layer in (fitted, plain)]
+    assert errors[0] < (1.02 if case == "grouped" else 1.0) * errors[1]  # groups have no metric
+    assert error == pytest.approx(errors[0], rel=0.3)

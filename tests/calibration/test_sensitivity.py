@@ -1,0 +1,50 @@
+"""E[g gᵀ] against gradients taken one by one."""
+
+import torch
+from torch import nn
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
+from panther_compile.calibration.targets import find_targets, watch
+from panther_compile.records import Site
+
+
+def gradients(model, x, **options):
+    sites = [Site(name, model.get_submodule(name), "Linear") for name in ("0", "2")]
+    targets = find_targets(sites)
+    side = watch(model, targets)
+    return output_gradients(
+        side.model,
+        side.watched,
+        {name: target.channel_dim for name, target in targets.items()},
+        [Call((x,), {})],
+        seed=0,
+        progress=False,
+        **options,
+    )
+
+
+def test_last_layer_of_features_is_the_identity():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 5))
+    found = gradients(model, torch.randn(5000, 6), logits=False)
+    weight, _ = weight_of_errors(found["2"])
+    torch.testing.assert_close(weight, torch.eye(5, dtype=torch.float64), rtol=0, atol=0.06)
+    assert found["0"].shape == (8, 8)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_logits_give_the_fisher_matrix():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    x = torch.randn(20000, 6)
+    found = gradients(model, x, logits=True)["2"]
+    with torch.no_grad():
+        chances = model(x).softmax(-1).double()
+    fisher = torch.diag(chances.mean(0)) - chances.T @ chances / len(x)
+    torch.testing.assert_close(found, fisher, rtol=0.05, atol=0.005)
+
+
+def test_frozen_model():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).requires_grad_(False)
+    assert set(gradients(model, torch.randn(8, 6), logits=False)) == {"0", "2"}
