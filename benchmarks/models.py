@@ -3,8 +3,9 @@
     python benchmarks/models.py [--quick] [--models bert-base vit ...] [--output docs/benchmarks/models.md]
 
 BERT-base at batch 8 and sequence 128, random weights, and the models of the test zoo, which are so small that
-a sketch has little to gain: they show what compiling costs, and where it loses. Each model has a process of
-its own, and memory is the peak of another one that loads the model and runs it eagerly.
+a sketch has little to gain: they show what compiling costs, and where it loses. Rows that lose are printed
+like the others, and so are models that cannot be measured, with the reason. Each model has a process of its
+own, and memory is the peak of another one that loads the model and runs it eagerly.
 """
 
 import argparse
@@ -107,10 +108,10 @@ def measure(name: str, seconds: float) -> dict[str, float]:
 
 
 def worker(arguments: list[str]) -> dict[str, Any]:
-    """The result of this script, run with other arguments in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    """The result of this script, run with other arguments in a process of its own; or its "error"."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -142,7 +143,10 @@ def memory(name: str, folder: Path) -> dict[str, float]:
         path = folder / f"{kind}.pt"
         torch.save(each, path)
         torch.save(inputs, path.with_suffix(".inputs"))
-        found[f"{kind}_peak"] = worker(["--run", str(path)])["peak"]
+        run = worker(["--run", str(path)])
+        if "error" in run:
+            return run
+        found[f"{kind}_peak"] = run["peak"]
     return found
 
 
@@ -183,17 +187,34 @@ def report(names: list[str], seconds: float) -> Iterator[str]:
         "run it eagerly. Made by `benchmarks/models.py`."
     )
     yield ""
-    heads = ("model", "dense ms", "sketched ms", "dense compiled ms", "sketched compiled ms")
+    heads: tuple[str, ...] = ("model", "dense ms", "sketched ms", "dense compiled ms", "sketched compiled ms")
     heads += ("speed-up", "speed-up compiled", "dense compile s", "sketched compile s", "ratio")
     heads += ("dense peak MiB", "sketched peak MiB", "dense file MiB", "sketched file MiB")
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
+    rows = []
     for name in names:
         found = worker(["--measure", "--models", name, "--seconds", str(seconds), "--threads", str(threads)])
         if "error" not in found:
             with tempfile.TemporaryDirectory() as folder:
                 found |= memory(name, Path(folder))
+        rows.append(found)
         yield row(name, found)
+    yield ""
+    yield summary([found for found in rows if "error" not in found], len(rows))
+
+
+def summary(rows: list[dict[str, Any]], total: int) -> str:
+    """How many rows gain and lose, in a sentence."""
+    slower = sum(found["sketched"] > found["dense"] for found in rows)
+    slower_compiled = sum(found["sketched_compiled"] > found["dense_compiled"] for found in rows)
+    ratios = sorted(found["sketched_compile"] / found["dense_compile"] for found in rows)
+    middle = f"{ratios[len(ratios) // 2]:.2f}" if ratios else "nan"
+    return (
+        f"Of {total} models {len(rows)} were measured: {slower} are slower sketched in eager mode, "
+        f"{slower_compiled} compiled; {sum(ratio > 1.3 for ratio in ratios)} take over 1.3 times as long to "
+        f"compile, the median ratio is {middle}."
+    )
 
 
 def _cpu() -> str:

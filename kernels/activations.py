@@ -42,6 +42,8 @@ def activation_slope(s, ACTIVATION: tl.constexpr):
         slope = gate * (1.0 + s * tl.sigmoid(-s))
     elif ACTIVATION == "gelu":
         slope = 0.5 * (1.0 + tl.erf(s * _HALF_ROOT)) + s * _DENSITY * tl.exp(-0.5 * s * s)
+    elif ACTIVATION == "none":
+        slope = tl.full(s.shape, 1.0, tl.float32)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         t = (s + s * s * s * _CUBIC) * _TWO_ROOT

@@ -1,7 +1,7 @@
 """Sketched linear layers of one input for a few rows (decoding): every weight is read once, by many.
 
     p_k = x₂[:, k] down[:, k]ᵀ            -> _decode_latent_kernel: one program for R-block, split k of S
-    y = a((x₁ + Σ_k p_k) upᵀ + b)         -> _decode_output_kernel: one program for each O-block
+    y = a((x₁ + Σ_k p_k) upᵀ + b) m + r   -> _decode_output_kernel: one program for each O-block
 
 The fused kernel would run as one program here. Two launches read the weights from all of the device
 instead, and do so for q, k and v together. The splits p_k are float32 and summed in a fixed order: the
@@ -215,13 +215,18 @@ def decode_linear_forward(
     layers: Sequence[Factors],
     *,
     activation: str = "none",
+    multiplier: Tensor | None = None,
+    residual: Tensor | None = None,
     keep: bool = False,
     precision: str = "ieee",
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs (B, O) of every layer, and the latents (B, R) if they are kept, else (0, R)."""
+    """Outputs (B, O) of every layer, and the latents (B, R) if they are kept, else (0, R).
+
+    Only a single layer can have a multiplier and a residual, (B, O) both.
+    """
     B, I = x_BI.shape
     assert B <= MAX_ROWS
-    outs, latents, sets = empty_sets(x_BI, layers, keep)
+    outs, latents, sets = empty_sets(x_BI, layers, keep, multiplier, residual)
     if B == 0:
         return outs, latents
     max_rank, max_outputs = max(one.rank for one in sets), max(one.outputs for one in sets)

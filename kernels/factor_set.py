@@ -35,26 +35,30 @@ class Needs(NamedTuple):
     down: bool = True
     up: bool = True
     bias: bool = True
+    multiplier: bool = True
 
 
 class LinearGrads(NamedTuple):
-    """Gradients of the factors of one layer, None where there is none or none is wanted."""
+    """Gradients of one layer's factors and multiplier, None where there is none or none is wanted."""
 
     down: Tensor | None
     up: Tensor | None
     bias: Tensor | None
+    multiplier: Tensor | None = None
 
 
 class FactorSet(NamedTuple):
     """One layer as a kernel sees it: tensors for their addresses, and sizes and strides beside them.
 
-    It says latent = x₁ + x₂ downᵀ, out = latent upᵀ + bias, so it also describes a gradient, whose
-    factors are the transposed ones.
+    It says latent = x₁ + x₂ downᵀ, out = a(latent upᵀ + bias) multiplier + residual, so it also describes a
+    gradient, whose factors are the transposed ones.
 
     Attributes:
         down: (R, S).
         up: (O, R).
         bias: (O,) or None.
+        multiplier: (B, O) or None.
+        residual: (B, O) or None.
         out: (B, O), written.
         latent: (B, R), written, or None.
         rank: R.
@@ -64,6 +68,8 @@ class FactorSet(NamedTuple):
         rest: first column of x₂ in x.
         down_strides: of R, S.
         up_strides: of O, R.
+        multiplier_strides: of B, O.
+        residual_strides: of B, O.
         out_strides: of B, O.
         latent_strides: of B, R.
     """
@@ -71,6 +77,8 @@ class FactorSet(NamedTuple):
     down: Any
     up: Any
     bias: Any
+    multiplier: Any
+    residual: Any
     out: Any
     latent: Any
     rank: int
@@ -80,6 +88,8 @@ class FactorSet(NamedTuple):
     rest: int
     down_strides: tuple[int, ...]
     up_strides: tuple[int, ...]
+    multiplier_strides: tuple[int, ...]
+    residual_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
     latent_strides: tuple[int, ...]
 
@@ -93,6 +103,8 @@ def factor_set(
     *,
     pivot: int | None = None,
     rest: int = 0,
+    multiplier: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> FactorSet:
     """The set of these tensors, any strides; the bias is contiguous."""
     assert bias is None or bias.stride(0) == 1
@@ -100,6 +112,8 @@ def factor_set(
         down,
         up,
         bias,
+        multiplier,
+        residual,
         out,
         latent,
         down.shape[0],
@@ -109,6 +123,12 @@ def factor_set(
         rest,
         down.stride(),
         up.stride(),
+        _strides(multiplier),
+        _strides(residual),
         out.stride(),
-        (0, 0) if latent is None else latent.stride(),
+        _strides(latent),
     )
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if tensor is None else tensor.stride()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs
+from panther_compile.kernels.reference import gate_and_add
 
 _aten = torch.ops.aten
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,16 +53,18 @@ def sketched_linear_forward(
     layers: Sequence[Factors],
     *,
     activation: str = "none",
+    multiplier: Tensor | None = None,
+    residual: Tensor | None = None,
     keep: bool = False,
     precision: str = "ieee",
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs (B, O) of every layer, and the latents (B, R) if they are kept, else (0, R).
 
-    The precision is torch's own setting here.
+    Only a single layer can have a multiplier and a residual. The precision is torch's own setting here.
     """
     latents = [latent(x_BI, layer) for layer in layers]
     outs = [
-        ACTIVATIONS[activation](F.linear(z, layer.up, layer.bias))
+        gate_and_add(ACTIVATIONS[activation](F.linear(z, layer.up, layer.bias)), multiplier, residual)
         for z, layer in zip(latents, layers, strict=True)
     ]
     return outs, latents if keep else [z.new_empty(0, z.shape[1]) for z in latents]
@@ -74,6 +77,7 @@ def sketched_linear_backward(
     latents: Sequence[Tensor],
     *,
     activation: str = "none",
+    multiplier: Tensor | None = None,
     needs: Needs,
     precision: str = "ieee",
 ) -> tuple[Tensor | None, list[LinearGrads]]:
@@ -82,10 +86,13 @@ def sketched_linear_backward(
     found = []
     for grad, z, layer in zip(grads, latents, layers, strict=True):
         width = layer.down.shape[1]
-        if activation != "none":
+        gdown = gup = gbias = gmultiplier = None
+        if activation != "none" or multiplier is not None:
             s = F.linear(z, layer.up, layer.bias)
+            if multiplier is not None and needs.multiplier:
+                gmultiplier = grad * ACTIVATIONS[activation](s)
+            grad = grad if multiplier is None else grad * multiplier
             grad = _ACTIVATION_GRADS[activation](grad, s)
-        gdown = gup = gbias = None
         if needs.up:
             gup = grad.t() @ z
         if needs.bias and layer.bias is not None:
@@ -108,7 +115,7 @@ def sketched_linear_backward(
                 gx[:, others].addmm_(gz, layer.down)
                 if pivoted:
                     _pivots(gx, layer).add_(gz)
-        found.append(LinearGrads(gdown, gup, gbias))
+        found.append(LinearGrads(gdown, gup, gbias, gmultiplier))
     return gx, found
 
 

@@ -31,6 +31,27 @@ def pivoted_linear(x: Tensor, down_RS: Tensor, up_OR: Tensor, bias_O: Tensor | N
     return F.linear(F.linear(others, down_RS).add_(pivots), up_OR, bias_O)
 
 
+def gate_and_add(y: Tensor, multiplier: Tensor | None, residual: Tensor | None) -> Tensor:
+    """What may follow a layer and its activation, y m + r; all of one shape."""
+    y = y if multiplier is None else y * multiplier
+    return y if residual is None else y + residual
+
+
+def pivoted_linear_by_rows(
+    x: Tensor, down_RS: Tensor, up_OR: Tensor, bias_O: Tensor | None, *, start: int
+) -> Tensor:
+    """`pivoted_linear` as a compiler takes it best: the leading dimensions made one, x₁ added by the product.
+
+    Behind a product of more dimensions the addition is a kernel of its own, which Inductor compiles for half
+    a second. In eager mode it is the other way round: the two reshapes are what shows, at batch 1.
+    """
+    R, S = down_RS.shape
+    first, second = x.reshape(-1, x.shape[-1]).split_with_sizes((R, S) if start == 0 else (S, R), -1)
+    pivots_BR, others_BS = (first, second) if start == 0 else (second, first)
+    y_BO = F.linear(torch.addmm(pivots_BR, others_BS, down_RS.t()), up_OR, bias_O)
+    return y_BO.reshape(*x.shape[:-1], up_OR.shape[0])
+
+
 def pivoted_conv1x1(x: Tensor, down_RS11: Tensor, *, start: int) -> Tensor:
     """Latent x₁ + conv1x1(x₂) (N, R, H, W) of x (N, R + S, H, W), or the same without N.
 

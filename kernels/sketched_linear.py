@@ -1,13 +1,14 @@
-"""Fused sketched linear layers of one input: y = a((x downᵀ) upᵀ + b), or a((x₁ + x₂ downᵀ) upᵀ + b).
+"""Fused sketched linear layers of one input: y = a((x downᵀ) upᵀ + b) m + r, or pivoted, with x₁ + x₂ downᵀ.
 
     z = x₁ + x₂ downᵀ       -> latent_tile: float32 sums, in registers; x₁ only in the pivoted form
-    y = a(z upᵀ + b)        -> _sketched_linear_fwd_kernel: z rounded to the type of up, sums in float32
+    s = z upᵀ               -> _sketched_linear_fwd_kernel: z rounded to the type of up, sums in float32
+    y = a(s + b) m + r      -> store_output: in float32, rounded once; m and r only where they are given
 
 A program owns BLOCK_M rows and all of the rank, so z never goes to memory unless it is asked for.
 Several layers of one input (q, k and v) are one launch: programs of the same rows are neighbours, so
 that x is read from memory once. With SPLITS programs to the rows of a layer each computes z again.
 
-x (B, I), down (R, S), up (O, R): float32, float16 or bfloat16, all the same, any strides.
+x (B, I), down (R, S), up (O, R), m and r (B, O): float32, float16 or bfloat16, all the same, any strides.
 Form: Zhao et al., "Pivoting Factorization", ICML 2025, https://arxiv.org/abs/2501.19090.
 """
 
@@ -81,15 +82,25 @@ def store_latent(z, factors, offs_m, mask_m, offs_r):
 
 @triton.jit
 def store_output(s, factors, offs_m, mask_m, offs_o, ACTIVATION: tl.constexpr):
-    """Add the bias to a tile of z upᵀ, activate it, and write it."""
+    """Make y of a tile of z upᵀ, and write it."""
     stride_ym, stride_yo = factors.out_strides
     mask_o = offs_o < factors.outputs
+    mask = mask_m[:, None] & mask_o[None, :]
     if factors.bias is not None:
         s += tl.load(factors.bias + offs_o, mask=mask_o, other=0.0).to(tl.float32)[None, :]
+    y = activate(s, ACTIVATION)
+    if factors.multiplier is not None:
+        stride_mm, stride_mo = factors.multiplier_strides
+        rows_ptr = factors.multiplier + offs_m[:, None] * stride_mm
+        y *= tl.load(rows_ptr + offs_o[None, :] * stride_mo, mask=mask, other=0.0).to(tl.float32)
+    if factors.residual is not None:
+        stride_rm, stride_ro = factors.residual_strides
+        rows_ptr = factors.residual + offs_m[:, None] * stride_rm
+        y += tl.load(rows_ptr + offs_o[None, :] * stride_ro, mask=mask, other=0.0).to(tl.float32)
     tl.store(
         factors.out + offs_m[:, None] * stride_ym + offs_o[None, :] * stride_yo,
-        activate(s, ACTIVATION).to(factors.out.dtype.element_ty),
-        mask=mask_m[:, None] & mask_o[None, :],
+        y.to(factors.out.dtype.element_ty),
+        mask=mask,
     )
 
 
@@ -205,7 +216,11 @@ def launch_sets(
 
 
 def empty_sets(
-    x_BI: Tensor, layers: Sequence[Factors], keep: bool
+    x_BI: Tensor,
+    layers: Sequence[Factors],
+    keep: bool,
+    multiplier: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[FactorSet]]:
     """Outputs (B, O), latents (B, R), or (0, R) unless they are kept, and the sets that name them."""
     B = x_BI.shape[0]
@@ -214,8 +229,19 @@ def empty_sets(
         torch.empty(B if keep else 0, one.down.shape[0], dtype=x_BI.dtype, device=x_BI.device)
         for one in layers
     ]
+    assert len(layers) == 1 or (multiplier is None and residual is None)
     sets = [
-        factor_set(one.down, one.up, one.bias, out, latent if keep else None, pivot=one.start, rest=one.rest)
+        factor_set(
+            one.down,
+            one.up,
+            one.bias,
+            out,
+            latent if keep else None,
+            pivot=one.start,
+            rest=one.rest,
+            multiplier=multiplier,
+            residual=residual,
+        )
         for one, out, latent in zip(layers, outs, latents, strict=True)
     ]
     return outs, latents, sets
@@ -226,10 +252,15 @@ def sketched_linear_forward(
     layers: Sequence[Factors],
     *,
     activation: str = "none",
+    multiplier: Tensor | None = None,
+    residual: Tensor | None = None,
     keep: bool = False,
     precision: str = "ieee",
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs (B, O) of every layer, and the latents (B, R) if they are kept, else (0, R)."""
-    outs, latents, sets = empty_sets(x_BI, layers, keep)
+    """Outputs (B, O) of every layer, and the latents (B, R) if they are kept, else (0, R).
+
+    Only a single layer can have a multiplier and a residual, (B, O) both.
+    """
+    outs, latents, sets = empty_sets(x_BI, layers, keep, multiplier, residual)
     launch_sets(x_BI, sets, activation, precision)
     return outs, latents

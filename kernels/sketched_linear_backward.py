@@ -1,6 +1,6 @@
-"""Gradients of sketched linear layers of one input, y = a(z upᵀ + b) with z = x₁ + x₂ downᵀ.
+"""Gradients of sketched linear layers of one input, y = a(s) m + r with s = z upᵀ + b, z = x₁ + x₂ downᵀ.
 
-    gs = gy * a'(z upᵀ + b)              -> _activation_grad_kernel: s is computed again, never stored
+    gs = gy m a'(s), gm = gy a(s)        -> _epilogue_grad_kernel: s is computed again, never stored
     gz = gs up
     gx = Σ over layers of gz down, added to columns x₂, and gz itself, added to columns x₁
            one layer                     -> the forward kernel on the transposed factors: gz stays on chip
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from panther_compile.kernels.activations import activation_slope
+from panther_compile.kernels.activations import activate, activation_slope
 from panther_compile.kernels.autotune import configs_for
 from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs, factor_set
 from panther_compile.kernels.sketched_linear import latent_tile, launch_sets, load_up, store_latent
@@ -32,8 +32,9 @@ _MAX_SPLITS = 32
 
 @triton.autotune(configs=configs_for("product"), key=["rows_class", "outputs", "rank", "PRECISION"])
 @triton.jit(do_not_specialize=["rows_class", "outputs", "rank"])
-def _activation_grad_kernel(
+def _epilogue_grad_kernel(
     grad_ptr,
+    multiplier_grad_ptr,
     B,
     rows_class,
     outputs,
@@ -68,11 +69,16 @@ def _activation_grad_kernel(
         grad_ptr + offs_m[:, None] * stride_gm + offs_o[None, :] * stride_go, mask=mask, other=0.0
     ).to(tl.float32)
     stride_ym, stride_yo = factors.out_strides
-    tl.store(
-        factors.out + offs_m[:, None] * stride_ym + offs_o[None, :] * stride_yo,
-        (grad * activation_slope(s, ACTIVATION)).to(factors.out.dtype.element_ty),
-        mask=mask,
-    )
+    out_offs = offs_m[:, None] * stride_ym + offs_o[None, :] * stride_yo
+    if multiplier_grad_ptr is not None:  # laid out as gs is
+        multiplier_grad = (grad * activate(s, ACTIVATION)).to(multiplier_grad_ptr.dtype.element_ty)
+        tl.store(multiplier_grad_ptr + out_offs, multiplier_grad, mask=mask)
+    if factors.multiplier is not None:
+        stride_mm, stride_mo = factors.multiplier_strides
+        rows_ptr = factors.multiplier + offs_m[:, None] * stride_mm
+        grad *= tl.load(rows_ptr + offs_o[None, :] * stride_mo, mask=mask, other=0.0).to(tl.float32)
+    grad *= activation_slope(s, ACTIVATION)
+    tl.store(factors.out + out_offs, grad.to(factors.out.dtype.element_ty), mask=mask)
 
 
 @triton.autotune(
@@ -222,16 +228,24 @@ def _weight_grad_kernel(
         tl.store(sums_ptr + part, sums, mask=mask_m)
 
 
-def activation_grad(
-    grad_BO: Tensor, latent_BR: Tensor, layer: Factors, activation: str, precision: str = "ieee"
-) -> Tensor:
-    """Gradient (B, O) before the activation, from that after it and z."""
+def epilogue_grad(
+    grad_BO: Tensor,
+    latent_BR: Tensor,
+    layer: Factors,
+    activation: str,
+    multiplier: Tensor | None,
+    needs: Needs,
+    precision: str = "ieee",
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients (B, O) of s and, where it is wanted, of the multiplier, from that of y and from z."""
     (B, O), rank = grad_BO.shape, latent_BR.shape[1]
     out = torch.empty(B, O, dtype=grad_BO.dtype, device=grad_BO.device)
+    multiplier_grad = torch.empty_like(out) if multiplier is not None and needs.multiplier else None
     if B:
-        factors = factor_set(layer.down, layer.up, layer.bias, out, latent_BR)
-        _activation_grad_kernel[_tiles(B, O)](
+        factors = factor_set(layer.down, layer.up, layer.bias, out, latent_BR, multiplier=multiplier)
+        _epilogue_grad_kernel[_tiles(B, O)](
             grad_BO,
+            multiplier_grad,
             B,
             B.bit_length(),
             O,
@@ -241,7 +255,7 @@ def activation_grad(
             ACTIVATION=activation,
             PRECISION=precision,
         )
-    return out
+    return out, multiplier_grad
 
 
 def input_grad(
@@ -307,13 +321,16 @@ def sketched_linear_backward(
     latents: Sequence[Tensor],
     *,
     activation: str = "none",
+    multiplier: Tensor | None = None,
     needs: Needs,
     precision: str = "ieee",
 ) -> tuple[Tensor | None, list[LinearGrads]]:
     """Gradients of x and of every layer from those of the outputs (B, O); latents as kept (B, R)."""
-    if activation != "none":
+    gmultiplier = None
+    if activation != "none" or multiplier is not None:
         (grad,), (latent,), (layer,) = grads, latents, layers
-        grads = [activation_grad(grad, latent, layer, activation, precision)]
+        grad, gmultiplier = epilogue_grad(grad, latent, layer, activation, multiplier, needs, precision)
+        grads = [grad]
     gx, gzs = None, None
     if needs.x or needs.down:
         gx, gzs = input_grad(grads, layers, x_BI.shape[1], precision)
@@ -327,7 +344,7 @@ def sketched_linear_backward(
         if needs.down and gzs is not None:
             others = x_BI.narrow(1, layer.rest, layer.down.shape[1])
             gdown, _ = weight_grad(gzs[index], others, precision)
-        found.append(LinearGrads(gdown, gup, gbias if layer.bias is not None else None))
+        found.append(LinearGrads(gdown, gup, gbias if layer.bias is not None else None, gmultiplier))
     return gx if needs.x else None, found
 
 

@@ -26,6 +26,7 @@ from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.passes.graph_default import CLEAN_UP, NORMALIZE, improve
 from panther_compile.passes.lift_parameters import lift_parameters, liftable
 from panther_compile.passes.runner import GraphPass, PassResult, run_passes
+from panther_compile.passes.sketched_calls import layout_of
 
 _log = logging.getLogger(__name__)
 
@@ -292,9 +293,9 @@ def _holds_sketched_layers(graph_module: fx.GraphModule) -> bool:
 
 
 def _without_meta(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph alone: what Dynamo noted at its nodes keeps fake tensors and more alive."""
+    """The graph alone: what Dynamo noted at its nodes, but for layouts, keeps fake tensors and more alive."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
-        node.meta = {}
+        node.meta = {"layout": layout_of(node)}
     return fx.GraphModule(graph_module, graph)

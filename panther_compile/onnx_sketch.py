@@ -15,6 +15,7 @@ from panther_compile.errors import ConfigTypeError, NoTargetError
 from panther_compile.onnx_file import read_model, stored_bytes, write_model
 from panther_compile.onnx_lowering import GraphWriter, lower
 from panther_compile.onnx_sites import OnnxFound, find_onnx_sites
+from panther_compile.onnx_verify import compare_files
 from panther_compile.plan import hides_progress, make_plan
 from panther_compile.records import Fitted, SketchPlan
 
@@ -43,12 +44,15 @@ class OnnxReport:
         fitted: what came of each sketched weight, by its name.
         dense_bytes: size of the file read, and of the weights beside it.
         sketched_bytes: size of what was written.
+        output_errors: of each output, on random inputs, relative to the dense model's (`compare_files` in
+            onnx_verify.py says how); empty if that was not asked for.
     """
 
     plan: SketchPlan
     fitted: Mapping[str, Fitted]
     dense_bytes: int
     sketched_bytes: int
+    output_errors: Mapping[str, float]
 
     @property
     def achieved_ratio(self) -> float:
@@ -56,15 +60,23 @@ class OnnxReport:
         return self.plan.achieved_ratio
 
     def __str__(self) -> str:
-        """The plan's table, then the sizes."""
+        """The plan's table, then the sizes and the errors."""
         share = self.sketched_bytes / self.dense_bytes
-        return f"{self.plan}\nfile: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}"
+        errors = "".join(
+            f"\noutput {name}: relative error {error:.1e} on random inputs"
+            for name, error in self.output_errors.items()
+        )
+        return (
+            f"{self.plan}\nfile: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}{errors}"
+        )
 
 
 def sketch_onnx(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     ratio: float | Mapping[Selector, float] = 0.5,
+    *,
+    verify: bool = True,
     **options: Unpack[OnnxSketchOptions],
 ) -> OnnxReport:
     """Replace the weights of MatMul, Gemm and Conv nodes by low-rank factors, and write the model anew.
@@ -74,10 +86,15 @@ def sketch_onnx(
     opset, inputs and outputs stay. Quantized weights, already factored ones, and those that something else
     reads too are left alone; the report says why.
 
+    Before the result is put in its place, ONNX Runtime runs it and the source on the same random inputs. The
+    report holds the relative error of each output: it says that the file is sound, and little about the error
+    on real inputs.
+
     Args:
         source: an ONNX file, of opset 11 or newer.
         target: what to write, whole or not at all; may be the source.
         ratio: stored over dense numbers of the replaced weights, in (0, 1]; or budgets by selector.
+        verify: whether to run both; False also writes what ONNX Runtime cannot run.
         **options: the fields of `SketchConfig` that have a meaning here.
 
     Raises:
@@ -87,6 +104,8 @@ def sketch_onnx(
         OnnxFileError: a file cannot be read or written.
         OnnxInvalidError: the source is truncated, no sound graph, or of an opset not known here.
         OnnxExternalDataError: the source's weights are missing, cut short, or outside its folder.
+        OnnxMismatchError: ONNX Runtime cannot run one of the files, or the result's outputs have other shapes
+            or types, or are not finite; nothing is written.
     """
     config = _config(ratio, options)
     model = read_model(source)
@@ -101,7 +120,13 @@ def sketch_onnx(
             f"{reasons}{more}"
         )
     fitted = _rewrite(model, sites, plan, config)
-    return OnnxReport(plan, fitted, before, write_model(model, target))
+    errors: dict[str, float] = {}
+
+    def check(draft: Path) -> None:
+        errors.update(compare_files(Path(source), draft))
+
+    after = write_model(model, target, check=check if verify else None)
+    return OnnxReport(plan, fitted, before, after, errors)
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:

@@ -1,9 +1,11 @@
-"""Whether an exported file computes what the model computes, at more than one size."""
+"""Whether a file computes what a model, or another file, computes."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 import sympy
 import torch
@@ -41,12 +43,7 @@ def verify_export(
     Raises:
         OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
     """
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except _RUNTIME_ERRORS as error:
-        raise OnnxMismatchError(f"ONNX Runtime cannot load the model: {_brief(error)}") from error
+    session = _load(path, "the model")
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     for case in _cases(leaves, exported):
         new_args, new_kwargs = pytree.tree_unflatten(case, structure)
@@ -57,6 +54,117 @@ def verify_export(
                 raise
             continue
         _compare(session, case, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+
+
+def compare_files(source: Path, target: Path) -> dict[str, float]:
+    """Run two files of one interface on the same random inputs.
+
+    Numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that. Sizes
+    that the file leaves free are all alike, the first of `_SIZES` that the source takes.
+
+    Returns:
+        Of each output the Frobenius norm of the difference over that of the source's, where the source's is
+        finite; of one that holds no floating numbers, the share of the entries that differ. Outputs that are
+        no tensors have none.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot load or run one of the files, or an output has another shape or
+            type, or is not finite where the source's is.
+    """
+    dense, sketched = _load(source, str(source)), _load(target, "the sketched model")
+    feed, wanted = _first_that_runs(dense, str(source))
+    names = [one.name for one in dense.get_outputs()]
+    shapes = ", ".join(f"{array.shape}" for array in feed.values())
+    try:
+        found = sketched.run(names, feed)
+    except _RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(
+            f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {_brief(error)}"
+        ) from error
+    pairs = zip(names, found, wanted, strict=True)
+    return {
+        name: _relative_error(f"output {name!r} for inputs {shapes}", one, other)
+        for name, one, other in pairs
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
+    }
+
+
+_SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
+
+
+def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str, Any], list[Any]]:
+    """Random inputs that a file takes, and what it makes of them."""
+    sizes = _SIZES if any(not _is_fixed(one) for one in session.get_inputs()) else _SIZES[:1]
+    for size in sizes:
+        feed = _random_inputs(session, size, what)
+        try:
+            return feed, session.run(None, feed)
+        except _RUNTIME_ERRORS as error:
+            last = error
+    raise OnnxMismatchError(
+        f"ONNX Runtime cannot run {what} on random inputs: {_brief(last)}; "
+        "verify=False writes the sketched model unchecked"
+    ) from last
+
+
+def _is_fixed(value: ort.NodeArg) -> bool:
+    return all(isinstance(size, int) for size in value.shape)
+
+
+def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[str, Any]:
+    """An array for each input."""
+    generator = np.random.default_rng(0)
+    feed = {}
+    for one in session.get_inputs():
+        shape = [axis if isinstance(axis, int) else size for axis in one.shape]
+        kind = re.fullmatch(r"tensor\((\w+)\)", one.type)
+        dtype = _DTYPES.get(kind[1]) if kind else None
+        if dtype is None:
+            raise OnnxMismatchError(
+                f"{what}: input {one.name!r} is a {one.type}, of which nothing random can be made; "
+                "verify=False writes the sketched model unchecked"
+            )
+        floating = np.issubdtype(dtype, np.floating)
+        values = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
+        feed[one.name] = np.asarray(values).astype(dtype)
+    return feed
+
+
+# By ONNX Runtime's names.
+_DTYPES: dict[str, Any] = {
+    "float": np.float32,
+    "double": np.float64,
+    "bool": np.bool_,
+    **{name: np.dtype(name) for name in ("float16", "int8", "int16", "int32", "int64")},
+    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+
+def _relative_error(what: str, found: Any, wanted: Any) -> float:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        given, asked = (f"{one.dtype} {one.shape}" for one in (found, wanted))
+        raise OnnxMismatchError(f"{what} is {given} in the sketched model, {asked} in the source")
+    if not np.issubdtype(wanted.dtype, np.floating):
+        return float(np.mean(found != wanted)) if wanted.size else 0.0
+    finite = np.isfinite(wanted)
+    found, wanted = found[finite].astype(np.float64), wanted[finite].astype(np.float64)
+    if not np.isfinite(found).all():
+        raise OnnxMismatchError(
+            f"{what} holds NaN or Inf in the sketched model, where the source's is finite"
+        )
+    distance, length = np.linalg.norm(found - wanted), np.linalg.norm(wanted)
+    return float(distance / length) if distance else 0.0
+
+
+def _load(path: Path, what: str) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except _RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(
+            f"ONNX Runtime cannot load {what}: {_brief(error)}; verify=False writes the file all the same"
+        ) from error
 
 
 def _cases(leaves: list[Any], exported: ExportedProgram) -> Iterator[list[Any]]:

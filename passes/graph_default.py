@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from panther_compile.passes.drop_dead_code import drop_dead_code
 from panther_compile.passes.fold_batchnorm import fold_batchnorm
 from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.fuse_gating import fuse_gating
+from panther_compile.passes.fuse_residual import fuse_residual
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass
@@ -25,6 +27,8 @@ def improve(*, sketch: GraphPass | None = None, extra: Sequence[GraphPass] = ())
         GraphPass(fold_batchnorm, exact=True),  # before the kernels are approximated
         *((sketch,) if sketch is not None else ()),
         *extra,
-        GraphPass(fuse_epilogue, exact=True),
+        GraphPass(fuse_epilogue, exact=True),  # activation, gate, residual: in the order of the operator
+        GraphPass(fuse_gating, exact=True),
+        GraphPass(fuse_residual, exact=True),
         GraphPass(merge_shared_inputs, exact=True),  # last: it takes layers apart
     )

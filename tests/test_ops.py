@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from panther_compile.errors import OpError, PantherError
-from panther_compile.kernels import dispatch, reference
+from panther_compile.kernels import reference
 from panther_compile.ops import (
     Factors,
     favor_attention,
-    has_kernel,
     sketched_conv2d,
     sketched_linear,
     sketched_multi_linear,
@@ -120,11 +119,57 @@ def test_nothing_is_kept_without_gradients():
     inputs = linear_inputs()
     with torch.no_grad():
         assert sketched_linear(*inputs).grad_fn is None
-    _, kept = OPS.sketched_linear(*inputs, None, "none", True)
-    y, dropped = OPS.sketched_linear(*inputs, None, "none", False)
+    _, kept = OPS.sketched_linear(*inputs, None, None, None, "none", True)
+    y, dropped = OPS.sketched_linear(*inputs, None, None, None, "none", False)
     assert (kept.shape, dropped.shape) == ((6, 3), (0, 3))
     y.sum().backward()  # what was not kept is computed again
     torch.testing.assert_close(inputs[2].grad, kept.sum(0).expand(5, 3))
+
+
+GIVEN = {"multiplier": (True, False), "residual": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("start", [None, 0])
+@pytest.mark.parametrize("given", GIVEN)
+def test_gate_and_residual(given, start, activation):
+    tensors = [draw(2, 3, 5) for has in GIVEN[given] if has]
+
+    def run(x, down, up, bias, *others):
+        left = iter(others)
+        multiplier, residual = (next(left) if has else None for has in GIVEN[given])
+        return sketched_linear(
+            x, down, up, bias, start=start, activation=activation, multiplier=multiplier, residual=residual
+        )
+
+    inputs = (*linear_inputs(start), *tensors)
+    left = iter(tensors)
+    multiplier, residual = (next(left) if has else None for has in GIVEN[given])
+    wanted = linear_reference(*inputs[:4], start, activation)
+    torch.testing.assert_close(run(*inputs), reference.gate_and_add(wanted, multiplier, residual))
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("frozen", range(6))
+def test_only_wanted_gradients_of_gate_and_residual(frozen):
+    inputs = (*linear_inputs(), draw(2, 3, 5), draw(2, 3, 5))
+    inputs[frozen].requires_grad_(False)
+    *layer, multiplier, residual = inputs
+    sketched_linear(*layer, activation="silu", multiplier=multiplier, residual=residual).sum().backward()
+    again = [one.detach().requires_grad_(one.requires_grad) for one in inputs]
+    wanted = reference.gate_and_add(linear_reference(*again[:4], None, "silu"), *again[4:])
+    wanted.sum().backward()
+    assert [one.grad is None for one in inputs] == [index == frozen for index in range(6)]
+    for one, other in zip(inputs, again, strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_residual_alone_may_need_a_gradient():
+    inputs = [one.detach() for one in linear_inputs()]
+    residual = draw(2, 3, 5)
+    sketched_linear(*inputs, residual=residual).sum().backward()
+    torch.testing.assert_close(residual.grad, torch.ones_like(residual))
 
 
 def test_several_layers_are_those_one_by_one():
@@ -204,9 +249,12 @@ def test_attention_backward_by_chunks(chunk, hidden):
 # One node
 
 CASES = {
-    "linear": lambda dtype: (OPS.sketched_linear, (*linear_inputs(dtype=dtype), None, "gelu", True)),
-    "pivoted": lambda dtype: (OPS.sketched_linear, (*linear_inputs(0, dtype=dtype), 0, "none", True)),
-    "no-bias": lambda dtype: (OPS.sketched_linear, (*linear_inputs(4, False, dtype=dtype), 4, "none", False)),
+    "linear": lambda dtype: linear_case(dtype, activation="gelu"),
+    "pivoted": lambda dtype: linear_case(dtype, start=0),
+    "no-bias": lambda dtype: linear_case(dtype, start=4, bias=False, keep=False),
+    "gated": lambda dtype: linear_case(dtype, draw(2, 3, 5, dtype=dtype), start=0, activation="silu"),
+    "residual": lambda dtype: linear_case(dtype, None, draw(2, 3, 5, dtype=dtype)),
+    "both": lambda dtype: linear_case(dtype, draw(2, 3, 5, dtype=dtype), draw(2, 3, 5, dtype=dtype)),
     "several": lambda dtype: (OPS.sketched_multi_linear, several(dtype)),
     "conv2d": lambda dtype: (
         OPS.sketched_conv2d,
@@ -215,6 +263,13 @@ CASES = {
     "favor": lambda dtype: (OPS.favor_attention, (*attention_inputs(dtype), False)),
     "favor-causal": lambda dtype: (OPS.favor_attention, (*attention_inputs(dtype)[:4], None, True)),
 }
+
+
+def linear_case(
+    dtype, multiplier=None, residual=None, *, start=None, activation="none", bias=True, keep=True
+):
+    inputs = linear_inputs(start, bias, dtype=dtype)
+    return OPS.sketched_linear, (*inputs, multiplier, residual, start, activation, keep)
 
 
 def several(dtype):
@@ -333,6 +388,18 @@ def wrong(case):
         "device": (lambda: sketched_linear(x, down.to("meta"), up), "x is on cpu, down on meta"),
         "integer": (lambda: sketched_linear(x.long(), down, up), "torch.int64"),
         "activation": (lambda: sketched_linear(x, down, up, activation="tanh"), "'tanh'.*gelu_tanh"),
+        "multiplier": (
+            lambda: sketched_linear(x, down, up, multiplier=x),
+            r"multiplier .*7\), .*\(2, 3, 5\)",
+        ),
+        "residual": (
+            lambda: sketched_linear(x, down, up, residual=bias),
+            r"residual \(5,\), wanted \(2, 3, 5\)",
+        ),
+        "residual dtype": (
+            lambda: sketched_linear(x, down, up, residual=draw(2, 3, 5).float()),
+            "x is torch.float64, residual torch.float32",
+        ),
         "none": (lambda: sketched_multi_linear(x, []), "no layers"),
         "several": (lambda: sketched_multi_linear(x, [Factors(down, up.T, None, None)]), r"\(3, 5\)"),
         "channels": (lambda: sketched_conv2d(image[:, 1:], kernel, point), r"\(2, 2, 6, 7\).*\(4, 3,"),
@@ -355,6 +422,9 @@ def wrong(case):
         "device",
         "integer",
         "activation",
+        "multiplier",
+        "residual",
+        "residual dtype",
         "none",
         "several",
         "channels",
@@ -371,60 +441,3 @@ def test_a_mistake_names_what_was_given_and_wanted(case):
         call()
     assert isinstance(caught.value, PantherError)
     assert isinstance(caught.value, ValueError)
-
-
-def test_an_unknown_kernel_mode_is_refused(monkeypatch):
-    from panther_compile.ops.checks import kernel_mode
-
-    assert kernel_mode() == "auto"
-    monkeypatch.setenv("PANTHER_COMPILE_KERNEL", "cuda")
-    with pytest.raises(OpError, match="PANTHER_COMPILE_KERNEL='cuda'"):
-        kernel_mode()
-
-
-# Which implementation, on a GPU
-
-A100 = dispatch.DeviceClass(200.0, 100.0, 12.5, 3456)
-
-
-def choose(rows=8192, rank=64, dtype=torch.float16, layers=1, forced="auto", extra=False):
-    return dispatch.choose_linear(
-        A100,
-        dtype,
-        "ieee",
-        rows=rows,
-        ranks=(rank,) * layers,
-        features=(1024, 1024 * layers),
-        extra=extra,
-        forced=forced,
-    )
-
-
-def test_dispatch_of_linear_layers():
-    assert choose() == "fused"
-    assert choose(rank=512) == "torch"  # bound by arithmetic
-    assert choose(rows=512) == "torch"  # too few programs
-    assert choose(dtype=torch.float32) == "torch"
-    assert choose(dtype=torch.float64, forced="triton") == "torch"
-    assert choose(rows=4) == "torch"  # two launches either way
-    assert choose(rows=4, extra=True) == choose(rows=1, layers=3) == "decode"
-    assert choose(rows=4, forced="triton") == "decode"
-    assert choose(rank=512, forced="triton") == "fused"
-    assert choose(rank=513, forced="triton") == "torch"
-    assert choose(forced="torch") == choose(rows=4, layers=3, forced="torch") == "torch"
-
-
-def test_a_cpu_has_no_kernel(monkeypatch):
-    monkeypatch.setenv("PANTHER_COMPILE_KERNEL", "triton")
-    assert not has_kernel(draw(4, 7), three_layers())
-
-
-def test_dispatch_of_convolutions_and_attention():
-    sizes = {"positions": 10**5, "channels": (256, 256), "forced": "auto"}
-    assert dispatch.choose_conv2d(A100, torch.float16, "ieee", rank=16, taps=9, **sizes) == "fused"
-    assert dispatch.choose_conv2d(A100, torch.float16, "ieee", rank=128, taps=9, **sizes) == "torch"
-    forced = {**sizes, "forced": "triton"}
-    assert dispatch.choose_conv2d(A100, torch.float16, "ieee", rank=128, taps=9, **forced) == "fused"
-    assert dispatch.choose_attention(torch.float16, head_dim=64, columns=64, forced="auto") == "fused"
-    assert dispatch.choose_attention(torch.float16, head_dim=256, columns=64, forced="auto") == "torch"
-    assert dispatch.choose_attention(torch.float64, head_dim=64, columns=64, forced="triton") == "torch"

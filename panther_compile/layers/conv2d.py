@@ -42,6 +42,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 from panther_compile.pivot import from_pivoted, to_pivoted
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -125,11 +126,7 @@ class SketchedConv2d(SketchedLayer):
             device="meta",
         )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = (
-            dense.kernel_size,
-            dense.stride,
-            dense.dilation,
-        )
+        self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
         self.padding, self.padding_mode = dense.padding, dense.padding_mode
         self.scheme, self.start = scheme, start
         _refuse_depthwise(dense)
@@ -299,10 +296,29 @@ class SketchedConv2d(SketchedLayer):
         """Map x (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
             return self.up(self._pivoted_latent(x))
-        x = self.down(x)
+        last = self.down
         if self.scheme == "tucker2":
-            x = self.core(x)
-        return self.up(x)
+            x, last = self.down(x), self.core
+        # A proxy of torch.fx would answer with another proxy.
+        y = self._by_kernel(x, last) if x.is_cuda is True else None
+        return self.up(last(x)) if y is None else y
+
+    def _by_kernel(self, x: Tensor, stage: nn.Conv2d) -> Tensor | None:
+        """What `up` makes of a stage, by the operator where a kernel serves x; never in a captured graph."""
+        if torch.compiler.is_compiling() or x.dim() != 4 or self.scheme == "spatial":
+            return None
+        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(stage.padding, str):
+            return None
+        if not (is_plain(stage, nn.Conv2d) and is_plain(self.up, nn.Conv2d)):
+            return None
+        geometry: dict[str, Any] = {
+            "stride": stage.stride,
+            "padding": stage.padding,
+            "dilation": stage.dilation,
+        }
+        if not has_conv2d_kernel(x, stage.weight, self.up.weight, **geometry):
+            return None
+        return sketched_conv2d(x, stage.weight, self.up.weight, self.up.bias, **geometry)
 
     def _pivoted_latent(self, x: Tensor) -> Tensor:
         """The sum x₁ + down(x₂), with the dense layer's padding and stride done on x."""

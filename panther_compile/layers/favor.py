@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from panther_compile.errors import ConfigError, LayerError
 from panther_compile.kernels import reference
 from panther_compile.layers.attention_masks import Masks
+from panther_compile.ops.attention import favor_attention, has_attention_kernel
 
 
 class FavorAttention(nn.Module):
@@ -93,8 +94,8 @@ class FavorAttention(nn.Module):
             kept = F.dropout(v.new_ones(v.shape[:-1]), dropout)
             if not need_weights:
                 v = v * kept.unsqueeze(-1)
-                heads = reference.favor_attention(q, k, v, directions, key_mask, causal=causal)
-                return heads.to(dtype), None
+                attend = favor_attention if _has_kernel(q, v, key_mask) else reference.favor_attention
+                return attend(q, k, v, directions, key_mask, causal=causal).to(dtype), None
             weights = reference.favor_weights(q, k, directions, key_mask, causal=causal)
             weights = weights * kept.unsqueeze(-2)
             return (weights @ v).to(dtype), weights.to(dtype)
@@ -103,6 +104,14 @@ class FavorAttention(nn.Module):
         """The shape of the directions."""
         features, head_dim = self.directions.shape
         return f"head_dim={head_dim}, features={features}"
+
+
+def _has_kernel(q: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+    """Whether the operator serves this; it stays out of exported graphs, and gives masks no gradient."""
+    if q.is_cuda is not True or torch.compiler.is_exporting():
+        return False
+    trains_mask = key_mask is not None and key_mask.requires_grad and torch.is_grad_enabled()
+    return not trains_mask and has_attention_kernel(q, v)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from panther_compile.candidates import LinearCandidate
 from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorize import factorize
 from panther_compile.kernels import reference
+from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.base import (
     SketchedLayer,
     Spec,
@@ -25,6 +26,8 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.ops.linear import sketched_linear
+from panther_compile.ops.linear_dispatch import has_kernel
 from panther_compile.pivot import from_pivoted, split_at, to_pivoted
 
 FORMS = ("auto", "pivoted", "pair")
@@ -195,6 +198,10 @@ class SketchedLinear(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., I) to (..., O)."""
+        if x.is_cuda is True:  # a proxy of torch.fx would answer with another proxy
+            y = self._by_kernel(x)
+            if y is not None:
+                return y
         if self.form == "pair":
             return self.up(self.down(x))
         # From the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
@@ -202,9 +209,22 @@ class SketchedLinear(SketchedLayer):
         up: Any = self._modules["up"]
         if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
             weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
-            return reference.pivoted_linear(x, weight, up_weight, bias, start=self.start)
+            # Not for torch.export, whose graphs go on to other compilers.
+            compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+            product = reference.pivoted_linear_by_rows if compiles else reference.pivoted_linear
+            return product(x, weight, up_weight, bias, start=self.start)
         pivots, others = split_at(x, self.rank, self.start)
         return self.up(pivots + self.down(others))
+
+    def _by_kernel(self, x: Tensor) -> Tensor | None:
+        """The result of the operator, where a Triton kernel serves x; never in a graph that is captured."""
+        if torch.compiler.is_compiling():
+            return None
+        if not (is_plain(self.down, nn.Linear) and is_plain(self.up, nn.Linear)):
+            return None
+        start = self.start if self.form == "pivoted" else None
+        layer = Factors(self.down.weight, self.up.weight, self.up.bias, start)
+        return sketched_linear(x, *layer[:3], start=start) if has_kernel(x, [layer]) else None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors left (O, r) and right (r, I) of the weight, differentiable, in the layer's dtype."""

@@ -1,18 +1,19 @@
 """The library's operators: one node each for Dynamo, export, autograd and activation checkpointing.
 
-    sketched_linear          a((x downᵀ) upᵀ + b), or pivoted, a((x₁ + x₂ downᵀ) upᵀ + b)
-    sketched_multi_linear    the same for several layers of one x: q, k and v at once
+    sketched_linear          a((x downᵀ) upᵀ + b) m + r, or pivoted, a((x₁ + x₂ downᵀ) upᵀ + b) m + r
+    sketched_multi_linear    the layers alone, for several layers of one x: q, k and v at once
     sketched_conv2d          a kh x kw convolution, then a 1 x 1 one
     favor_attention          random-feature attention
 
 Each function checks its arguments and calls one `torch.ops.panther_compile` operator. On a CPU that is the
 plain arithmetic of kernels/; on a GPU a Triton kernel or torch, whichever kernels/dispatch.py expects to
-be faster, or what PANTHER_COMPILE_KERNEL=triton or torch says. They can be differentiated once.
+be faster, or what PANTHER_COMPILE_KERNEL=triton or torch says. They can be differentiated once. `has_kernel`
+and its like tell the layers in eager mode whether calling the operator is worth it.
 """
 
 from panther_compile.kernels.factor_set import Factors
-from panther_compile.ops.attention import favor_attention
-from panther_compile.ops.conv2d import sketched_conv2d
+from panther_compile.ops.attention import favor_attention, has_attention_kernel
+from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import has_kernel
 from panther_compile.ops.multi_linear import sketched_multi_linear
@@ -20,6 +21,8 @@ from panther_compile.ops.multi_linear import sketched_multi_linear
 __all__ = [
     "Factors",
     "favor_attention",
+    "has_attention_kernel",
+    "has_conv2d_kernel",
     "has_kernel",
     "sketched_conv2d",
     "sketched_linear",

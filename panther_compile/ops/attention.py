@@ -61,6 +61,11 @@ def favor_attention(
     return _favor_attention(q, k, v, directions, key_mask, causal)
 
 
+def has_attention_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether calling the operator on these, instead of plain torch, gives them a Triton kernel."""
+    return _choose_attention(q, v) == "fused"
+
+
 @torch.library.custom_op("panther_compile::favor_attention", mutates_args=())
 def _favor_attention(
     q: Tensor, k: Tensor, v: Tensor, directions: Tensor, key_mask: Tensor | None, causal: bool

@@ -56,6 +56,14 @@ def keeps(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The type of x, or what `autocast` would make of it."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors in autocast's type where it is on; it leaves float64 alone, as in F.linear."""
     kind = tensors[0].device.type

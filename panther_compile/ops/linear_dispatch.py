@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,14 @@ from torch import Tensor
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch, plain
 from panther_compile.kernels.factor_set import Factors, Needs
-from panther_compile.ops.checks import check_alike, check_bias, kernel_mode, launching_on, size
+from panther_compile.ops.checks import (
+    check_alike,
+    check_bias,
+    computed_dtype,
+    kernel_mode,
+    launching_on,
+    size,
+)
 
 
 def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
@@ -34,18 +41,47 @@ def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
         check_bias(what, bias, up)
 
 
-def has_kernel(x: Tensor, layers: Sequence[Factors], activation: str = "none") -> bool:
-    """Whether a Triton kernel would serve these layers: where none would, plain torch has less overhead."""
+def has_kernel(x: Tensor, layers: Sequence[Factors]) -> bool:
+    """Whether calling the operator, instead of plain torch, gives these layers a faster kernel.
+
+    For a few rows it does not, though two launches replace three: an operator written in Python, and Triton's
+    launches, take the CPU longer than the GPU needs. Only PANTHER_COMPILE_KERNEL=triton takes it there.
+    """
+    if not x.is_cuda:
+        return False
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    return _choose(x, layers, activation, precision) != "torch"
+    choice = _choose(x, layers, precision, dtype=computed_dtype(x))
+    return choice == "fused" or (choice == "decode" and kernel_mode() == "triton")
+
+
+class Epilogue(NamedTuple):
+    """What follows a layer: y = a(s) m + r.
+
+    Attributes:
+        activation: the name of a.
+        multiplier: m (..., O), or None.
+        residual: r (..., O), or None.
+    """
+
+    activation: str = "none"
+    multiplier: Tensor | None = None
+    residual: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing follows: y = s."""
+        return self.activation == "none" and self.multiplier is None and self.residual is None
+
+
+_NO_EPILOGUE = Epilogue()
 
 
 def linear_forward(
-    x: Tensor, layers: Sequence[Factors], activation: str, keep: bool
+    x: Tensor, layers: Sequence[Factors], keep: bool, epilogue: Epilogue = _NO_EPILOGUE
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs (..., O) of every layer, and latents (B, R), or (0, R) unless they are kept."""
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    choice = _choose(x, layers, activation, precision)
+    choice = _choose(x, layers, precision, dtype=x.dtype, epilogue=epilogue)
     forward: Any = plain.sketched_linear_forward
     # Imported on first use, because they import Triton.
     if choice == "fused":
@@ -57,8 +93,11 @@ def linear_forward(
 
         forward = decode_linear.decode_linear_forward
     x_BI = x.reshape(-1, x.shape[-1])
+    options = {"keep": keep, "precision": precision, "activation": epilogue.activation}
     with launching_on(x):
-        ys, zs = forward(x_BI, layers, activation=activation, keep=keep, precision=precision)
+        ys, zs = forward(
+            x_BI, layers, multiplier=_rows(epilogue.multiplier), residual=_rows(epilogue.residual), **options
+        )
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys], zs
 
 
@@ -67,13 +106,13 @@ def linear_backward(
     x: Tensor,
     layers: Sequence[Factors],
     zs: Sequence[Tensor],
-    activation: str,
     needs: Needs,
+    epilogue: Epilogue = _NO_EPILOGUE,
 ) -> list[Tensor]:
-    """The gradient of x, then of every down, up and bias; empty where none is wanted."""
+    """The gradient of x, then of every down, up, bias and multiplier; empty where none is wanted."""
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
     backward: Any = plain.sketched_linear_backward
-    if _choose(x, layers, activation, precision) == "fused":
+    if _choose(x, layers, precision, dtype=x.dtype, epilogue=epilogue) == "fused":
         from panther_compile.kernels import sketched_linear_backward
 
         backward = sketched_linear_backward.sketched_linear_backward
@@ -81,26 +120,41 @@ def linear_backward(
     if zs[0].shape[0] != x_BI.shape[0]:  # not kept
         zs = [plain.latent(x_BI, layer) for layer in layers]
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    options = {"activation": activation, "needs": needs, "precision": precision}
+    options = {"activation": epilogue.activation, "needs": needs, "precision": precision}
     with launching_on(x):
-        gx, found = backward(flat, x_BI, layers, zs, **options)
+        gx, found = backward(flat, x_BI, layers, zs, multiplier=_rows(epilogue.multiplier), **options)
     gx = None if gx is None else gx.reshape(x.shape)
     every = [gx, *(one.down for one in found), *(one.up for one in found)]
     every += [one.bias for one, layer in zip(found, layers, strict=True) if layer.bias is not None]
+    if epilogue.multiplier is not None:
+        gmultiplier = found[0].multiplier
+        every.append(None if gmultiplier is None else gmultiplier.reshape(epilogue.multiplier.shape))
     return [x.new_empty(0) if one is None else one for one in every]
 
 
-def _choose(x: Tensor, layers: Sequence[Factors], activation: str, precision: str) -> str:
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """(..., O) as (B, O)."""
+    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _choose(
+    x: Tensor,
+    layers: Sequence[Factors],
+    precision: str,
+    *,
+    dtype: torch.dtype,
+    epilogue: Epilogue = _NO_EPILOGUE,
+) -> str:
     if not x.is_cuda:
         return "torch"
     return dispatch.choose_linear(
         dispatch.device_class(x.device),
-        x.dtype,
+        dtype,
         precision,
         rows=x.numel() // max(x.shape[-1], 1),
         ranks=tuple(layer.down.shape[0] for layer in layers),
         features=(x.shape[-1], sum(layer.up.shape[0] for layer in layers)),
-        extra=activation != "none" or any(layer.start is not None for layer in layers),
+        extra=not epilogue.is_empty or any(layer.start is not None for layer in layers),
         forced=kernel_mode(),
     )
 

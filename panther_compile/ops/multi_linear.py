@@ -49,7 +49,7 @@ def _sketched_multi_linear(
     starts: Sequence[int],
     keep: bool,
 ) -> list[Tensor]:
-    ys, zs = linear_forward(x, _layers(downs, ups, biases, biased, starts), "none", keep)
+    ys, zs = linear_forward(x, _layers(downs, ups, biases, biased, starts), keep)
     return [*ys, *zs]
 
 
@@ -80,7 +80,7 @@ def _sketched_multi_linear_backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     layers = _layers(downs, ups, biases, biased, starts)
-    return linear_backward(grads, x, layers, zs, "none", Needs(*needs))
+    return linear_backward(grads, x, layers, zs, Needs(*needs))
 
 
 @_sketched_multi_linear_backward.register_fake

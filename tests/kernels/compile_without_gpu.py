@@ -91,17 +91,25 @@ def launches(module, dtype):
     if module.__name__.endswith("sketched_linear"):
         module.sketched_linear_forward(draw(512, 768), layers, keep=True)
         module.sketched_linear_forward(draw(512, 768), layers[:1], activation="gelu")
+        given = {"multiplier": draw(512, 768), "residual": draw(512, 768)}
+        module.sketched_linear_forward(draw(512, 768), layers[1:2], activation="silu", **given)
     elif module.__name__.endswith("decode_linear"):
         for rows in (1, 8):
             module.decode_linear_forward(draw(rows, 768), layers, keep=True)
-            module.decode_linear_forward(draw(rows, 768), layers[1:2], activation="silu")
+            given = {"multiplier": draw(rows, 768), "residual": draw(rows, 768)}
+            module.decode_linear_forward(draw(rows, 768), layers[1:2], activation="silu", **given)
     elif module.__name__.endswith("sketched_linear_backward"):
-        for sets, activation in ((layers, "none"), (layers[:1], "gelu"), (layers[1:2], "gelu_tanh")):
+        cases = (
+            (layers, "none", None),
+            (layers[:1], "gelu", None),
+            (layers[1:2], "gelu_tanh", None),
+            (layers[:1], "silu", draw(512, 768)),
+        )
+        for sets, activation, multiplier in cases:
+            options = {"activation": activation, "multiplier": multiplier, "needs": Needs()}
             grads = [draw(512, 768) for _ in sets]
             kept = [draw(512, one.down.shape[0]) for one in sets]
-            module.sketched_linear_backward(
-                grads, draw(512, 768), sets, kept, activation=activation, needs=Needs()
-            )
+            module.sketched_linear_backward(grads, draw(512, 768), sets, kept, **options)
     elif module.__name__.endswith("sketched_conv2d"):
         geometry = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1)}
         module.sketched_conv2d_forward(

@@ -36,6 +36,7 @@ def test_pivoted_is_the_product(leading, with_bias, start):
     identity = torch.eye(3, dtype=torch.float64)
     right = torch.cat([identity, down] if start == 0 else [down, identity], dim=1)
     y = reference.pivoted_linear(x, down, up, bias, start=start)
+    torch.testing.assert_close(reference.pivoted_linear_by_rows(x, down, up, bias, start=start), y)
     assert y.shape == (*leading, 4)
     torch.testing.assert_close(y, F.linear(x, up @ right, bias), rtol=1e-12, atol=1e-12)
 

@@ -58,9 +58,9 @@ def make_layer(inputs, outputs, rank, form, dtype, bias=True, strided=False):
 
 
 def run_reference(layers, activation="none"):
-    """The layers as a function of named tensors: x, down0, up0, bias0, down1 ..."""
+    """The layers as a function of named tensors: x, multiplier, residual, down0, up0, bias0, down1 ..."""
 
-    def run(x, **factors):
+    def run(x, multiplier=None, residual=None, **factors):
         outputs = []
         for index, layer in enumerate(layers):
             down, up, bias = (factors.get(f"{name}{index}") for name in ("down", "up", "bias"))
@@ -68,7 +68,7 @@ def run_reference(layers, activation="none"):
                 s = reference.pair_linear(x, down, up, bias)
             else:
                 s = reference.pivoted_linear(x, down, up, bias, start=layer.start)
-            outputs.append(ACTIVATIONS[activation](s))
+            outputs.append(reference.gate_and_add(ACTIVATIONS[activation](s), multiplier, residual))
         return tuple(outputs)
 
     return run
@@ -93,37 +93,37 @@ def named(x, layers):
     return {"x": x, **factors}
 
 
-def check_forward(forward, x, layers, activation="none"):
-    outputs, latents = forward(x, layers, activation=activation, keep=True)
+def check_forward(forward, x, layers, activation="none", **others):
+    outputs, latents = forward(x, layers, activation=activation, keep=True, **others)
     found = {f"y{index}": y for index, y in enumerate(outputs)}
     found |= {f"z{index}": z for index, z in enumerate(latents)}
-    inputs = named(x, layers)
+    inputs = named(x, layers) | others
     plain, exact = (
         {f"y{index}": y for index, y in enumerate(run_reference(layers, activation)(**given))}
         | {f"z{index}": reference_latent(layer.start, given, index) for index, layer in enumerate(layers)}
         for given in (inputs, oracle.to_double(inputs))
     )
     oracle.check(found, plain, exact)
-    again, none = forward(x, layers, activation=activation)
+    again, none = forward(x, layers, activation=activation, **others)
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
     assert [tuple(z.shape) for z in none] == [(0, one.down.shape[0]) for one in layers]
 
 
-def check_backward(x, layers, activation="none"):
-    run, inputs = run_reference(layers, activation), named(x, layers)
+def check_backward(x, layers, activation="none", **others):
+    run, inputs = run_reference(layers, activation), named(x, layers) | others
     grads = tuple(draw(len(x), one.up.shape[0], dtype=x.dtype) for one in layers)
     wanted = tuple(inputs)
     plain = oracle.with_gradients(run, inputs, wanted, grads)
     exact = oracle.with_gradients(run, oracle.to_double(inputs), wanted, grads)
     _, latents = sketched_linear.sketched_linear_forward(x, layers, keep=True)
-    gx, others = sketched_linear_backward.sketched_linear_backward(
-        grads, x, layers, latents, activation=activation, needs=Needs()
+    gx, of_layers = sketched_linear_backward.sketched_linear_backward(
+        grads, x, layers, latents, activation=activation, needs=Needs(), **others
     )
     found = {"grad of x": gx}
-    for index, one in enumerate(others):
+    for index, one in enumerate(of_layers):
         for name, grad in one._asdict().items():
             if grad is not None:
-                found[f"grad of {name}{index}"] = grad
+                found["grad of multiplier" if name == "multiplier" else f"grad of {name}{index}"] = grad
     for results in (plain, exact):
         for name in [name for name in results if name.startswith("y")]:
             del results[name]
@@ -151,6 +151,20 @@ def test_forward_in_half_types(point, dtype):
 def test_activations(kind, activation):
     layer = make_layer(33, 18, 5, "pair", torch.float32)
     check_forward(FORWARDS[kind], draw(3, 33, dtype=torch.float32), [layer], activation)
+
+
+GIVEN = {"multiplier": ("multiplier",), "residual": ("residual",), "both": ("multiplier", "residual")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_gate_and_residual(kind, given, activation, dtype):
+    dtype = DTYPES[dtype]
+    others = {name: draw(9, 18, dtype=dtype, strided=name == "residual") for name in GIVEN[given]}
+    layer = make_layer(33, 18, 5, "last", dtype)
+    check_forward(FORWARDS[kind], draw(9, 33, dtype=dtype), [layer], activation, **others)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,6 +219,28 @@ def test_gradients_in_half_types(dtype):
 def test_gradients_through_activations(activation):
     layer = make_layer(33, 18, 5, "pair", torch.float32)
     check_backward(draw(37, 33, dtype=torch.float32), [layer], activation)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradients_through_a_gate(strided, activation):
+    layer = make_layer(33, 18, 5, "first", torch.float32)
+    multiplier = draw(37, 18, dtype=torch.float32, strided=strided)
+    check_backward(draw(37, 33, dtype=torch.float32), [layer], activation, multiplier=multiplier)
+
+
+def test_a_gate_whose_gradient_is_not_wanted():
+    layer, x = make_layer(33, 18, 5, "pair", torch.float32), draw(7, 33, dtype=torch.float32)
+    multiplier, grad = draw(7, 18, dtype=torch.float32), draw(7, 18, dtype=torch.float32)
+    _, latents = sketched_linear.sketched_linear_forward(x, [layer], keep=True)
+    run = sketched_linear_backward.sketched_linear_backward
+    every, one = (
+        run([grad], x, [layer], latents, multiplier=multiplier, needs=Needs(multiplier=wanted))
+        for wanted in (True, False)
+    )
+    assert one[1][0].multiplier is None
+    assert torch.equal(one[0], every[0])
+    assert torch.equal(one[1][0].up, every[1][0].up)
 
 
 def test_gradients_of_several_layers():
@@ -268,7 +304,10 @@ def test_every_configuration(kernel, dtype, monkeypatch):
         check_forward(FORWARDS["fused"], draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
         check_forward(FORWARDS["decode"], draw(3, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
         check_backward(draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype]))
-        check_backward(draw(300, 520, dtype=DTYPES[dtype]), big_layers(DTYPES[dtype])[1:2], "gelu")
+        multiplier = draw(300, 200, dtype=DTYPES[dtype])
+        layers, x = big_layers(DTYPES[dtype])[1:2], draw(300, 520, dtype=DTYPES[dtype])
+        check_forward(FORWARDS["fused"], x, layers, "silu", multiplier=multiplier, residual=2 * multiplier)
+        check_backward(x, layers, "gelu", multiplier=multiplier)
 
 
 def big_layers(dtype):

@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from panther_compile.layers import SketchedLinear
 from panther_compile.passes.drop_dead_code import drop_dead_code
 from panther_compile.passes.fold_batchnorm import fold_batchnorm
 from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.fuse_gating import fuse_gating
+from panther_compile.passes.fuse_residual import fuse_residual
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
@@ -76,12 +79,24 @@ CASES = {
         lambda graph: fuse_epilogue(graph, device_type="cpu"),
         Model(lambda m, x: F.gelu(m.fc(x)), fc=sketched("pivoted")),
     ),
+    "fuse_gating": (
+        lambda graph: fuse_gating(graph, device_type="cpu"),
+        Model(lambda m, x: F.silu(m.gate(x)) * m.up(x), gate=sketched("pivoted"), up=sketched("pair")),
+    ),
+    "fuse_residual": (
+        lambda graph: fuse_residual(graph, device_type="cpu"),
+        Model(lambda m, x: x + m.fc(x), fc=SketchedLinear(16, 16, 4, form="pivoted")),
+    ),
     "drop_dead_code": (
         drop_dead_code,
         Model(lambda m, x: torch.relu((m.fc(x), m.spare(x))[0]), fc=nn.Linear(6, 4), spare=nn.Linear(6, 4)),
     ),
 }
-SHAPES = {"fold_batchnorm": (2, 3, 8, 8), "merge_shared_inputs": (2, 5, 16), "fuse_epilogue": (2, 5, 16)}
+SHAPES = {"fold_batchnorm": (2, 3, 8, 8)} | dict.fromkeys(
+    ("merge_shared_inputs", "fuse_epilogue", "fuse_gating", "fuse_residual"), (2, 5, 16)
+)
+# What has to run first.
+BEFORE = {"fuse_gating": lambda graph: fuse_epilogue(graph, device_type="cpu")}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,6 +105,9 @@ def test_docstring(name):
     graph_module = traced(model)
     x = torch.randn(SHAPES.get(name, (2, 6)))
     wanted = graph_module(x)
+    ShapeProp(graph_module).propagate(x)
+    if name in BEFORE:
+        graph_module = run_passes(graph_module, [GraphPass(BEFORE[name], exact=True)]).graph_module
     before = shown(graph_module)
     assert set(drawn(name, "Before")) <= set(before), before
     result = run_passes(graph_module, [GraphPass(one, exact=True)])

@@ -1,0 +1,109 @@
+"""Calls of sketched linear layers in a graph, as a module or as the operator, and what they can take in."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import TensorMetadata
+
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.ops.linear import sketched_linear
+from panther_compile.passes.match import why_not_plain
+from panther_compile.passes.side_effects import acts
+
+_TENSORS = frozenset({"weight", "bias"})
+Layout = tuple[torch.dtype, tuple[str, ...]]
+
+
+def layout_of(node: fx.Node) -> Layout | None:
+    """Type and sizes of a node's tensor, symbolic sizes by name; None where nobody noted them.
+
+    Dynamo notes them, and so do `torch.export` and `ShapeProp`. Under "layout" stands what this function
+    said of a node whose other notes are gone.
+    """
+    if "layout" in node.meta:
+        kept: Layout | None = node.meta["layout"]
+        return kept
+    for key in ("example_value", "val", "tensor_meta"):
+        value: Any = node.meta.get(key)
+        if isinstance(value, Tensor | TensorMetadata):
+            return value.dtype, tuple(str(size) for size in value.shape)
+    return None
+
+
+def sketched_layer(graph_module: fx.GraphModule, node: fx.Node, device_type: str) -> SketchedLinear | None:
+    """The layer that a node calls, if it is on such a device and the operator computes the same."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    layer = graph_module.get_submodule(str(node.target))
+    if not isinstance(layer, SketchedLinear) or layer.up.weight.device.type != device_type:
+        return None
+    if type(layer).forward is not SketchedLinear.forward or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    plain = [why_not_plain(part, nn.Linear, tensors=_TENSORS) is None for part in (layer.down, layer.up)]
+    return layer if all(plain) else None
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether the node calls the operator."""
+    return node.op == "call_function" and node.target is sketched_linear
+
+
+def put_operator(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node, **epilogue: Any) -> None:
+    """Put one call of the operator, with `epilogue`, in the place of a sketched call and of its only user."""
+    args, options = node.args, dict(node.kwargs)
+    with graph_module.graph.inserting_before(user):
+        if node.op == "call_module":
+            layer = graph_module.get_submodule(str(node.target))
+            assert isinstance(layer, SketchedLinear)
+            names = ["down.weight", "up.weight", *(["up.bias"] if layer.bias is not None else [])]
+            args += tuple(graph_module.graph.get_attr(f"{node.target}.{name}") for name in names)
+            options = {"start": layer.start if layer.form == "pivoted" else None}
+        fused = graph_module.graph.call_function(sketched_linear, args, options | epilogue)
+    fused.meta = dict(user.meta)
+    user.replace_all_uses_with(fused)
+    graph_module.graph.erase_node(user)
+    graph_module.graph.erase_node(node)
+
+
+def pairs_of(
+    graph_module: fx.GraphModule, functions: tuple[object, ...], device_type: str
+) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Each call of a function of two tensors that a sketched call can take in: call, sketched call, other.
+
+    The sketched call has no other user and no epilogue that comes later; nothing in the graph acts between
+    the two, as the sketched call is moved; and both operands are known to be of the result's type and shape.
+    Of two sketched calls it is the operator that is taken, which has an activation, else the later one.
+    """
+    order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+    for user in list(graph_module.graph.nodes):
+        if user.op != "call_function" or user.target not in functions or user.kwargs or len(user.args) != 2:
+            continue
+        operands = [one for one in user.args if isinstance(one, fx.Node)]
+        layout = layout_of(user)
+        if len(set(operands)) < 2 or layout is None or any(layout_of(one) != layout for one in operands):
+            continue
+        hosts = [one for one in operands if _can_take_in(graph_module, one, user, device_type)]
+        if hosts:
+            host = max(hosts, key=lambda one: (is_operator(one), order.get(one, 0)))
+            (other,) = (one for one in operands if one is not host)
+            yield user, host, other
+
+
+def _can_take_in(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node, device_type: str) -> bool:
+    if is_operator(node):
+        free = node.kwargs.get("residual") is None
+    else:
+        free = sketched_layer(graph_module, node, device_type) is not None
+    return free and len(node.users) == 1 and not acts_between(graph_module, node, user)
+
+
+def acts_between(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node) -> bool:
+    """Whether something between two nodes may write what the first one reads, so that it cannot be moved."""
+    between = node.next
+    while between is not user:
+        if acts(graph_module, between) and not is_operator(between):
+            return True
+        between = between.next
+    return False

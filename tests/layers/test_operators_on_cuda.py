@@ -1,0 +1,198 @@
+"""In eager mode on CUDA the layers call the operators where a kernel serves them.
+
+Without a GPU the input is a CPU tensor that says it is on CUDA. All else is real: the layers decide by it,
+the operators choose a kernel by it, and Triton's interpreter runs that kernel, forward and backward.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from panther_compile.kernels import dispatch
+from panther_compile.layers import SketchedConv2d, SketchedLinear, SketchedMultiheadAttention
+
+OURS = "panther_compile::"
+# Few rows fill it; in float32 a rank of 25 and more is bound by arithmetic.
+SMALL_DEVICE = dispatch.DeviceClass(200.0, 100.0, 12.5, 16)
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on CUDA."""
+
+    is_cuda = True
+
+
+class Recorder(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_class", lambda device: SMALL_DEVICE)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+@pytest.fixture
+def mode(monkeypatch):
+    return lambda name: monkeypatch.setenv("PANTHER_COMPILE_KERNEL", name)
+
+
+def called(layer, x, run=None):
+    """The operators of this library that a layer calls for an input."""
+    with Recorder() as recorder, torch.no_grad():
+        (run or layer)(x)
+    return {name.removeprefix(OURS) for name in recorder.called if name.startswith(OURS)}
+
+
+def on_cuda(*shape, **options):
+    return torch.randn(*shape, **options).as_subclass(OnCuda)
+
+
+def linear(form="pivoted", rank=8, **options):
+    return SketchedLinear(48, 40, rank, form=form, **options)
+
+
+@pytest.mark.parametrize("form", ["pair", "pivoted"])
+def test_linear(form):
+    assert called(linear(form), on_cuda(32, 48)) == {"sketched_linear"}
+    assert called(linear(form), on_cuda(2, 16, 48)) == {"sketched_linear"}
+    assert called(linear(form), torch.randn(32, 48)) == set()
+    assert called(linear(form, rank=32), on_cuda(32, 48)) == set()  # bound by arithmetic
+
+
+def test_the_environment_decides(mode):
+    mode("torch")
+    assert called(linear(), on_cuda(32, 48)) == set()
+    mode("triton")
+    assert called(linear(rank=32), on_cuda(32, 48)) == {"sketched_linear"}
+    assert called(linear(), torch.randn(32, 48)) == set()
+    assert called(linear(dtype=torch.float64), on_cuda(32, 48, dtype=torch.float64)) == set()
+
+
+def test_a_few_rows_only_if_forced(mode):
+    assert called(linear(), on_cuda(4, 48)) == set()
+    mode("triton")
+    assert called(linear(), on_cuda(4, 48)) == {"sketched_linear"}
+
+
+def test_autocast_decides_the_type():
+    layer, x = linear(rank=32), on_cuda(32, 48)
+    assert called(layer, x) == set()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert called(layer, x) == {"sketched_linear"}
+
+
+def test_a_factor_that_is_not_plain_is_called():
+    layer = linear()
+    layer.down.register_forward_hook(lambda module, args, out: 2 * out)
+    assert called(layer, on_cuda(32, 48)) == set()
+
+
+def test_captured_graphs_have_no_operator(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert called(linear(), on_cuda(32, 48)) == set()
+    assert called(convolution(), on_cuda(2, 12, 7, 7)) == set()
+
+
+def convolution(scheme="channel", rank=4, **options):
+    return SketchedConv2d(12, 20, 3, rank, scheme=scheme, **{"padding": 1} | options)
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tucker2"])
+def test_convolution(scheme):
+    layer = convolution(scheme, stride=2, dilation=2)
+    assert called(layer, on_cuda(2, 12, 9, 9)) == {"sketched_conv2d"}
+    assert called(layer, torch.randn(2, 12, 9, 9)) == set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "spatial"},
+        {"groups": 2},
+        {"padding_mode": "reflect"},
+        {"padding": "same"},
+    ],
+    ids=str,
+)
+def test_convolution_without_a_kernel(options):
+    assert called(convolution(**options), on_cuda(2, 12, 9, 9)) == set()
+
+
+def test_a_single_image_has_no_kernel():
+    assert called(convolution(), on_cuda(12, 9, 9)) == set()
+
+
+def attention(heads=2):
+    return SketchedMultiheadAttention(heads * 8, heads, attention="favor", features=16, batch_first=True)
+
+
+def attend(layer, **options):
+    return lambda x: layer(x, x, x, need_weights=False, **options)[0]
+
+
+def test_random_feature_attention(mode):
+    layer, x = attention(), on_cuda(2, 20, 16)
+    assert called(layer, x, attend(layer)) == {"favor_attention"}
+    assert called(layer, torch.randn(2, 20, 16), attend(layer)) == set()
+    with_weights = lambda x: layer(x, x, x)  # noqa: E731
+    assert called(layer, x, with_weights) == set()
+    mode("torch")
+    assert called(layer, x, attend(layer)) == set()
+
+
+def test_a_mask_that_trains_gets_its_gradient():
+    layer, x = attention(), on_cuda(2, 20, 16)
+    mask = torch.zeros(2, 20, requires_grad=True)
+    attend(layer, key_padding_mask=mask)(x).square().sum().backward()
+    assert mask.grad.norm() > 0
+
+
+CASES = {
+    "pair": lambda: (linear("pair"), (32, 48)),
+    "pivoted": lambda: (linear(), (32, 48)),
+    "convolution": lambda: (convolution(stride=2), (2, 12, 9, 9)),
+    "tucker2": lambda: (convolution("tucker2"), (2, 12, 9, 9)),
+    "attention": lambda: (attention(), (2, 20, 16)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layers_compute_the_same(name, mode):
+    layer, shape = CASES[name]()
+    run = attend(layer) if name == "attention" else layer
+    x = torch.randn(shape)
+    found = []
+    for kind, given in (("torch", x.clone()), ("triton", x.clone().as_subclass(OnCuda))):
+        mode(kind)
+        layer.zero_grad()
+        given.requires_grad_()
+        y = run(given)
+        y.square().sum().backward()
+        found.append([y, given.grad, *(one.grad for one in layer.parameters())])
+    for plain, by_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernel.as_subclass(torch.Tensor), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_layers_compute_the_same_on_a_gpu(name, mode):
+    layer, shape = CASES[name]()
+    layer = layer.to("cuda")
+    run = attend(layer) if name == "attention" else layer
+    x = torch.randn(*shape, device="cuda")
+    mode("torch")
+    wanted = run(x)
+    mode("triton")
+    assert called(layer, x, run)
+    torch.testing.assert_close(run(x), wanted, rtol=1e-3, atol=1e-3)

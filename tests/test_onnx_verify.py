@@ -1,0 +1,127 @@
+"""ONNX Runtime runs a sketched file beside its source before it is put in its place."""
+
+import numpy as np
+import onnx_ir
+import pytest
+from onnx import TensorProto, helper
+from onnx_models import OPTIONS, low_rank, make, mlp, node, random, run, sketch
+
+import panther_compile as pc
+from panther_compile.errors import (
+    OnnxMismatchError,
+)
+from panther_compile.onnx_verify import compare_files
+
+
+def square(path, *parts, x=("n", 48), **options):
+    """One product that a sketch at half the numbers holds exactly."""
+    return make(path, [node("MatMul", ["x", "w"], ["y"]), *parts], {"w": low_rank(48, 48)}, x=x, **options)
+
+
+def test_exact_sketches_have_no_error_and_others_have(tmp_path):
+    source = mlp(tmp_path / "in.onnx")
+    report, _ = sketch(source)
+    assert list(report.output_errors) == ["y"]
+    assert report.output_errors["y"] < 1e-5
+    assert "output y: relative error" in str(report)
+    make(source, [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 48)})
+    report, target = sketch(source)
+    x = random(4, 48)
+    (wanted,), (found,) = run(source, x), run(target, x)
+    # Of another x, but for the size of the error that makes little difference.
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert error / 1.5 < report.output_errors["y"] < 1.5 * error
+
+
+def test_nothing_is_run_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("panther_compile.onnx_sketch.compare_files", None)
+    report, _ = sketch(square(tmp_path / "in.onnx"), include="*", verify=False)
+    assert report.output_errors == {}
+    assert "relative error" not in str(report)
+
+
+def test_every_output_has_its_error(tmp_path):
+    parts = [node("ArgMax", ["y"], ["best"], axis=1), node("Not", ["flag"], ["other"])]
+    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, (2,))
+    outputs = [
+        helper.make_tensor_value_info("best", TensorProto.INT64, None),
+        helper.make_tensor_value_info("other", TensorProto.BOOL, (2,)),
+    ]
+    source = square(tmp_path / "in.onnx", *parts, inputs=[flag], outputs=outputs)
+    report, _ = sketch(source, include="*")
+    assert set(report.output_errors) == {"y", "best", "other"}
+    assert report.output_errors["other"] == report.output_errors["best"] == 0.0
+
+
+def test_a_size_is_found_that_the_source_takes(tmp_path):
+    # Only a multiple of 16 can be taken apart like that.
+    parts = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
+    weights = {"w": low_rank(48, 48), "shape": np.array([16, -1, 48])}
+    source = make(tmp_path / "in.onnx", parts, weights, x=("n", 48))
+    assert compare_files(source, source) == {"y": 0.0}
+
+
+def test_nan_of_the_source_is_no_error(tmp_path):
+    source = make(
+        tmp_path / "in.onnx",
+        [node("MatMul", ["x", "w"], ["h"]), node("Sqrt", ["h"], ["y"])],
+        {"w": low_rank(48, 48)},
+    )
+    report, _ = sketch(source, include="*")
+    assert np.isnan(run(source, random(4, 48))[0]).any()
+    assert report.output_errors["y"] < 1e-3
+
+
+def change_weights(change):
+    """A rewrite that goes wrong: what it leaves behind is sound and computes something else."""
+    from panther_compile import onnx_sketch
+
+    rewrite = onnx_sketch._rewrite
+
+    def wrong(model, *rest):
+        fitted = rewrite(model, *rest)
+        change(model)
+        return fitted
+
+    return wrong
+
+
+def spoil(model):
+    name, value = next(iter(model.graph.initializers.items()))
+    array = np.full(value.const_value.shape, np.nan, np.float32)
+    value.const_value = onnx_ir.tensor(array, name=name)
+
+
+def test_a_result_that_is_not_finite_is_not_written(tmp_path, monkeypatch):
+    source, target = square(tmp_path / "in.onnx"), tmp_path / "out.onnx"
+    monkeypatch.setattr("panther_compile.onnx_sketch._rewrite", change_weights(spoil))
+    with pytest.raises(OnnxMismatchError, match=r"output 'y' for inputs \(4, 48\) holds NaN or Inf"):
+        pc.sketch_onnx(source, target, include="*", **OPTIONS)
+    assert not target.exists()
+    pc.sketch_onnx(source, target, include="*", verify=False, **OPTIONS)
+    assert target.exists()
+
+
+def test_outputs_of_other_shapes_and_types_are_named(tmp_path):
+    source, other = square(tmp_path / "in.onnx"), tmp_path / "other.onnx"
+    make(other, [node("MatMul", ["x", "w"], ["y"])], {"w": low_rank(48, 32)})
+    with pytest.raises(OnnxMismatchError, match=r"'y' .* float32 \(4, 32\) .*, float32 \(4, 48\) in"):
+        compare_files(source, other)
+    make(other, [node("MatMul", ["x", "w"], ["y"])], {"w": low_rank(32, 48)}, x=("n", 32))
+    with pytest.raises(OnnxMismatchError, match=r"cannot run the sketched model on inputs \(4, 48\)"):
+        compare_files(source, other)
+
+
+def test_what_cannot_be_run_is_told(tmp_path):
+    weights, parts = {"w": low_rank(48, 48)}, [node("MatMul", ["x", "w"], ["y"])]
+    source, target = make(tmp_path / "in.onnx", parts, weights), tmp_path / "out.onnx"
+    words = helper.make_tensor_value_info("words", TensorProto.STRING, (2,))
+    make(source, [*parts, node("Identity", ["words"], ["z"])], weights, inputs=[words])
+    with pytest.raises(OnnxMismatchError, match=r"'words' is a tensor\(string\), of which nothing random"):
+        pc.sketch_onnx(source, target, include="*", **OPTIONS)
+    split = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
+    make(source, split, weights | {"shape": np.array([17, -1, 48])}, x=("n", 48))
+    with pytest.raises(OnnxMismatchError, match=r"cannot run .*in.onnx on random inputs.*verify=False"):
+        pc.sketch_onnx(source, target, include="*", **OPTIONS)
+    assert not target.exists()
+    assert pc.sketch_onnx(source, target, include="*", verify=False, **OPTIONS).output_errors == {}
