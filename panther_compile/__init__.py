@@ -15,6 +15,7 @@ __all__ = [
     "Hardware",
     "OnnxReport",
     "PantherError",
+    "ParallelEngine",
     "SketchConfig",
     "SketchPlan",
     "SketchReport",
@@ -24,7 +25,10 @@ __all__ = [
     "SketchedMultiheadAttention",
     "densify",
     "export_onnx",
+    "heal",
+    "heal_report",
     "load_sketched",
+    "parallelize_model",
     "partition_model",
     "plan_sketch",
     "save_sketched",
@@ -37,6 +41,7 @@ _HOME_OF = {
     "Hardware": "panther_compile.partition",
     "OnnxReport": "panther_compile.onnx_sketch",
     "PantherError": "panther_compile.errors",
+    "ParallelEngine": "panther_compile.parallel",
     "SketchConfig": "panther_compile.config",
     "SketchPlan": "panther_compile.records",
     "SketchReport": "panther_compile.report",
@@ -46,7 +51,10 @@ _HOME_OF = {
     "SketchedMultiheadAttention": "panther_compile.layers",
     "densify": "panther_compile.api",
     "export_onnx": "panther_compile.onnx_export",
+    "heal": "panther_compile.healing.healer",
+    "heal_report": "panther_compile.healing.report",
     "load_sketched": "panther_compile.checkpoint",
+    "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
     "save_sketched": "panther_compile.checkpoint",
@@ -60,6 +68,8 @@ if TYPE_CHECKING:
     from panther_compile.checkpoint import load_sketched, save_sketched
     from panther_compile.config import SketchConfig
     from panther_compile.errors import PantherError
+    from panther_compile.healing.healer import heal
+    from panther_compile.healing.report import heal_report
     from panther_compile.layers import (
         SketchedConv2d,
         SketchedEmbedding,
@@ -68,6 +78,7 @@ if TYPE_CHECKING:
     )
     from panther_compile.onnx_export import export_onnx
     from panther_compile.onnx_sketch import OnnxReport, sketch_onnx
+    from panther_compile.parallel import ParallelEngine, parallelize_model
     from panther_compile.partition import Hardware, partition_model
     from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report

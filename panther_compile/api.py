@@ -1,9 +1,11 @@
 """The public verbs: each one a few stages, called in order."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
@@ -11,8 +13,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from tqdm import tqdm
 
-from panther_compile.calibration.batches import Data, record_calls
-from panther_compile.calibration.calibrate import calibrate
+from panther_compile.calibration.batches import Call, Data, record_calls
+from panther_compile.calibration.calibrate import Studied, fit_model, study_model
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import (
     ConfigError,
@@ -21,17 +23,28 @@ from panther_compile.errors import (
     WeightError,
     WrappedModelError,
 )
+from panther_compile.healing.healer import heal
 from panther_compile.layers.base import outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
 from panther_compile.passes.base import NOTHING_READY, Ready, SharingPass
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.plan import hides_progress, make_plan
-from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchPlan, SketchRecord, keep_record
+from panther_compile.ratio_search import Evaluate, check_search, measured, search_ratio
+from panther_compile.records import (
+    NEVER_REACHED,
+    RECORD_ATTRIBUTE,
+    Fitted,
+    RatioCurve,
+    SketchPlan,
+    SketchRecord,
+    keep_record,
+)
 from panther_compile.sites import Found, find_sites
 from panther_compile.substitute import copy_with, replace_inside
 from panther_compile.trace import clone_structure, read_graph
 
 Model = TypeVar("Model", bound=nn.Module)
+_HALF = 0.5  # the ratio where none is given
 
 
 class SketchOptions(TypedDict, total=False):
@@ -51,13 +64,18 @@ class SketchOptions(TypedDict, total=False):
     progress: bool | None
     device: torch.device | str | None
     output: str
+    refine: str
+    refine_steps: int
 
 
 def sketchify(
     model: Model,
-    ratio: float | Mapping[Selector, float] = 0.5,
+    ratio: float | Mapping[Selector, float] = _HALF,
     *,
     data: Data | None = None,
+    max_drop: float | None = None,
+    evaluate: Evaluate | None = None,
+    resume: str | PathLike[str] | None = None,
     **options: Unpack[SketchOptions],
 ) -> Model:
     """Replace the linear, convolution and attention layers of a model by sketched ones.
@@ -71,6 +89,12 @@ def sketchify(
         data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches, or a
             function that calls the model. A few hundred samples of what the model will be used for keep it
             much closer to itself than the weights alone can tell. The model runs on them in eval mode.
+        max_drop: in place of a ratio: how far the score may fall below the dense model's, in its own units.
+            The smallest ratio that keeps it is searched for, with at most 7 evaluations of smaller models;
+            `sketch_report(result).curve` has what was measured.
+        evaluate: with `max_drop`: gives the score of a model, higher is better. It runs in eval mode.
+        resume: a folder, made if missing, to keep what was learnt from `data` and each fitted layer in; a
+            later call with the same model, data and options goes on from there. Ratios may share one.
         **options: the fields of `SketchConfig`.
 
     Returns:
@@ -79,24 +103,45 @@ def sketchify(
 
     Raises:
         ConfigError, ConfigTypeError: an option, or the model, is not what is wanted; or it cannot be copied.
+        EvaluateError, RatioSearchError: evaluate raised or gave no number; no ratio is within max_drop.
+        ResumeError: the folder is of another run, or cannot be used.
         DataError: the data holds no batch, cannot be read to its end, or leads to NaN.
         NoTargetError: nothing in the model can be sketched; the message says why.
         WeightError: a weight holds NaN or Inf, or has no data.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     config = _config(ratio, options)
+    check_search(ratio != _HALF, max_drop, evaluate)
+    for option, given in (("refine", config.refine != "none"), ("resume", resume is not None)):
+        if given and data is None:
+            raise ConfigError(f"{option}= needs data=, inputs of the model to fit it to")
     with _undisturbed():
         prepared = _prepare(model, config)
         _check_weights(prepared.found, meta_allowed=False)
-        plan, ready = _plan(prepared, config), NOTHING_READY
-        if data is not None:
-            calls = record_calls(prepared.model, data)
-            calibrated = calibrate(prepared.model, prepared.found, config, prepared.route, calls)
-            plan, ready = calibrated.plan, calibrated.ready
-        new, fitted = _sketch(prepared.found, plan, config, ready)
-        result = _replace_in_place(model, prepared, new) if config.inplace else _copy(prepared.model, new)
+        if data is not None and evaluate is None:
+            _plan(prepared, config)  # says that nothing can be sketched before any data is read
+    wanted = None
+    if evaluate is not None and max_drop is not None:
+        wanted = RatioCurve((), measured(evaluate, prepared.given, "the dense model"), max_drop, None)
+    with _undisturbed():
+        studied = None if data is None else _study(prepared, config, data, resume)
+    if evaluate is not None and wanted is not None:
+        made, small, curve = _search(prepared, config, studied, wanted, evaluate)
+    else:
+        made, small, curve = _make(prepared, config, studied), None, None
+    with _undisturbed():
+        if config.inplace:
+            small = _replace_in_place(model, prepared, made.new)
+        result = _copy(prepared.model, made.new) if small is None else small
     turn_off_nested_tensors(result)
-    keep_record(result, SketchRecord.after(vars(prepared.given).get(RECORD_ATTRIBUTE), plan, fitted))
+    earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
+    keep_record(result, SketchRecord.after(earlier, made.plan, made.fitted, curve))
+    if made.unreached:
+        warnings.warn(
+            f"{NEVER_REACHED} {', '.join(made.unreached)}: sketched from the weights alone; give data that "
+            "reaches them, or exclude them",
+            stacklevel=2,
+        )
     return result  # type: ignore[return-value]
 
 
@@ -155,6 +200,16 @@ class _Prepared:
     reads_weights: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The stand-ins of the dense layers, and what they came of."""
+
+    new: dict[nn.Module, nn.Module]
+    plan: SketchPlan
+    fitted: dict[str, Fitted]
+    unreached: tuple[str, ...]
+
+
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
     known = {field.name for field in fields(SketchConfig)}
     unknown = sorted(set(options) - known)
@@ -202,9 +257,63 @@ def _check_module(model: object) -> None:
                 raise WrappedModelError(f"{where} is a {base.__name__}: {advice[base.__name__]}")
 
 
+def _study(
+    prepared: _Prepared, config: SketchConfig, data: Data, resume: str | PathLike[str] | None
+) -> Studied:
+    calls = record_calls(prepared.model, data)
+    return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume)
+
+
+def _make(prepared: _Prepared, config: SketchConfig, studied: Studied | None) -> _Made:
+    """Plan, fit and sketch at the ratio of the options."""
+    with _undisturbed():
+        unreached: tuple[str, ...] = ()
+        if studied is None:
+            plan, ready = _plan(prepared, config), NOTHING_READY
+        else:
+            calibrated = fit_model(studied, config)
+            plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
+            _check_plan(prepared, plan, config)
+        new, fitted = _sketch(prepared.found, plan, config, ready)
+        fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
+        if studied is not None and config.refine != "none":
+            _refine(prepared.model, new, studied.calls, config)
+    return _Made(new, plan, fitted, unreached)
+
+
+def _search(
+    prepared: _Prepared,
+    config: SketchConfig,
+    studied: Studied | None,
+    wanted: RatioCurve,
+    evaluate: Evaluate,
+) -> tuple[_Made, nn.Module, RatioCurve]:
+    """What passes at the smallest ratio, in the copy of the model that was measured."""
+    passing: list[tuple[_Made, nn.Module]] = []
+
+    def score_at(ratio: float) -> float:
+        made = _make(prepared, replace(config, ratio=ratio), studied)
+        with _undisturbed():
+            small = _copy(prepared.model, made.new)
+        turn_off_nested_tensors(small)
+        score = measured(evaluate, small, f"the model of ratio {ratio:g}")
+        if wanted.passes(score):
+            passing[:] = [(made, small)]  # a later one is of a smaller ratio
+        return score
+
+    curve = search_ratio(score_at, wanted.dense_score, wanted.max_drop)
+    return *passing[0], curve
+
+
 def _plan(prepared: _Prepared, config: SketchConfig) -> SketchPlan:
+    plan = make_plan(prepared.found, config, prepared.route)
+    _check_plan(prepared, plan, config)
+    return plan
+
+
+def _check_plan(prepared: _Prepared, plan: SketchPlan, config: SketchConfig) -> None:
+    """Raise NoTargetError, with the reasons, if the plan sketches nothing that it was asked to."""
     found = prepared.found
-    plan = make_plan(found, config, prepared.route)
     dense_on_purpose = any(ratio == 1.0 for _, ratio in config.ratios())
     if not found.sites or not (plan.sketched or dense_on_purpose):
         reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in plan.layers[:10])
@@ -214,7 +323,6 @@ def _plan(prepared: _Prepared, config: SketchConfig) -> SketchPlan:
             f"nothing to sketch in {type(prepared.model).__name__}: wanted an nn.Linear, nn.Conv2d, "
             f"nn.MultiheadAttention or Conv1D{advice if prepared.reads_weights else ''}{reasons}{more}"
         )
-    return plan
 
 
 def _check_weights(found: Found, *, meta_allowed: bool) -> None:
@@ -249,6 +357,23 @@ def _sketch(
             assert isinstance(owner, SharingPass)
             new[other] = owner.share(layer, other)
     return new, fitted
+
+
+def _refine(
+    dense: nn.Module, new: Mapping[nn.Module, nn.Module], calls: Sequence[Call], config: SketchConfig
+) -> None:
+    """Heal the new layers, where they are in a copy of the dense model."""
+    heal(
+        _copy(dense, new),
+        teacher=dense,
+        data=calls,
+        steps=config.refine_steps,
+        method=config.refine,
+        output=config.output,
+        seed=config.seed,
+        progress=config.progress,
+        inplace=True,
+    )
 
 
 def _replace_in_place(model: nn.Module, prepared: _Prepared, new: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -20,6 +20,7 @@ of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
 OUTPUTS = ("auto", "logits", "features")
+REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
 
 
@@ -48,6 +49,9 @@ class SketchConfig:
         device: where to factorize; each layer is given back where it was.
         output: what the model's result is, to those who compare: "logits", "features", or "auto", for which
             tensors called "logits" are logits.
+        refine: "block" or "kl" heals the fitted model on the same data, see `heal`; "none" leaves it at the
+            closed forms.
+        refine_steps: of healing.
 
     Raises:
         ConfigError: an option is out of range, or two options conflict.
@@ -69,6 +73,8 @@ class SketchConfig:
     progress: bool | None = None
     device: torch.device | str | None = None
     output: str = "auto"
+    refine: str = "none"
+    refine_steps: int = 200
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -85,6 +91,8 @@ class SketchConfig:
                 _check_selector(option, selector)
         _check_choice("method", self.method, METHODS)
         _check_choice("output", self.output, OUTPUTS)
+        _check_choice("refine", self.refine, REFINEMENTS)
+        _check_integer("refine_steps", self.refine_steps, 1)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
         _check_choice("attention", self.attention, ATTENTIONS)
         if self.sketch != "gaussian" and self.method in ("svd", "panther"):

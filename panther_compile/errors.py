@@ -8,6 +8,11 @@ PantherError
 ├── NoTargetError (ValueError)        the model holds nothing that could be sketched
 ├── WeightError (ValueError)          a weight holds NaN or Inf, or is still on the meta device
 ├── WrappedModelError (TypeError)     the model is wrapped in DDP, FSDP or torch.compile
+├── DataError (ValueError)            calibration data is empty, broken, or holds NaN
+├── RatioSearchError (ValueError)     no ratio keeps the score within max_drop
+│   └── EvaluateError                 evaluate= raised, or gave no number
+├── HealingError (RuntimeError)       healing cannot start: there is nothing to match, or it is not finite
+├── TeacherMismatchError (ValueError) the teacher is not the model that was sketched
 ├── BackendError (RuntimeError)       torch.compile(backend="panther") cannot compile the model as asked
 ├── LayerError (ValueError)           a layer cannot be sketched as asked
 │   └── RankError                     a rank is outside what the layer allows
@@ -17,6 +22,12 @@ PantherError
 │   ├── MeshError                     a mesh or a schedule does not fit the devices
 │   ├── StageCountError               more stages than places to cut
 │   └── StageMemoryError              a stage cannot fit into the memory of its devices
+├── ParallelError (RuntimeError)      a partition cannot be run on the ranks as asked
+│   ├── ProcessGroupError             no process group, or not of the mesh's size or the model's device
+│   ├── RankMismatchError             the ranks were given different plans, models or options
+│   ├── ScheduleError                 a schedule cannot run these stages or microbatches
+│   ├── BatchError (ValueError)       a batch cannot be divided into the microbatches
+│   └── CommunicationError            a rank did not answer in time
 ├── OnnxError (ValueError)            an ONNX model cannot be read, written or exported
 │   ├── OnnxFileError (OSError)       a file is missing, or cannot be read or written
 │   ├── OnnxInvalidError              truncated, not a sound graph, or of an opset not known here
@@ -26,11 +37,14 @@ PantherError
 └── CheckpointError (OSError)         a saved sketch cannot be written or read
     ├── CheckpointCorruptError        truncated, or its checksum does not match
     ├── CheckpointVersionError        written by a newer format
-    └── CheckpointMismatchError       of another model than the one given
+    ├── CheckpointMismatchError       of another model than the one given
+    └── ResumeError                   a folder to resume from is of another run, or cannot be used
 
 Each message says what was given, what was wanted, and where. Leaves also inherit the built-in
 error that fits, so ordinary handlers work.
 """
+
+from collections.abc import Sequence
 
 
 class PantherError(Exception):
@@ -63,6 +77,34 @@ class WeightError(PantherError, ValueError):
 
 class WrappedModelError(PantherError, TypeError):
     """The model is wrapped (DDP, FSDP, torch.compile); the message says what to do instead."""
+
+
+class DataError(PantherError, ValueError):
+    """Data to calibrate or heal on is empty, cannot be read to its end, or leads to NaN.
+
+    Attributes:
+        calls: what was read before it failed; it can be given as data in turn.
+    """
+
+    def __init__(self, message: str, calls: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.calls = tuple(calls)
+
+
+class RatioSearchError(PantherError, ValueError):
+    """No ratio keeps the score within max_drop; the message prints what was measured."""
+
+
+class EvaluateError(RatioSearchError):
+    """The function given as evaluate= raised, or gave no number; the ratio is named."""
+
+
+class HealingError(PantherError, RuntimeError):
+    """Healing cannot start: there is nothing to match, or what there is is NaN or Inf; it is named."""
+
+
+class TeacherMismatchError(PantherError, ValueError):
+    """The teacher is not the dense model that the small one was made of; the first difference is named."""
 
 
 class BackendError(PantherError, RuntimeError):
@@ -99,6 +141,30 @@ class StageCountError(PartitionError):
 
 class StageMemoryError(PartitionError):
     """A stage cannot fit; the message says which, by how much, and what would help."""
+
+
+class ParallelError(PantherError, RuntimeError):
+    """A partition cannot be run on the ranks as asked."""
+
+
+class ProcessGroupError(ParallelError):
+    """There is no process group, or it does not fit the mesh or the device of the model."""
+
+
+class RankMismatchError(ParallelError):
+    """The ranks were given different plans, models or options; those that differ are named."""
+
+
+class ScheduleError(ParallelError):
+    """A pipeline schedule cannot run these stages or this number of microbatches."""
+
+
+class BatchError(ParallelError, ValueError):
+    """A batch or a target cannot be divided into the microbatches of the partition."""
+
+
+class CommunicationError(ParallelError):
+    """Another rank did not answer in time; the rank, its stage and the step are named."""
 
 
 class OnnxError(PantherError, ValueError):
@@ -139,3 +205,7 @@ class CheckpointVersionError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint belongs to another model than the skeleton given."""
+
+
+class ResumeError(CheckpointError):
+    """A folder to resume from is of another run, was changed, or cannot be used; what differs is named."""

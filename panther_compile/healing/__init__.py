@@ -1,0 +1,8 @@
+"""Heal a sketched model: match it to the dense one on data without labels.
+
+landmarks   places in both models where hidden states are compared
+match       the loss: how far the small model is from its teacher on a call
+descent     how the factors are changed
+report      what came of it
+healer      all of it: `heal`
+"""

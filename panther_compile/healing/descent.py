@@ -1,0 +1,143 @@
+"""Adam with steps that are as large for every factor as the weights that they change.
+
+The factors of one model differ in scale by orders of magnitude, so a rate is relative to the root mean square
+of each tensor. A pivoted weight A [1 C] needs more: its C is as badly conditioned as the pivot columns
+are, and steps of one size in all its entries do harm in some directions and nothing in others. There
+Adam works in the coordinates (AᵀA)^½ C and A (1 + C Cᵀ)^½, in which a step is as long as the change of
+the weight that it makes (the metric of ScaledGD, Tong, Ma & Chi, JMLR 2021).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.pivot import from_pivoted
+
+BETAS = (0.9, 0.99)
+CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
+WARM_UP = 0.1  # share of the steps
+_SMALLEST = 1e-30
+_FLOOR = 1e-4  # of the eigenvalues of a metric, relative to their mean
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A parameter that learns.
+
+    Attributes:
+        parameter: seen as a matrix (n, m), its first dimension against the others.
+        scale: root mean square of its entries; in the coordinates below that which gives it the norm of the
+            whole weight.
+        left: M^-½ (n, n), where Adam works on M^½ of the parameter.
+        right: the same (m, m), from the right.
+    """
+
+    parameter: nn.Parameter
+    scale: float
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    def bend(self, change: Tensor) -> Tensor:
+        """A gradient in the coordinates of Adam, or a step of Adam in those of the parameter (n, m)."""
+        if self.left is not None:
+            change = self.left @ change
+        return change if self.right is None else change @ self.right
+
+
+@torch.no_grad()
+def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
+    """The factors and biases of sketched layers, shared ones once."""
+    found: dict[int, Factor] = {}
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(part, SketchedLayer) and getattr(part, "scheme", None) == "pivoted":
+                for factor in _pivoted_factors(part):
+                    found.setdefault(id(factor.parameter), factor)
+        for parameter in layer.parameters():
+            if parameter.is_floating_point():
+                found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
+    # A bias of zeros has no scale of its own: it takes one of the others.
+    scales = sorted(factor.scale for factor in found.values() if factor.scale) or [1.0]
+    usual = scales[len(scales) // 2]
+    return [f if f.scale else Factor(f.parameter, usual, f.left, f.right) for f in found.values()]
+
+
+def _pivoted_factors(layer: SketchedLayer) -> tuple[Factor, Factor]:
+    up: nn.Parameter = layer.up.weight  # type: ignore[assignment, union-attr]
+    down: nn.Parameter = layer.down.weight  # type: ignore[assignment, union-attr]
+    left, right = from_pivoted(up.flatten(1).double(), down.flatten(1).double(), 0)
+    size = float(torch.linalg.norm(left @ right))
+    return (
+        Factor(down, size / down.numel() ** 0.5, left=_inverse_root(left.T @ left)),
+        Factor(up, size / up.numel() ** 0.5, right=_inverse_root(right @ right.T)),
+    )
+
+
+def _inverse_root(metric: Tensor) -> Tensor:
+    """M^-½ in float32 of a symmetric matrix, its small eigenvalues lifted."""
+    values, vectors = torch.linalg.eigh(metric)
+    floor = _FLOOR * values.mean().clamp_min(_SMALLEST)
+    return ((vectors * values.clamp_min(floor).rsqrt()) @ vectors.T).float()
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().mean().sqrt())
+
+
+class Descent:
+    """Adam in float32 on some factors, warmed up, then down along a cosine.
+
+    Args:
+        factors: to be changed.
+        lr: change of an entry in a step at the top of the schedule, over the factor's scale.
+        steps: the length of the schedule.
+    """
+
+    def __init__(self, factors: Sequence[Factor], lr: float, steps: int) -> None:
+        self._factors = factors
+        self._lr, self._steps, self._taken = lr, steps, 0
+        self._usual = 0.0
+        # Steps of a thousandth would be lost in the rounding of half types.
+        self._masters = [factor.parameter.detach().float().clone() for factor in factors]
+        self._means = [torch.zeros_like(_matrix(master)) for master in self._masters]
+        self._squares = [torch.zeros_like(mean) for mean in self._means]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take a step; None is a factor that the loss does not reach."""
+        self._taken += 1
+        rate = self._lr * self._schedule() / (1 - BETAS[0] ** self._taken)
+        clip = self._clip([gradient for gradient in gradients if gradient is not None])
+        state = zip(self._factors, self._masters, self._means, self._squares, gradients, strict=True)
+        for factor, master, mean, square, gradient in state:
+            if gradient is None:
+                continue
+            bent = factor.bend(_matrix(gradient.float()) * clip)
+            mean.lerp_(bent, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
+            size = (square / (1 - BETAS[1] ** self._taken)).sqrt_().add_(_SMALLEST)
+            _matrix(master).sub_(factor.bend(mean / size), alpha=rate * factor.scale)
+            factor.parameter.copy_(master)
+
+    def _schedule(self) -> float:
+        """From above 0 to 1 over the warm-up, then down to 0 along a cosine."""
+        warm = max(1.0, WARM_UP * self._steps)
+        if self._taken < warm:
+            return self._taken / warm
+        return 0.5 * (1 + math.cos(math.pi * (self._taken - warm) / (self._steps - warm + 1)))
+
+    def _clip(self, gradients: Sequence[Tensor]) -> float:
+        """By how much to scale gradients, so that no single batch outdoes the others."""
+        norm = float(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]).norm())
+        clip = min(1.0, CLIP * self._usual / norm) if self._usual and norm else 1.0
+        self._usual += (clip * norm - self._usual) / min(self._taken, 20)
+        return clip
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix, a vector as one row."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.view(1, -1)

@@ -1,0 +1,308 @@
+"""Label-free healing: train the factors of a sketched model until it answers like the dense one."""
+
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
+from tqdm import tqdm
+
+from panther_compile.calibration.batches import Data, record_calls
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    DataError,
+    HealingError,
+    NoTargetError,
+    TeacherMismatchError,
+)
+from panther_compile.healing.descent import Descent, factors_of
+from panther_compile.healing.landmarks import find_landmarks
+from panther_compile.healing.match import OUTPUT, Match
+from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
+from panther_compile.layers.base import outermost
+from panther_compile.substitute import copy_with
+
+Model = TypeVar("Model", bound=nn.Module)
+
+METHODS = ("kl", "block")
+OUTPUTS = {"auto": None, "logits": True, "features": False}
+_EVALUATIONS = 10  # of the held-out batches, while healing
+_PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
+
+
+def heal(
+    small: Model,
+    *,
+    teacher: nn.Module,
+    data: Data,
+    steps: int = 200,
+    method: str = "kl",
+    lr: float = 1e-3,
+    output: str = "auto",
+    held_out: float = 0.125,
+    inplace: bool = False,
+    seed: int = 0,
+    progress: bool | None = None,
+    cache_bytes: int = 2 << 30,
+) -> Model:
+    """Train the factors and biases of the sketched layers so that the model answers like the dense one.
+
+    No labels are used. Both models run in eval mode, so without dropout; on a GPU float32 models run under
+    bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
+    that is kept, the one given if no other does better. `heal_report(model)` tells what came of it.
+
+    Args:
+        small: a model with sketched layers.
+        teacher: the dense model it was made of, on the same device.
+        data: batches, as for `sketchify(data=...)`; two at least, all of them held in memory.
+        steps: to take, each on one batch.
+        method: "kl" matches the results of the models (logits by their Kullback-Leibler divergence, others by
+            their squared distance) and the hidden states after each block; "block" the hidden states alone.
+        lr: change of a factor in one step, relative to its root mean square.
+        output: what the results are: "logits", "features", or "auto", for which those called "logits" are.
+        held_out: share of the batches to judge by.
+        inplace: change the model given, in place of a copy.
+        seed: of the order of the batches.
+        progress: show a progress bar; None shows one on a terminal.
+        cache_bytes: what the teacher's answers may take up; those beyond are computed again each time.
+
+    Returns:
+        The healed model.
+
+    Raises:
+        ConfigError, ConfigTypeError: an option is not what is wanted.
+        DataError: the data holds fewer than two batches.
+        HealingError: the teacher or the model gives NaN before the first step, or there is nothing to match.
+        NoTargetError: the model holds no sketched layer.
+        TeacherMismatchError: the teacher is not the dense model that this one was made of.
+    """
+    _check_options(steps, method, lr, output, held_out, cache_bytes)
+    _check_pair(small, teacher)
+    calls = record_calls(teacher, data)
+    if len(calls) < 2:
+        raise DataError(f"data holds {len(calls)} batch, wanted at least 2: one to train on, one to judge by")
+    order = random.Random(seed)
+    places = order.sample(range(len(calls)), len(calls))
+    count = min(len(calls) - 1, max(1, round(held_out * len(calls))))
+    with torch.inference_mode(False):
+        result: nn.Module = small if inplace else copy_with(small, {})
+    hides = not sys.stderr.isatty() if progress is None else not progress
+    with _calm((result, teacher)):
+        landmarks = find_landmarks(result, teacher, calls[places[0]])
+        if method == "block" and not landmarks:
+            raise HealingError(
+                f"no module of {type(small).__name__} gives hidden states under the same name as in the "
+                "teacher; method='kl' matches the results alone"
+            )
+        match = Match(
+            result,
+            teacher,
+            calls,
+            landmarks,
+            logits=OUTPUTS[output],
+            half=_half_pays(result),
+            cache_bytes=cache_bytes,
+        )
+        report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
+    _keep_report(result, report)
+    return result  # type: ignore[return-value]
+
+
+@dataclass
+class _Healer:
+    """One run: the loss, how to lower it, and which batches are for what."""
+
+    match: Match
+    method: str
+    lr: float
+    steps: int
+    order: random.Random
+    judged_by: list[int]
+    trained_on: list[int]
+
+    def run(self, hides_progress: bool) -> HealReport:
+        """Heal the model, and leave it in the best state that was seen, whatever happens."""
+        before = after = self._judge()
+        best = last = self._objective(before)
+        kept_step, worse = 0, 0
+        if not math.isfinite(best):
+            bad = next(name for name, loss in before.items() if not math.isfinite(loss))
+            raise HealingError(f"the loss at {bad} is {float(before[bad])} before the first step")
+        factors = factors_of(outermost(self.match.small))
+        parameters = [factor.parameter for factor in factors]
+        kept = [parameter.detach().clone() for parameter in parameters]
+        descent = Descent(factors, self.lr, self.steps)
+        places = self._places()
+        every = max(1, self.steps // _EVALUATIONS)
+        stopped, step = f"all {self.steps} steps taken", 0
+        bar = tqdm(total=self.steps, desc="heal", disable=hides_progress, leave=False)
+        try:
+            while step < self.steps:
+                losses = self.match.losses(next(places))
+                loss = self._objective(losses)
+                if not bool(torch.isfinite(loss)):
+                    name = next(name for name, value in losses.items() if not bool(torch.isfinite(value)))
+                    stopped = f"stopped: the loss at {name} is not finite after step {step}"
+                    break
+                descent.step(self._gradients(loss, parameters))
+                step += 1
+                bar.update()
+                if step % every and step < self.steps:
+                    continue
+                found = self._judge()
+                now = self._objective(found)
+                bar.set_postfix(start=f"{self._objective(before):.4f}", now=f"{now:.4f}")
+                worse = 0 if now < last else worse + 1
+                last = now
+                if now < best:
+                    best, after, kept_step = now, found, step
+                    kept = [parameter.detach().clone() for parameter in parameters]
+                elif worse == _PATIENCE:
+                    stopped = f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
+                    break
+        finally:
+            bar.close()
+            with torch.no_grad():
+                for parameter, values in zip(parameters, kept, strict=True):
+                    parameter.copy_(values)
+        return HealReport(
+            before={name: float(loss) for name, loss in before.items()},
+            after={name: float(loss) for name, loss in after.items()},
+            steps=step,
+            kept_step=kept_step,
+            stopped=stopped,
+            batches=(len(self.trained_on), len(self.judged_by)),
+        )
+
+    def _objective(self, losses: dict[str, Tensor]) -> Tensor:
+        """The hidden states count as much as the result; where there are none, the result alone."""
+        hidden = [loss for name, loss in losses.items() if name != OUTPUT]
+        parts = [torch.stack(hidden).mean()] if hidden else []
+        if self.method == "kl":
+            parts.append(losses[OUTPUT])
+        return torch.stack(parts).sum()
+
+    @torch.no_grad()
+    def _judge(self) -> dict[str, Tensor]:
+        """The mean losses on the batches that are held out."""
+        found = [self.match.losses(place) for place in self.judged_by]
+        return {name: torch.stack([losses[name] for losses in found]).mean() for name in found[0]}
+
+    def _gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            raise HealingError("the loss reaches none of the sketched layers: its graph is cut somewhere")
+        return gradients
+
+    def _places(self) -> Iterator[int]:
+        """The batches to train on, all of them in a new order each time round."""
+        while True:
+            yield from self.order.sample(self.trained_on, len(self.trained_on))
+
+
+def _check_options(
+    steps: object, method: object, lr: object, output: object, held_out: object, cache_bytes: object
+) -> None:
+    for name, number in (("steps", steps), ("cache_bytes", cache_bytes)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted an int")
+    for name, number in (("lr", lr), ("held_out", held_out)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted a number")
+    for name, number, fits, wanted in (
+        ("steps", steps, steps >= 1, "1 or more"),  # type: ignore[operator]
+        ("cache_bytes", cache_bytes, cache_bytes >= 0, "0 or more"),  # type: ignore[operator]
+        ("lr", lr, 0 < lr < math.inf, "a number above 0"),  # type: ignore[operator]
+        ("held_out", held_out, 0 < held_out < 1, "a share between 0 and 1"),  # type: ignore[operator]
+        ("method", method, method in METHODS, f"one of {METHODS}"),
+        ("output", output, output in OUTPUTS, f"one of {tuple(OUTPUTS)}"),
+    ):
+        if not fits:
+            raise ConfigError(f"{name}={number!r}, wanted {wanted}")
+
+
+def _check_pair(small: object, teacher: object) -> None:
+    """Raise unless the models are alike but for the sketched layers."""
+    for role, model in (("small", small), ("teacher", teacher)):
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(f"{role} is a {type(model).__name__}, wanted an nn.Module")
+    assert isinstance(small, nn.Module)
+    assert isinstance(teacher, nn.Module)
+    sketched = set(outermost(small))
+    if not sketched:
+        raise NoTargetError(f"{type(small).__name__} holds no sketched layer: call sketchify first")
+    if small is teacher:
+        raise TeacherMismatchError("small and teacher are the same model, wanted the dense one as teacher")
+    devices = [next((p.device for p in model.parameters()), None) for model in (small, teacher)]
+    if devices[0] != devices[1]:
+        raise TeacherMismatchError(
+            f"small is on {devices[0]}, the teacher on {devices[1]}, wanted one device"
+        )
+    inside = tuple(f"{name}." for name, module in small.named_modules() if module in sketched)
+    theirs = {name: p.shape for name, p in teacher.named_parameters(remove_duplicate=False)}
+    for name, parameter in small.named_parameters(remove_duplicate=False):
+        if not name.startswith(inside) and theirs.get(name) != parameter.shape:
+            there = f"of shape {tuple(theirs[name])}" if name in theirs else "missing"
+            raise TeacherMismatchError(
+                f"{name} {tuple(parameter.shape)} of {type(small).__name__} is {there} in the teacher, "
+                f"{type(teacher).__name__}: wanted the dense model that was sketched"
+            )
+    graphs = isinstance(small, fx.GraphModule)  # whose functional calls were made into layers
+    known = {name for name, _ in teacher.named_modules()}
+    for name in inside:
+        if not graphs and name[:-1] not in known:
+            raise TeacherMismatchError(
+                f"the sketched layer {name[:-1]} of {type(small).__name__} is missing in the teacher, "
+                f"{type(teacher).__name__}: wanted the dense model that was sketched"
+            )
+
+
+def _half_pays(model: nn.Module) -> bool:
+    """Whether to run under bfloat16 autocast: float32 on a GPU that has it."""
+    first = next(model.parameters())
+    return first.is_cuda and first.dtype == torch.float32 and torch.cuda.is_bf16_supported()
+
+
+@contextmanager
+def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode, gradients for the factors of the first model alone; everything is put back afterwards."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)  # it leaves out modules, and packs what is padded
+        for module, mode in modes:
+            stack.callback(setattr, module, "training", mode)
+        for parameter, flag in flags:
+            stack.callback(parameter.requires_grad_, flag)
+        trained = {id(p) for layer in outermost(models[0]) for p in layer.parameters()}
+        for module, _ in modes:
+            module.training = False  # not eval(), which modules of torch.export refuse
+        for parameter, _ in flags:
+            if parameter.is_floating_point():
+                parameter.requires_grad_(id(parameter) in trained)
+        yield
+
+
+def _keep_report(model: nn.Module, report: HealReport) -> None:
+    """Keep the report on the model, and on copies of it."""
+    vars(model)[HEALING_ATTRIBUTE] = report
+    if isinstance(model, fx.GraphModule):  # a copy of a graph has no other attributes than these
+        model.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HEALING_ATTRIBUTE] = report

@@ -1,0 +1,94 @@
+"""Places where the small model is held against its teacher: hidden states, by the names of modules.
+
+Of a model with repeated blocks (children of an `nn.ModuleList` or `nn.Sequential` that hold sketched layers)
+these are the outputs of the blocks, else those of the sketched layers themselves.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.outputs import named_tensors
+from panther_compile.layers.base import SketchedLayer
+
+MOST = 12
+"""Landmarks of a model with more blocks than this are thinned out, the last one kept."""
+
+Hidden = dict[str, list[Tensor]]
+"""What came out of each landmark, one tensor for each time that it was called."""
+
+
+def find_landmarks(small: nn.Module, teacher: nn.Module, call: Call) -> tuple[str, ...]:
+    """Names of the modules that give tensors of equal shapes in both models, in the order of the small one.
+
+    Args:
+        small: the sketched model.
+        teacher: the dense one.
+        call: one to try.
+    """
+    layers = tuple(name for name, module in small.named_modules() if isinstance(module, SketchedLayer))
+    for names in (tuple(_blocks(small)), layers):
+        there = [name for name in names if name and _holds(teacher, name)]
+        with torch.no_grad(), watched(small, there) as ours, watched(teacher, there) as theirs:
+            call.run(small)
+            call.run(teacher)
+        alike = [name for name in there if ours[name] and _shapes(ours[name]) == _shapes(theirs[name])]
+        if alike:
+            return tuple(_thinned(alike))
+    return ()
+
+
+@contextmanager
+def watched(model: nn.Module, names: Sequence[str]) -> Iterator[Hidden]:
+    """Collect the first floating tensor of each output of the named modules, while the context is open."""
+    hidden: Hidden = {name: [] for name in names}
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, __: object, output: Any) -> None:
+            found = next(named_tensors(output), None)
+            if found is not None:
+                hidden[name].append(found[1])
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    try:
+        yield hidden
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of the outermost children of lists that hold sketched layers; lists in lists are opened."""
+    in_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if not any(isinstance(part, SketchedLayer) for part in child.modules()):
+            continue
+        if in_list and not isinstance(child, nn.ModuleList | nn.Sequential):
+            yield path
+        elif not isinstance(child, SketchedLayer):
+            yield from _blocks(child, f"{path}.")
+
+
+def _holds(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
+
+
+def _thinned(names: Sequence[str]) -> list[str]:
+    """At most MOST of the names, evenly spread, the last one among them."""
+    count = min(MOST, len(names))
+    return [names[(place + 1) * len(names) // count - 1] for place in range(count)]

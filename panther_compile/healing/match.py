@@ -1,0 +1,157 @@
+"""How far the small model is from its teacher on a call: the loss that healing lowers.
+
+hidden   mean over the landmarks of  E (t - s)² / Var t
+output   of logits the Kullback-Leibler divergence in nats a row, else  E (t - s)² / Var t, and where there
+         are positions the same of the mean over them, which shows errors that have a direction
+
+over the positions that are no padding. What the teacher gives is computed once and kept while it fits.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.calibration.batches import Call, kept_positions
+from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
+from panther_compile.errors import HealingError
+from panther_compile.healing.landmarks import Hidden, watched
+
+OUTPUT = "output"
+_SMALLEST = 1e-12  # variance of what does not vary at all
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a model gives for a call: the hidden states at the landmarks, and the tensors of its result."""
+
+    hidden: Hidden
+    output: list[tuple[str, Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        tensors = [t for visits in self.hidden.values() for t in visits] + [t for _, t in self.output]
+        return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+class Match:
+    """The loss of the small model on each of the calls.
+
+    Args:
+        small: the model that learns, in eval mode.
+        teacher: in eval mode.
+        calls: of both.
+        landmarks: names of modules, see `find_landmarks`.
+        logits: whether the results are logits; None: those called "logits" are.
+        half: run both models under bfloat16 autocast.
+        cache_bytes: what the teacher's answers may take up.
+    """
+
+    def __init__(
+        self,
+        small: nn.Module,
+        teacher: nn.Module,
+        calls: Sequence[Call],
+        landmarks: Sequence[str],
+        *,
+        logits: bool | None,
+        half: bool,
+        cache_bytes: int,
+    ) -> None:
+        self.small, self.teacher, self.calls, self.landmarks = small, teacher, calls, landmarks
+        self._logits, self._half, self._left = logits, half, cache_bytes
+        self._kept = [kept_positions(small, call) for call in calls]
+        self._answers: dict[int, Given] = {}
+
+    def losses(self, place: int) -> dict[str, Tensor]:
+        """The loss at each landmark, and under "output" that of the result, for the call at a place.
+
+        Raises:
+            HealingError: the teacher gives NaN or Inf, or results of the models do not go together.
+        """
+        wanted, found = self._answer(place), self._run(self.small, place)
+        kept = self._kept[place]
+        losses = {
+            name: _mean(_error(t, s, kept) for t, s in zip(visits, found.hidden[name], strict=False))
+            for name, visits in wanted.hidden.items()
+        }
+        pairs = [
+            (name, t, s)
+            for (name, t), (_, s) in zip(wanted.output, found.output, strict=False)
+            if t.shape == s.shape
+        ]
+        if not pairs:
+            raise HealingError(
+                f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
+                f"equal shape: {_shapes(found)} and {_shapes(wanted)}"
+            )
+        losses[OUTPUT] = _mean(
+            _divergence(t, s, kept)
+            if self._is_logits(name)
+            else _error(t, s, kept) + _pooled_error(t, s, kept)
+            for name, t, s in pairs
+        )
+        return losses
+
+    def _is_logits(self, name: str) -> bool:
+        return name == LOGITS if self._logits is None else self._logits
+
+    def _run(self, model: nn.Module, place: int) -> Given:
+        call = self.calls[place]
+        device = next((t.device.type for t in model.parameters()), "cpu")
+        with watched(model, self.landmarks) as hidden, torch.autocast(device, torch.bfloat16, self._half):
+            output = list(named_tensors(call.run(model)))
+        return Given(hidden, output)
+
+    def _answer(self, place: int) -> Given:
+        if place in self._answers:
+            return self._answers[place]
+        with torch.no_grad():
+            answer = self._run(self.teacher, place)
+        named = [*answer.output, *((name, t) for name, visits in answer.hidden.items() for t in visits)]
+        for name, tensor in named:
+            if not bool(torch.isfinite(kept_rows(tensor, self._kept[place])).all()):
+                raise HealingError(
+                    f"the teacher's {name or OUTPUT} holds NaN or Inf on batch {place} of data"
+                )
+        if answer.size <= self._left:
+            self._left -= answer.size
+            self._answers[place] = answer
+        return answer
+
+
+def _error(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
+    """Mean squared error over the variance of what is wanted, about the mean of each column."""
+    target, guess = kept_rows(wanted.float(), kept), kept_rows(found.float(), kept)
+    centred = target - target.mean(0) if len(target) > 1 else target
+    return (guess - target).square().mean() / centred.square().mean().clamp_min(_SMALLEST)
+
+
+def _pooled_error(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
+    """The error of the means over positions, of tensors (B, T, F) and (B, C, H, W); 0 of others."""
+    if wanted.dim() == 4:
+        return _error(wanted.float().mean((2, 3)), found.float().mean((2, 3)), None)
+    if wanted.dim() != 3 or (kept is not None and wanted.shape[:2] != kept.shape):
+        return wanted.new_zeros(())
+    weights = wanted.new_ones(wanted.shape[:2], dtype=torch.float32) if kept is None else kept.float()
+    weights = weights / weights.sum(1, keepdim=True).clamp_min(1.0)
+    target, guess = (torch.einsum("bt,btf->bf", weights, t.float()) for t in (wanted, found))
+    return _error(target, guess, None)
+
+
+def _divergence(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
+    """KL(teacher || small) in nats a row."""
+    target = kept_rows(wanted.float(), kept).log_softmax(-1)
+    guess = kept_rows(found.float(), kept).log_softmax(-1)
+    return F.kl_div(guess, target, log_target=True, reduction="batchmean")
+
+
+def _mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
+
+
+def _shapes(given: Given) -> str:
+    return ", ".join(f"{name or 'tensor'} {tuple(t.shape)}" for name, t in given.output) or "no tensor"

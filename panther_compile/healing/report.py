@@ -1,0 +1,61 @@
+"""What healing did: kept on the model it healed."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from panther_compile.errors import NoTargetError
+from panther_compile.tables import render_table
+
+HEALING_ATTRIBUTE = "_panther_healing"
+
+
+@dataclass(frozen=True, slots=True)
+class HealReport:
+    """Losses on batches that were never trained on, before and after.
+
+    Attributes:
+        before: at each landmark, and under "output" of the model's result.
+        after: the same for the state that was kept.
+        steps: that were taken.
+        kept_step: after which of them the state was the best; 0 if none improved on the start, which is then
+            what was kept.
+        stopped: why healing ended.
+        batches: trained on, and held out.
+    """
+
+    before: dict[str, float]
+    after: dict[str, float]
+    steps: int
+    kept_step: int
+    stopped: str
+    batches: tuple[int, int]
+
+    @property
+    def reverted(self) -> bool:
+        """Whether the model is as it was, as no step made it better."""
+        return self.kept_step == 0
+
+    def __str__(self) -> str:
+        """A table: one line for each landmark and the result."""
+        rows = [(name, f"{self.before[name]:.5f}", f"{self.after[name]:.5f}") for name in self.before]
+        footer = (
+            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out; {self.stopped}",
+            "no step improved on the start: nothing was changed"
+            if self.reverted
+            else f"kept: the state after step {self.kept_step}",
+        )
+        columns = (("held-out loss at", "left"), ("before", "right"), ("after", "right"))
+        return render_table("Healing", columns, rows, footer)
+
+
+def heal_report(model: nn.Module) -> HealReport:
+    """What `heal` did to a model.
+
+    Raises:
+        NoTargetError: it was never healed, or loaded from a file since.
+    """
+    report: HealReport | None = vars(model).get(HEALING_ATTRIBUTE)
+    if report is None:
+        raise NoTargetError(f"{type(model).__name__} holds no report of healing: call heal first")
+    return report

@@ -1,0 +1,178 @@
+"""Gradients over replicas, and over the stages that share a parameter.
+
+    pp = 1   DDP: gradients are averaged while the last microbatch's backward still runs.
+    pp > 1   One all-reduce of flat buckets behind the schedule. DDP reduces in hooks of `loss.backward()`;
+             zero-bubble schedules call `torch.autograd.grad`, which runs none, and with every other
+             schedule the hooks must hold back all microbatches but one.
+    fsdp     `fully_shard` of the stage. It shards dimension 0 of each parameter and leaves buffers alone.
+
+A parameter that several stages use has a copy in each. All of them get the sum of their gradients, so that
+equal copies stay equal.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from panther_compile.parallel.devices import Devices
+from panther_compile.parallel.stage_module import StageModule
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def broadcast_tensors(modules: Iterable[nn.Module]) -> None:
+    """Give every rank the parameters and buffers of rank 0.
+
+    Args:
+        modules: the same on every rank.
+    """
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, 0)
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(value)
+
+
+def shard_replicas(
+    stage: nn.Module, devices: Devices, *, shard_size: int | None, reshard_after_forward: bool
+) -> None:
+    """`fully_shard` a stage over the dp axis, in place.
+
+    Args:
+        stage: one module of the pipeline, which becomes an `FSDPModule`.
+        devices: of the mesh.
+        shard_size: replicas that share one set of parameters, for hybrid sharding.
+        reshard_after_forward: whether the whole parameters are freed between forward and backward (ZeRO-3).
+    """
+    fully_shard(stage, mesh=devices.replica_mesh(shard_size), reshard_after_forward=reshard_after_forward)
+
+
+def replicate(module: nn.Module, devices: Devices, *, find_unused: bool) -> DistributedDataParallel:
+    """DDP over the dp axis; parameters and buffers are equal already and stay so.
+
+    Args:
+        module: whose output is the loss.
+        devices: of the mesh.
+        find_unused: whether some parameters may not be part of the loss.
+    """
+    # Buffers are not sent again each step: sketches never change, and statistics are each replica's own.
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+    }
+    return DistributedDataParallel(
+        module,
+        process_group=devices.group("dp"),
+        init_sync=False,
+        find_unused_parameters=find_unused,
+        **buffers,
+    )
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """All-reduce gradients in flat buckets, in place.
+
+    Args:
+        parameters: the same of every replica; those without a gradient are passed over.
+        group: the replicas.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    size = dist.get_world_size(group)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= size
+        offset = 0
+        for gradient in bucket:
+            gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+            offset += gradient.numel()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype, up to 25 MiB."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size > _BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
+@dataclass
+class SharedGradients:
+    """Sums the gradients of parameters that several stages hold.
+
+    Attributes:
+        copies: for each, this rank's copies: one, or one a stage where `fully_shard` made two of it.
+        groups: for each, the ranks that hold one; None if it is this rank alone.
+    """
+
+    copies: Sequence[Sequence[nn.Parameter]]
+    groups: Sequence[dist.ProcessGroup | None]
+    _before: list[Tensor | None] = field(default_factory=list)
+
+    def set_aside(self) -> None:
+        """What earlier steps have left is summed already; call this before a step."""
+        self._before = [copies[0].grad for copies in self.copies]
+        for copies in self.copies:
+            for parameter in copies:
+                parameter.grad = None
+
+    def sum(self) -> None:
+        """Give every copy the sum of the step's gradients, and what was set aside."""
+        for copies, group, before in zip(self.copies, self.groups, self._before, strict=True):
+            gradients = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in copies
+            ]
+            total = gradients[0].detach()
+            for gradient in gradients[1:]:
+                total = total + gradient
+            if group is not None:
+                dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
+            if before is not None:
+                total = total + before
+            for parameter in copies:
+                parameter.grad = total.clone() if len(copies) > 1 else total
+        self._before = []
+
+
+def find_shared(
+    names: Mapping[str, Sequence[int]],
+    places: Sequence[int],
+    stages: Mapping[int, StageModule],
+    devices: Devices,
+) -> SharedGradients:
+    """Make a group for each set of devices that share parameters; every rank has to call this.
+
+    Args:
+        names: of the parameters that several stages hold -> those stages.
+        places: the device of each stage, along the pp axis.
+        stages: of this rank, by index.
+        devices: of the mesh.
+    """
+    sets = {name: tuple(sorted({places[stage] for stage in held})) for name, held in names.items()}
+    groups = {key: devices.subgroup(key) for key in sorted(set(sets.values())) if len(key) > 1}
+    copies, found = [], []
+    for name, held in sorted(names.items()):
+        mine = {id(p): p for s in held if s in stages for p in (stages[s].graph.get_parameter(name),)}
+        if mine:
+            copies.append(tuple(mine.values()))
+            found.append(groups.get(sets[name]))
+    return SharedGradients(copies, found)

@@ -1,0 +1,231 @@
+"""What an engine does beside its steps; each function runs on every rank."""
+
+import copy
+import time
+
+import pytest
+import torch
+import zoo
+from parallel.training import build, call_engine, chunks, draw, loss_fn, optimizer_of, whole
+from torch import nn
+
+from panther_compile import parallelize_model, partition_model
+from panther_compile.errors import (
+    BatchError,
+    CheckpointMismatchError,
+    CommunicationError,
+    ConfigError,
+    ParallelError,
+    ProcessGroupError,
+    RankMismatchError,
+    ScheduleError,
+)
+from panther_compile.parallel.agreement import check_process_group
+
+
+def make(name="mlp", mesh=None, part=None, training=True, **options):
+    model, inputs = build(name, training=training)
+    arguments = {"hardware": "cpu", "microbatches": 4, **(part or {})}
+    partition = partition_model(model, inputs, mesh=mesh or {"pp": 2}, **arguments)
+    return model, inputs, parallelize_model(model, partition, **{"loss_fn": loss_fn, **options})
+
+
+def differing_plans(rank):
+    with pytest.raises(RankMismatchError, match=r"ranks \[1\] were given another plan"):
+        make(part={"microbatches": 4 + 4 * rank})
+    with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
+        make(schedule=("gpipe", "1f1b")[rank])
+    with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
+        make(mesh={"pp": 2 + rank})
+
+
+def refusals(rank):
+    with pytest.raises(ProcessGroupError, match=r"gloo, carries only tensors on .*cpu"):
+        check_process_group(torch.device("xpu"))
+    with pytest.raises(ProcessGroupError, match="3 devices, and the process group has 2 ranks"):
+        make(mesh={"pp": 3})
+    with pytest.raises(ConfigError, match="with dp=2, data_parallel must be"):
+        make(mesh={"dp": 2})
+    with pytest.raises(ConfigError, match="'horovod' is none of"):
+        make(mesh={"dp": 2}, data_parallel="horovod")
+    with pytest.raises(ConfigError, match="shard_size=3 does not divide dp=2"):
+        make(mesh={"dp": 2}, data_parallel="fsdp", shard_size=3)
+    with pytest.raises(ConfigError, match="options of data_parallel='fsdp'"):
+        make(mesh={"dp": 2}, data_parallel="ddp", reshard_after_forward=True)
+    with pytest.raises(ConfigError, match="'chimera' is none of"):
+        make(schedule="chimera")
+    with pytest.raises(ScheduleError, match="runs one stage on each device, and the partition has 4 stages"):
+        make(part={"schedule": "interleaved"}, schedule="1f1b")
+    with pytest.raises(ScheduleError, match="two stages on each device, and the partition has 2 stages"):
+        make(schedule="zbv")
+    with pytest.raises(ScheduleError, match="a microbatch for each of 2 stages, and the partition has 1"):
+        make(part={"microbatches": 1})
+    other, inputs = build("mlp")
+    part = partition_model(other, inputs, mesh={"pp": 2}, hardware="cpu")
+    with pytest.raises(ParallelError, match="made from another model"):
+        parallelize_model(copy.deepcopy(other), part)
+    _, _, engine = make(loss_fn=None)
+    with pytest.raises(ParallelError, match="give loss_fn"):
+        engine.step(torch.randn(8, 16), torch.randn(8))
+
+
+def batches(rank):
+    _, _, engine = make()
+    for rows, text in (
+        (10, "a batch of 10; .* 4 microbatches of 2, 8 in all, and 10 is not divisible by 4"),
+        (12, "a batch of 12; .* 4 microbatches of 2, 8 in all"),
+        (2, "a batch of 2; .* 4 microbatches of 2"),
+    ):
+        with pytest.raises(BatchError, match=text):
+            engine.step(torch.randn(rows, 16), torch.randn(rows))
+    with pytest.raises(BatchError, match=r"the shape \(8, 15\)"):
+        engine.step(torch.randn(8, 15), torch.randn(8))
+    with pytest.raises(BatchError, match=r"the target has the shape \(7,\)"):
+        engine.step(torch.randn(8, 16), torch.randn(7))
+    engine.step(torch.randn(8, 16), torch.randn(8))
+
+
+def silence(rank, where, **options):
+    """Rank 1 stays away; the others say so, and do not wait for ever."""
+    _model, inputs, engine = make(**options)
+    batch, target = draw(inputs, 4, 0)
+    call_engine(engine.step, batch, target)
+    start = time.monotonic()
+    if rank != 1:
+        with pytest.raises(CommunicationError, match=f"rank {rank} .*{where}") as caught:
+            call_engine(engine.step, batch, target)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert time.monotonic() - start < 40
+    else:
+        time.sleep(12)
+
+
+def states(rank, **options):
+    """Names and values go to the user's model and back, tied and unused ones too."""
+    model, inputs, engine = make(**options)
+    start = copy.deepcopy(model)
+    dp = engine.devices.dp
+    optimizer = optimizer_of(engine.parameters())
+    for step in range(2):
+        batch, target = draw(inputs, 4, 10 * step + dp)
+        call_engine(engine.step, batch, target)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = engine.state_dict(full=True)
+    assert list(trained) == list(start.state_dict())
+    after = copy.deepcopy(start)
+    after.load_state_dict(trained)
+    batch, target = draw(inputs, 4, 99)
+    with torch.no_grad():
+        parts = [zoo.tensors(zoo.call(after, part))[0] for part in chunks(batch, 4)]
+    output = zoo.tensors(call_engine(engine.predict, batch, everywhere=True))[0]
+    torch.testing.assert_close(output, torch.cat(parts))
+    local = engine.state_dict()
+    assert set(local) < set(trained) or engine.devices.shape.pp == 1
+    engine.load_state_dict(start.state_dict())
+    restored = engine.state_dict(full=True)
+    for name, value in start.state_dict().items():
+        assert torch.equal(restored[name], value), name
+    with pytest.raises(CheckpointMismatchError, match="is not given"):
+        engine.load_state_dict({})
+
+
+def clipping(rank, **options):
+    """The norm is the whole model's; two steps without an update between add up."""
+    model, inputs, engine = make(**options)
+    shape = engine.devices.shape
+    reference = copy.deepcopy(model)
+    for step in range(2):
+        for replica in range(shape.dp):
+            batch, target = draw(inputs, 4, 10 * step + replica)
+            for part, wanted in zip(chunks(batch, 4), target.chunk(4), strict=True):
+                (loss_fn(zoo.call(reference, part), wanted) / (4 * shape.dp)).backward()
+        batch, target = draw(inputs, 4, 10 * step + engine.devices.dp)
+        call_engine(engine.step, batch, target)
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-4, atol=1e-5)
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(engine.clip_grad_norm_(0.1), wanted, rtol=1e-4, atol=0)
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-4, atol=1e-6)
+    engine.zero_grad()
+    assert all(parameter.grad is None for parameter in engine.parameters())
+
+
+class Noisy(nn.Module):
+    """Dropout, batch norm, attention with dropout, an integer input and one that is no batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids, table, scale=1.0):
+        x = self.embedding(ids) + table
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.norm(x.mean(1))
+        return {"logits": self.head(self.dropout(x)) * scale, "ids": ids}
+
+
+def modes(rank):
+    """The graph of a model in train mode goes to eval and back; that of one in eval mode stays there."""
+    torch.manual_seed(0)
+    model = Noisy().train()
+    ids, table = torch.randint(0, 16, (2, 5)), torch.randn(5, 8)
+    wide, target = torch.randint(0, 16, (8, 5)), torch.randn(8)
+
+    def loss(output, wanted):
+        return (output["logits"].mean(1) - wanted).square().mean()
+
+    options = {"mesh": {"pp": 2}, "hardware": "cpu", "microbatches": 4}
+    part = partition_model(model, (ids, table), **options)
+    engine = parallelize_model(model, part, loss_fn=loss)
+    seen = [engine.predict(wide, table, everywhere=True)["logits"] for _ in range(2)]
+    assert not torch.equal(*seen)  # dropout is on
+    engine.step(wide, table, target)
+    counted = [b for n, b in engine.state_dict(full=True).items() if n.endswith("num_batches_tracked")]
+    assert [int(count) for count in counted] == [12]
+    engine.eval()
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(engine.state_dict(full=True))
+    with torch.no_grad():
+        wanted = plain.eval()(wide, table)
+    output = engine.predict(wide, table, everywhere=True)
+    torch.testing.assert_close(output["logits"], wanted["logits"])
+    assert torch.equal(output["ids"], wide)
+    torch.testing.assert_close(engine.evaluate(wide, table, target), loss(wanted, target))
+    counted = [b for n, b in engine.state_dict(full=True).items() if n.endswith("num_batches_tracked")]
+    assert [int(count) for count in counted] == [12]
+    only_last = engine.predict(wide, table)
+    assert (only_last is None) == (rank == 0)
+    engine.train()
+    assert not torch.equal(engine.predict(wide, table, everywhere=True)["logits"], output["logits"])
+
+    part = partition_model(model.eval(), (ids, table), **options)
+    engine = parallelize_model(model, part, loss_fn=loss)
+    engine.step(wide, table, target)
+    with pytest.raises(ParallelError, match=r"call model.train\(\) before"):
+        engine.train()
+
+
+def structured_targets(rank):
+    """Targets of any structure, given by name; rows meet their own targets."""
+    _model, _inputs, engine = make(
+        loss_fn=lambda output, target: (output - target["wanted"]).square().mean() * target["weight"]
+    )
+    x, wanted = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(64.0).view(8, 8)
+    loss = engine.step(x, target={"wanted": wanted, "weight": 2.0})
+    reference = build("mlp")[0]
+    torch.testing.assert_close(loss, (reference(x) - wanted).square().mean() * 2)
+
+
+def wrong_losses(rank):
+    """A loss that is no number is named where it is made; the other rank hears that something failed."""
+    _, _, engine = make(loss_fn=lambda output, target: (output.mean(1) - target).square())
+    error, text = ((CommunicationError, "did not answer"), (ParallelError, "loss_fn gave a tensor"))[rank]
+    with pytest.raises(error, match=text):
+        engine.step(torch.randn(8, 16), torch.randn(8))

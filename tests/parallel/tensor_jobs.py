@@ -1,0 +1,220 @@
+"""Stages in shards on the ranks of a tp group, against the model in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from panther_compile import partition_model, sketchify
+from panther_compile.errors import MeshError
+from panther_compile.parallel.tensor import (
+    full_state,
+    parameter_layouts,
+    parameter_placements,
+    shard_stage,
+    shard_state,
+    tensor_placements,
+)
+from panther_compile.partition import Hardware, Link
+
+RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-6}
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder, read in train mode, so that queries, keys and values are one product."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(24, 32)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embedding(ids)))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8)])
+
+    def forward(self, x):
+        x = x + self.layers[1](torch.tanh(self.layers[0](x)))
+        return self.layers[2](x)
+
+
+def build(name, *, sketched=False, double=False):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "mlp":
+            model, inputs = Mlp(), (torch.randn(16, 32),)
+        elif name == "encoder":
+            model, inputs = Encoder(), (torch.randint(24, (3, 6)),)
+        else:
+            model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
+    if sketched:
+        model = sketchify(model, ratio=0.5, min_params=0, allow_slower=True, progress=False)
+    if double:
+        inputs = tree_map(lambda one: one.double() if one.is_floating_point() else one, inputs)
+    return model.train().to(torch.float64 if double else torch.float32), inputs
+
+
+# Work is dear and messages are cheap, so that small models are divided: with "eager" everything that can be,
+# with "usual" what is worth a message of a third of a microsecond for each kilobyte.
+HARDWARE = {
+    "eager": Hardware("eager", 1e9, 1e9, 10**12, Link(1e12, 0.0), Link(1e12, 0.0), launch_seconds=0.0),
+    "usual": Hardware("usual", 3e9, 1e12, 10**12, Link(3e9, 0.0), Link(3e9, 0.0), launch_seconds=0.0),
+}
+
+
+class Bytes(TorchDispatchMode):
+    """Kind and bytes of every collective, of the whole tensor."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.tp, self.seen = tp, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("_c10d_functional::")
+        if name in ("all_reduce", "all_gather_into_tensor"):
+            kind = name.removesuffix("_into_tensor")
+            self.seen.append((kind, result.numel() * result.element_size()))
+        return result
+
+
+def close(found, wanted, what, scale=None):
+    scale = max(float(wanted.abs().max()), 1e-30) if scale is None else scale
+    error = float((found - wanted).abs().max()) / scale
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    assert error <= RELATIVE[wanted.dtype], f"{what}: relative error {error:.2e}"
+
+
+def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1):
+    """Outputs, loss, every gradient and every collective."""
+    tp = dist.get_world_size()
+    model, inputs = build(name, sketched=sketched, double=double)
+    reference = copy.deepcopy(model)
+    part = partition_model(model, inputs, mesh={"pp": pp, "tp": tp}, hardware=HARDWARE[hardware])
+    staged = part.split()
+    shards = [shard_stage(stage, part, index, dist.group.WORLD) for index, stage in enumerate(staged.stages)]
+    keywords, arguments = (inputs, ()) if isinstance(inputs, dict) else ({}, inputs)
+
+    wanted = zoo.call(reference, inputs)
+    wanted_loss = zoo.scalar(wanted)
+    wanted_loss.backward()
+
+    counts = []
+    values = staged.flatten_inputs(*arguments, **keywords)
+    comm = CommDebugMode()
+    with comm, Bytes(tp) as seen:
+        for stage in shards:
+            values = stage(*values)
+        found = staged.unflatten_outputs(values)
+        loss = zoo.scalar(found)
+        counts.append(len(seen.seen))
+        loss.backward()
+
+    for before, after in zip(zoo.tensors(wanted), zoo.tensors(found), strict=True):
+        close(after, before, "output")
+    close(loss, wanted_loss, "loss")
+    layouts = parameter_layouts(part)
+    sizes = dict(reference.named_parameters())
+    largest = max(float(one.grad.abs().max()) for one in sizes.values() if one.grad is not None)
+    for index, stage in enumerate(shards):
+        assert {own for own, _ in stage.named_parameters()} == set(part.stages[index].parameters)
+    gradients = {}
+    for own, parameter in (item for stage in shards for item in stage.named_parameters()):
+        if parameter.grad is not None:
+            gradients[own] = gradients.get(own, 0) + parameter.grad
+    for own, gradient in gradients.items():
+        layout, whole = layouts[own], sizes[own].grad
+        assert whole is not None, own
+        expected = whole if layout is None else layout.shard(whole, tp, rank)
+        # Keys have gradients that cancel out: they are compared on the scale of the model.
+        close(gradient, expected, own, max(float(whole.abs().max()), 1e-2 * largest))
+        if layout is None:
+            others = [torch.empty_like(gradient) for _ in range(tp)]
+            dist.all_gather(others, gradient.contiguous())
+            assert all(torch.equal(others[0], other) for other in others), own
+    missing = {own for own, one in sizes.items() if one.grad is not None and one.grad.any()}
+    assert missing <= set(gradients) | set(part.unused), missing - set(gradients)
+
+    planned = sorted((one.kind, one.bytes) for one in part.collectives)
+    assert sorted(seen.seen) == planned
+    forward = sorted((one.kind, one.bytes) for one in part.collectives if one.phase == "forward")
+    assert sorted(seen.seen[: counts[0]]) == forward
+    by_kind = {str(op): count for op, count in comm.get_comm_counts().items()}
+    for kind in ("all_reduce", "all_gather"):
+        seen_count = sum(count for op, count in by_kind.items() if kind in op)
+        assert seen_count == sum(one.kind == kind for one in part.collectives), by_kind
+    state = {own: one for stage in shards for own, one in stage.named_parameters()}
+    whole_state = full_state(state, part, dist.group.WORLD)
+    assert set(whole_state) == set(state)
+    assert all(torch.equal(tensor, sizes[own]) for own, tensor in whole_state.items())
+    again = shard_state(whole_state, part, rank)
+    assert all(torch.equal(tensor, state[own]) for own, tensor in again.items())
+    for own, dim in parameter_placements(part).items():
+        expected = list(sizes[own].shape)
+        if dim is not None:
+            expected[dim] //= tp
+        assert list(state[own].shape) == expected, own
+    return len(part.shards), {shard.kind for shard in part.shards}
+
+
+def check_replicas(rank, *, data_parallel):
+    """Two replicas of two shards: gradients are means, and a checkpoint can hold shards as DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, (ids,) = build("encoder")
+    reference = copy.deepcopy(model)
+    part = partition_model(model, (ids,), mesh={"dp": 2, "tp": 2}, hardware=HARDWARE["eager"])
+    sharded = shard_stage(part.split().stages[0], part, 0, mesh["tp"])
+    placements = tensor_placements(part)
+    assert any(isinstance(one, Shard) for one in placements.values())
+    assert any(layout is not None and layout.blocks == 3 for layout in parameter_layouts(part).values())
+    for own, tensor in sharded.named_parameters():
+        whole = DTensor.from_local(tensor.detach(), mesh["tp"], [placements[own]]).full_tensor()
+        assert torch.equal(whole, dict(reference.named_parameters())[own]), own
+    if data_parallel == "ddp":
+        wrapped = DistributedDataParallel(sharded, process_group=mesh.get_group("dp"))
+    else:
+        wrapped = fully_shard(sharded, mesh=mesh["dp"])
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    batches = [ids, ids.flip(0).roll(1, 1)]
+    zoo.scalar(wrapped(batches[dp])).backward()
+    for batch in batches:
+        (zoo.scalar(reference(batch)) / 2).backward()
+    wholes = dict(reference.named_parameters())
+    for own, tensor in sharded.named_parameters():
+        gradient = tensor.grad.full_tensor() if data_parallel == "fsdp" else tensor.grad
+        layout, whole = parameter_layouts(part)[own], wholes[own].grad
+        close(
+            gradient,
+            whole if layout is None else layout.shard(whole, 2, tp),
+            own,
+            float(whole.abs().max()) + 1e-3,
+        )
+    return True
+
+
+def check_refusals(rank):
+    """A group of another size, and a stage of another place."""
+    model, inputs = build("mlp")
+    hardware = HARDWARE["eager"]
+    four = partition_model(model, inputs, mesh={"tp": 4}, hardware=hardware)
+    with pytest.raises(MeshError, match="the tp group is of 2 ranks, and the partition of 4"):
+        shard_stage(four.split().stages[0], four, 0, dist.group.WORLD)
+    part = partition_model(model, inputs, mesh={"pp": 2, "tp": 2}, hardware=hardware)
+    with pytest.raises(MeshError, match=r"stage 1 takes .*, and the module given takes \['x'\]"):
+        shard_stage(part.split().stages[0], part, 1, dist.group.WORLD)

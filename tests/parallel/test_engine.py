@@ -1,0 +1,140 @@
+"""Errors, states, clipping, modes: what an engine does beside its steps."""
+
+import pytest
+import torch
+from parallel import behavior
+from parallel.ranks import Ranks
+from torch import nn
+
+from panther_compile import parallelize_model, partition_model
+from panther_compile.errors import BatchError, ConfigTypeError, ParallelError, ProcessGroupError
+from panther_compile.parallel.devices import place_stages
+from panther_compile.parallel.microbatches import check_batch, divide, merge
+from panther_compile.parallel.stage_module import contiguous_gradients
+from panther_compile.partition import TensorSpec
+
+
+@pytest.fixture(scope="module")
+def two():
+    group = Ranks(2)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    group = Ranks(4)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        behavior.differing_plans,
+        behavior.refusals,
+        behavior.batches,
+        behavior.modes,
+        behavior.structured_targets,
+    ],
+)
+def test_on_two_ranks(two, job):
+    two.run(job)
+
+
+def test_a_pipeline_that_waits_says_where(two):
+    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2")
+
+
+@pytest.mark.slow
+def test_replicas_that_wait_say_where(two):
+    options = {"mesh": {"dp": 2}, "data_parallel": "ddp"}
+    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2", **options)
+
+
+def test_a_loss_that_is_no_number_is_named(two):
+    two.run(behavior.wrong_losses, timeout=10)
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
+    options = {"mesh": {"dp": 2, "pp": 2}, "data_parallel": data_parallel}
+    four.run(behavior.silence, timeout=10, where="step 2", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "bert", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp"},
+        {"name": "gpt2", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+    ],
+)
+def test_states(four, options):
+    four.run(behavior.states, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+        {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp", "part": {"schedule": "interleaved"}},
+        {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
+    ],
+)
+def test_clipping_and_accumulation(four, options):
+    four.run(behavior.clipping, name="bert" if "pp" in options["mesh"] else "mlp", **options)
+
+
+def test_a_process_group_is_needed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    part = partition_model(model, torch.randn(2, 4), mesh={"pp": 2}, hardware="cpu")
+    with pytest.raises(ProcessGroupError, match="torchrun"):
+        parallelize_model(model, part)
+    with pytest.raises(ParallelError, match="on the meta device"):
+        parallelize_model(model.to("meta"), part)
+    with pytest.raises(ConfigTypeError, match="part is a str"):
+        parallelize_model(model, "part")
+
+
+def test_stages_are_placed_round_after_round_or_there_and_back():
+    assert place_stages(6, 3, zigzag=False) == (0, 1, 2, 0, 1, 2)
+    assert place_stages(6, 3, zigzag=True) == (0, 1, 2, 2, 1, 0)
+
+
+def test_gradients_become_contiguous_and_outputs_are_no_views():
+    x, mask = torch.randn(3, 4, requires_grad=True), torch.ones(3, dtype=torch.bool)
+    seen = []
+    x.register_hook(lambda gradient: seen.append(gradient.is_contiguous()))
+    y, same = contiguous_gradients([x, mask])
+    assert same is mask
+    assert not y._is_view()
+    assert y.data_ptr() == x.data_ptr()
+    (y.t() * torch.randn(4, 3)).sum().backward()
+    plain = torch.autograd.grad((x.t() * torch.randn(4, 3)).sum(), x)[0]
+    assert seen[0]
+    assert not plain.is_contiguous()  # else the test proves nothing
+
+
+def _spec(name, *shape):
+    return TensorSpec(name, shape, "float32", False, None, (0,))
+
+
+def test_batches_are_checked():
+    x, table = torch.randn(6, 2), torch.randn(5)
+    whole = check_batch([x, table], [_spec("x", 2, 2), _spec("table", 5)], 3)
+    assert [tuple(value.shape) for value in whole] == [(6, 2), (15,)]
+    assert torch.equal(whole[1].chunk(3)[1], table)
+    with pytest.raises(BatchError, match=r"x has a batch of 2; .* 3 microbatches of 2, 6 in all"):
+        check_batch([x[:2], table], [_spec("x", 2, 2), _spec("table", 5)], 3)
+    with pytest.raises(BatchError, match="is a number"):
+        check_batch([torch.tensor(1.0)], [_spec("t")], 3)
+
+
+def test_targets_are_divided_and_outputs_merged():
+    parts = divide({"a": torch.arange(6), "b": "same"}, 3)
+    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert {part["b"] for part in parts} == {"same"}
+    assert divide(None, 2) == [None, None]
+    merged = merge([(torch.ones(2), torch.tensor(1.0)), (torch.zeros(2), torch.tensor(3.0))])
+    assert merged[0].tolist() == [1, 1, 0, 0]
+    assert float(merged[1]) == 2

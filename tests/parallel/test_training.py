@@ -1,0 +1,106 @@
+"""Every loss, gradient and buffer of many ranks is that of one process, over three optimizer steps."""
+
+import pytest
+from parallel.ranks import Ranks
+from parallel.training import train_and_compare
+
+INTERLEAVED = {"schedule": "interleaved"}
+LAYOUTS = {
+    2: {
+        "dp2-ddp": {"mesh": {"dp": 2}, "data_parallel": "ddp"},
+        "dp2-fsdp": {"mesh": {"dp": 2}, "data_parallel": "fsdp"},
+        "dp2-fsdp-zero2": {"mesh": {"dp": 2}, "data_parallel": "fsdp", "reshard_after_forward": False},
+        "pp2-gpipe": {"mesh": {"pp": 2}, "schedule": "gpipe"},
+        "pp2-1f1b": {"mesh": {"pp": 2}},
+        "pp2-interleaved": {"mesh": {"pp": 2}, "part": INTERLEAVED},
+        "pp2-zero_bubble": {"mesh": {"pp": 2}, "schedule": "zero_bubble"},
+        "pp2-zero_bubble-interleaved": {"mesh": {"pp": 2}, "part": INTERLEAVED, "schedule": "zero_bubble"},
+        "pp2-zbv": {"mesh": {"pp": 2}, "part": INTERLEAVED, "schedule": "zbv"},
+    },
+    4: {
+        "pp4-1f1b": {"mesh": {"pp": 4}},
+        "dp4-hybrid": {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
+        "dp2-pp2-ddp": {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+        "dp2-pp2-ddp-zbv": {
+            "mesh": {"dp": 2, "pp": 2},
+            "data_parallel": "ddp",
+            "part": INTERLEAVED,
+            "schedule": "zbv",
+        },
+        "dp2-pp2-fsdp": {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp"},
+        "dp2-pp2-fsdp-zero3": {
+            "mesh": {"dp": 2, "pp": 2},
+            "data_parallel": "fsdp",
+            "reshard_after_forward": True,
+        },
+        "dp2-pp2-fsdp-zero_bubble": {
+            "mesh": {"dp": 2, "pp": 2},
+            "data_parallel": "fsdp",
+            "part": INTERLEAVED,
+            "schedule": "zero_bubble",
+        },
+    },
+}
+MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
+# Tied weights, masks that cross, batch norms, strided gradients: each where it can go wrong.
+QUICK = [
+    (2, "pp2-1f1b", "bert", True),
+    (2, "pp2-zbv", "bert", False),
+    (2, "pp2-zero_bubble", "gpt2", True),
+    (2, "pp2-gpipe", "unet", False),
+    (2, "pp2-interleaved", "nn_transformer", False),
+    (2, "dp2-ddp", "vit", True),
+    (2, "dp2-fsdp", "resnet", False),
+    (4, "dp2-pp2-fsdp", "bert", True),
+    (4, "dp2-pp2-fsdp-zero_bubble", "bert", False),
+    (4, "dp2-pp2-ddp", "gpt2", False),
+    (4, "dp2-pp2-ddp", "resnet", True),
+    (4, "pp4-1f1b", "vit", False),
+]
+ALL = [
+    (count, layout, name, sketched)
+    for count, layouts in LAYOUTS.items()
+    for layout in layouts
+    for name in MODELS
+    for sketched in (False, True)
+    if (count, layout, name, sketched) not in QUICK
+] + [(2, layout, name, False) for layout in LAYOUTS[2] for name in ("unet", "nn_transformer")]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = {}
+
+    def start(count):
+        if count not in started:
+            started[count] = Ranks(count)
+        return started[count]
+
+    yield start
+    for group in started.values():
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "layout"), [(count, layout) for count, layouts in LAYOUTS.items() for layout in layouts]
+)
+def test_mlp(ranks, count, layout):
+    held = ranks(count).run(train_and_compare, name="mlp", **LAYOUTS[count][layout])
+    assert set().union(*(answer["parameters"] for answer in held)) == {
+        f"layers.{layer}.{leaf}" for layer in range(6) for leaf in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(("count", "layout", "name", "sketched"), QUICK)
+def test_models(ranks, count, layout, name, sketched):
+    ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "layout", "name", "sketched"), ALL)
+def test_every_model_on_every_layout(ranks, count, layout, name, sketched):
+    ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
+
+
+def test_graph_read_in_eval_mode_trains_too(ranks):
+    ranks(2).run(train_and_compare, name="resnet", training=False, **LAYOUTS[2]["pp2-1f1b"])

@@ -1,0 +1,180 @@
+"""Train a model on many ranks and in one process, and compare every loss, gradient and buffer."""
+
+import copy
+
+import torch
+import zoo
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from panther_compile import parallelize_model, partition_model, sketchify
+
+RELATIVE = 1e-5
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        widths = [16, 32, 32, 32, 32, 32, 8]
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def build(name, *, sketched=False, training=True):
+    if name == "mlp":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model, inputs = Mlp(), (torch.randn(2, 16),)
+    else:
+        model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
+    if sketched:
+        model = sketchify(model, ratio=0.5, min_params=0, allow_slower=True, progress=False)
+    return model.train(training), inputs
+
+
+def draw(inputs, count, seed):
+    """A batch of as many microbatches like the example, and a target for each row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(example):
+        shape = (example.shape[0] * count, *example.shape[1:])
+        if example.is_floating_point():
+            return torch.randn(shape, generator=generator)
+        if example.max() > 1:
+            return torch.randint(4, zoo.VOCAB, shape, generator=generator)
+        return torch.cat([example] * count)
+
+    if isinstance(inputs, dict):
+        batch = {key: tensor(value) for key, value in inputs.items()}
+        rows = next(iter(batch.values())).shape[0]
+    else:
+        batch = tuple(map(tensor, inputs))
+        rows = batch[0].shape[0]
+    return batch, torch.randn(rows, generator=generator)
+
+
+def loss_fn(output, target):
+    """Every output counts, and every row has a target of its own."""
+    rows = zoo.tensors(output)[0].reshape(len(target), -1).mean(1)
+    return zoo.scalar(output) + (rows - target).square().mean()
+
+
+def chunks(batch, count):
+    if isinstance(batch, dict):
+        columns = {key: value.chunk(count) for key, value in batch.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(count)]
+    return list(zip(*(value.chunk(count) for value in batch), strict=True))
+
+
+def call_engine(method, batch, *target, **options):
+    if isinstance(batch, dict):
+        return method(**batch, **options, **({"target": target[0]} if target else {}))
+    return method(*batch, *target, **options)
+
+
+class OneProcess:
+    """The same training without ranks: a model for each replica, equal but for the buffers."""
+
+    def __init__(self, model, dp, count, optimizer):
+        self.models = [copy.deepcopy(model) for _ in range(dp)]
+        self.optimizers = [optimizer(one.parameters()) for one in self.models]
+        self.count = count
+
+    def backward(self, batches):
+        losses = []
+        for model, (batch, target) in zip(self.models, batches, strict=True):
+            for inputs, part in zip(chunks(batch, self.count), target.chunk(self.count), strict=True):
+                loss = loss_fn(zoo.call(model, inputs), part) / (self.count * len(self.models))
+                loss.backward()
+                losses.append(loss.detach())
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            if parameters[0].grad is not None:
+                total = torch.stack([parameter.grad for parameter in parameters]).sum(0)
+                for parameter in parameters:
+                    parameter.grad = total.clone()
+        return torch.stack(losses).sum()
+
+    def update(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_near(found, wanted, scale, name):
+    worst = float((found - wanted).abs().max()) if wanted.numel() else 0.0
+    assert worst <= RELATIVE * scale, f"{name}: off by {worst:.2e}, of {scale:.2e}"
+
+
+def optimizer_of(parameters):
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+def train_and_compare(
+    rank, *, name, mesh, count=4, steps=3, sketched=False, training=True, part=None, predict=True, **options
+):
+    """Steps of an engine against those of one process."""
+    model, inputs = build(name, sketched=sketched, training=training)
+    dp = mesh.get("dp", 1)
+    reference = OneProcess(model, dp, count, optimizer_of)
+    if rank:  # rank 0's values count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+    partition = partition_model(model, inputs, mesh=mesh, hardware="cpu", microbatches=count, **(part or {}))
+    engine = parallelize_model(model, partition, loss_fn=loss_fn, **options)
+    optimizer = optimizer_of(engine.parameters())
+    for step in range(steps):
+        batches = [draw(inputs, count, seed=100 * step + replica) for replica in range(dp)]
+        wanted = reference.backward(batches)
+        batch, target = batches[engine.devices.dp]
+        loss = call_engine(engine.step, batch, target)
+        assert_near(loss, wanted, float(wanted.abs()), f"loss of step {step}")
+        own = reference.models[engine.devices.dp]
+        gradients = {key: value.grad for key, value in own.named_parameters() if value.grad is not None}
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for key, parameter in engine.named_parameters():
+            if key not in gradients:
+                assert parameter.grad is None or not whole(parameter.grad).any()
+                continue
+            assert parameter.grad is not None, f"{key} has no gradient in step {step}"
+            scale = max(float(gradients[key].abs().max()), 0.1 * largest)
+            assert_near(whole(parameter.grad), gradients[key], scale, f"{key} in step {step}")
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.update()
+    own = reference.models[engine.devices.dp]
+    buffers = dict(own.named_buffers())
+    for stage in engine.stages.values():
+        for key, buffer in stage.graph.named_buffers():
+            if key in buffers:
+                torch.testing.assert_close(buffer, buffers[key], rtol=1e-5, atol=1e-5)
+    if predict:
+        compare_predictions(engine, own, inputs, count)
+    return {"parameters": [key for key, _ in engine.named_parameters()]}
+
+
+def compare_predictions(engine, own, inputs, count):
+    """Forward alone, after the training."""
+    batch, target = draw(inputs, count, seed=7)
+    state = copy.deepcopy(own.state_dict())
+    with torch.no_grad():
+        parts = [zoo.call(own, part) for part in chunks(batch, count)]
+        wanted = [torch.cat(column) for column in zip(*map(zoo.tensors, parts), strict=True)]
+        losses = [loss_fn(*pair) for pair in zip(parts, target.chunk(count), strict=True)]
+    output = call_engine(engine.predict, batch, everywhere=True)
+    assert type(output) is type(parts[0])
+    for found, expected in zip(zoo.tensors(output), wanted, strict=True):
+        assert_near(found, expected, float(expected.abs().max()), "output")
+    own.load_state_dict(state)
+    if engine.devices.shape.dp == 1:
+        loss = call_engine(engine.evaluate, batch, target)
+        wanted_loss = torch.stack(losses).mean()
+        assert_near(loss, wanted_loss, float(wanted_loss.abs()), "loss of evaluate")

@@ -1,0 +1,419 @@
+"""Healing: closer to the teacher on batches it never saw, never worse, and nothing else is touched."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import fx, nn
+
+import panther_compile as pc
+from panther_compile.calibration.batches import Call
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    DataError,
+    HealingError,
+    NoTargetError,
+    TeacherMismatchError,
+)
+from panther_compile.healing.landmarks import MOST, find_landmarks, watched
+from panther_compile.layers.base import SketchedLayer
+
+SKETCH = dict(min_params=0, allow_slower=True)
+
+
+class Encoder(nn.Module):
+    """Inputs on a line in a space; padded positions hold a huge value that a loss must not see."""
+
+    def __init__(self, depth=2, width=32, classes=10):
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.5, batch_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x, attention_mask=None):
+        x = self.embed(x)
+        hidden = None if attention_mask is None else ~attention_mask.bool()
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=hidden)
+        return {"logits": self.head(x)}
+
+
+def encoder(seed=0, **options):
+    torch.manual_seed(seed)
+    return Encoder(**options).eval()
+
+
+def batches(count=8, masked=True, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    subspace = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(count):
+        batch = {"x": torch.randn(4, 10, 4, generator=generator) @ subspace}
+        if masked:
+            batch["attention_mask"] = torch.ones(4, 10, dtype=torch.long)
+            batch["attention_mask"][:2, 6:] = 0
+        found.append(batch)
+    return found
+
+
+def sketched_encoder(teacher, ratio=0.4):
+    return pc.sketchify(teacher, ratio, include="layers.*", **SKETCH)
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.Conv2d(24, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24 * 64, 5),
+    ).eval()
+
+
+def images(count=8):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(8, 3, 8, 8, generator=generator) for _ in range(count)]
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(before, model):
+    return all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("method", ["kl", "block"])
+def test_transformer_gets_closer_on_batches_it_never_saw(method):
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=60, method=method, lr=3e-3)
+
+    report = pc.heal_report(healed)
+    assert not report.reverted
+    assert list(report.before) == ["layers.0", "layers.1", "output"]
+    assert all(report.after[name] < 0.8 * report.before[name] for name in report.before)
+    assert report.batches == (7, 1)
+
+    unseen = batches(2, seed=9)
+
+    def error(model):
+        kept = [b["attention_mask"].bool() for b in unseen]
+        return sum(
+            float((model(**b)["logits"] - teacher(**b)["logits"])[k].square().sum())
+            for b, k in zip(unseen, kept, strict=True)
+        )
+
+    with torch.no_grad():
+        assert error(healed) < 0.5 * error(small)
+
+
+def test_convolutions_get_closer():
+    teacher = conv_net()
+    small = pc.sketchify(teacher, 0.4, exclude="7", **SKETCH)
+    healed = pc.heal(small, teacher=teacher, data=images(), steps=40, lr=1e-2)
+
+    report = pc.heal_report(healed)
+    assert report.after["output"] < 0.7 * report.before["output"]
+    batch = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        wanted = teacher(batch)
+        assert (healed(batch) - wanted).norm() < 0.9 * (small(batch) - wanted).norm()
+
+
+def test_absurd_rate_changes_nothing():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=20, lr=100.0)
+
+    report = pc.heal_report(healed)
+    assert report.reverted
+    assert report.before == report.after
+    assert same(state(small), healed)
+    assert "nothing was changed" in str(report)
+
+
+def test_loss_that_overflows_while_healing_is_reported_and_reverted():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=20, lr=1e30)
+    assert "is not finite after step" in pc.heal_report(healed).stopped
+    assert same(state(small), healed)
+
+
+def test_same_seed_same_model_whatever_the_surroundings():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    options = dict(teacher=teacher, data=batches(), steps=10, seed=3)
+    first = pc.heal(small, **options)
+    torch.manual_seed(99)
+    random.seed(99)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        second = pc.heal(small, **options)
+    assert same(state(first), second)
+    other = pc.heal(small, **options | {"seed": 4})
+    assert not same(state(first), other)
+
+
+def test_nothing_else_is_touched():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    teacher.train()
+    teacher.layers[0].eval()
+    small.layers[1].train()
+    small.layers[0].linear1.up.bias.requires_grad_(False)
+    before = state(teacher), state(small)
+    modes = [module.training for model in (teacher, small) for module in model.modules()]
+    flags = [p.requires_grad for model in (teacher, small) for p in model.parameters()]
+    torch.manual_seed(5)
+    random.seed(5)
+    drawn = torch.random.get_rng_state(), random.getstate()
+
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=4)
+
+    assert same(before[0], teacher)
+    assert same(before[1], small)
+    assert modes == [module.training for model in (teacher, small) for module in model.modules()]
+    assert modes[-len(list(small.modules())) :] == [module.training for module in healed.modules()]
+    assert flags == [p.requires_grad for model in (teacher, small) for p in model.parameters()]
+    assert all(p.grad is None for model in (teacher, small, healed) for p in model.parameters())
+    assert torch.equal(drawn[0], torch.random.get_rng_state())
+    assert drawn[1] == random.getstate()
+    assert not any(m._forward_hooks for model in (teacher, healed) for m in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_only_the_sketched_layers_learn():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=10)
+    inside = [name for name, module in small.named_modules() if isinstance(module, SketchedLayer)]
+    before = state(small)
+    for name, tensor in healed.state_dict().items():
+        learns = name.startswith(tuple(f"{layer}." for layer in inside))
+        assert torch.equal(tensor, before[name]) is not learns, name
+
+
+def test_in_place_and_copy():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    before = state(small)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=10)
+    assert healed is not small
+    assert same(before, small)
+    with pytest.raises(NoTargetError, match="call heal first"):
+        pc.heal_report(small)
+    assert pc.heal(small, teacher=teacher, data=batches(), steps=10, inplace=True) is small
+    assert same(state(healed), small)
+    assert pc.heal_report(copy.deepcopy(small)).kept_step == pc.heal_report(healed).kept_step
+
+
+def test_failure_half_way_leaves_the_best_state():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    before = state(small)
+    calls = 0
+
+    def interrupt(*_):
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise KeyboardInterrupt
+
+    small.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pc.heal(small, teacher=teacher, data=batches(), steps=100, lr=1.0, inplace=True)
+    assert same(before, small)
+
+
+def test_graph_module():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24), nn.ReLU(), nn.Linear(24, 3))
+    teacher = fx.symbolic_trace(net)
+    small = pc.sketchify(teacher, 0.4, include=["0", "2"], **SKETCH)
+    data = [torch.randn(16, 24, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=60, lr=1e-2)
+    assert isinstance(healed, fx.GraphModule)
+    report = pc.heal_report(copy.deepcopy(healed))
+    assert report.after["output"] < report.before["output"]
+    assert list(report.before) == ["0", "2", "output"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_ties_are_kept():
+    torch.manual_seed(0)
+    teacher = Tied()
+    small = pc.sketchify(teacher, 0.4, **SKETCH)
+    data = [torch.randn(16, 24, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=40, lr=1e-2)
+    assert not pc.heal_report(healed).reverted
+    assert healed.first.down.weight is healed.second.down.weight
+    assert healed.first.up.weight is healed.second.up.weight
+    assert healed.first.down.weight is not small.first.down.weight
+
+
+def test_half_types_learn():
+    teacher = encoder().bfloat16()
+    small = sketched_encoder(teacher)
+    data = [{"x": batch["x"].bfloat16()} for batch in batches(masked=False)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=60, lr=3e-3)
+    report = pc.heal_report(healed)
+    assert report.after["output"] < 0.8 * report.before["output"]
+    assert healed.layers[0].linear1.up.weight.dtype == torch.bfloat16
+
+
+def test_padding_counts_for_nothing():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    data = batches()
+    noisy = [dict(batch) for batch in data]
+    for batch in noisy:
+        batch["x"] = torch.where(batch["attention_mask"][..., None].bool(), batch["x"], 50.0)
+    reports = [
+        pc.heal_report(pc.heal(small, teacher=teacher, data=given, steps=1)) for given in (data, noisy)
+    ]
+    for name, loss in reports[0].before.items():
+        assert reports[1].before[name] == pytest.approx(loss, rel=1e-4)
+
+
+def test_answers_that_do_not_fit_are_computed_again():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    runs = 0
+
+    def count(*_):
+        nonlocal runs
+        runs += 1
+
+    teacher.register_forward_hook(count)
+    kept = pc.heal(small, teacher=teacher, data=batches(), steps=16)
+    few, runs = runs, 0
+    again = pc.heal(small, teacher=teacher, data=batches(), steps=16, cache_bytes=0)
+    assert few == 1 + 8
+    assert runs > 16
+    assert same(state(kept), again)
+
+
+def test_landmarks_are_blocks_thinned_out():
+    teacher = encoder(depth=20, width=16)
+    small = pc.sketchify(teacher, 0.5, include="layers.*", **SKETCH)
+    call = Call((), batches(1)[0])
+    names = find_landmarks(small, teacher, call)
+    assert len(names) == MOST
+    assert names[-1] == "layers.19"
+    with watched(small, names) as hidden:
+        call.run(small)
+    assert all(visits[0].shape == (4, 10, 16) for visits in hidden.values())
+
+
+def test_logits_are_matched_by_divergence():
+    teacher = conv_net()
+    small = pc.sketchify(teacher, 0.4, exclude="7", **SKETCH)
+    options = dict(teacher=teacher, data=images(2), steps=1)
+    found = {
+        output: pc.heal_report(pc.heal(small, output=output, **options)).before["output"]
+        for output in ("logits", "features", "auto")
+    }
+    with torch.no_grad():
+        held = images(2)[random.Random(0).sample(range(2), 2)[0]]
+        wanted, given = (model(held).log_softmax(-1) for model in (teacher, small))
+    divergence = float((wanted.exp() * (wanted - given)).sum(-1).mean())
+    assert found["logits"] == pytest.approx(divergence, rel=1e-3)
+    assert found["auto"] == found["features"] != found["logits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"steps": 0}, ConfigError, "steps=0, wanted 1 or more"),
+        ({"steps": 1.5}, ConfigTypeError, "steps=1.5 is a float"),
+        ({"lr": 0.0}, ConfigError, "lr=0.0"),
+        ({"lr": "high"}, ConfigTypeError, "lr='high' is a str"),
+        ({"method": "magic"}, ConfigError, "'kl', 'block'"),
+        ({"output": "words"}, ConfigError, "'logits', 'features'"),
+        ({"held_out": 1.0}, ConfigError, "between 0 and 1"),
+        ({"cache_bytes": -1}, ConfigError, "cache_bytes=-1"),
+        ({"data": []}, DataError, "no batch"),
+        ({"data": batches(1)}, DataError, "1 batch, wanted at least 2"),
+        ({"data": 3}, ConfigTypeError, "data is a int"),
+        ({"teacher": None}, ConfigTypeError, "teacher is a NoneType"),
+        (
+            {"teacher": encoder(width=16)},
+            TeacherMismatchError,
+            r"embed.weight \(32, 16\).*of shape \(16, 16\)",
+        ),
+        ({"teacher": conv_net()}, TeacherMismatchError, "missing in the teacher, Sequential"),
+    ],
+)
+def test_bad_input(options, error, says):
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    given = dict(teacher=teacher, data=batches(2), steps=1) | options
+    with pytest.raises(error, match=says):
+        pc.heal(small, **given)
+
+
+def test_models_that_do_not_go_together():
+    teacher = encoder()
+    with pytest.raises(NoTargetError, match="Encoder holds no sketched layer"):
+        pc.heal(copy.deepcopy(teacher), teacher=teacher, data=batches(2))
+    small = sketched_encoder(teacher)
+    with pytest.raises(TeacherMismatchError, match="the same model"):
+        pc.heal(small, teacher=small, data=batches(2))
+
+
+def test_models_on_two_devices():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    with pytest.raises(TeacherMismatchError, match="small is on cpu, the teacher on meta"):
+        pc.heal(small, teacher=copy.deepcopy(teacher).to("meta"), data=batches(2))
+
+
+def test_exported_program():
+    teacher = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 4)).eval()
+    exported = torch.export.export(teacher, (torch.randn(8, 24),))
+    small = pc.sketchify(exported, 0.4, include="0", **SKETCH)
+    data = [torch.randn(8, 24, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=40, lr=1e-2)
+    report = pc.heal_report(healed)
+    assert list(report.before) == ["0", "output"]
+    assert report.after["output"] < report.before["output"]
+
+
+def test_values_that_are_not_finite_are_named():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    bad = batches(2)
+    bad[0]["x"][0, 0, 0] = bad[1]["x"][0, 0, 0] = float("nan")
+    with pytest.raises(HealingError, match=r"the teacher's .* holds NaN or Inf on batch"):
+        pc.heal(small, teacher=teacher, data=bad, steps=1)
+    small.layers[1].linear1.up.weight.data[0, 0] = float("nan")
+    with pytest.raises(HealingError, match=r"the loss at layers\.1 is nan before the first step"):
+        pc.heal(small, teacher=teacher, data=batches(2), steps=1)
+
+
+def test_nothing_to_match():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    for model in (teacher, small):
+        model.register_forward_hook(lambda *_: "text")
+    with pytest.raises(HealingError, match="no floating tensor of equal shape"):
+        pc.heal(small, teacher=teacher, data=batches(2), steps=1)
