@@ -1,5 +1,6 @@
 # make test   check everything         make demo    compress a sentence-embedding model
 # make bench  time the layers          make clean   remove what was built; .venv stays
+# make bench-accuracy   what compression costs in accuracy, beside other methods
 #
 # The first run makes .venv and fills it; later runs start at once.
 # Another Python:  make test PYTHON=python3.13 VENV=.venv313
@@ -24,7 +25,7 @@ TEST_STAMP  := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
 
 demo: $(DEMO_STAMP)
@@ -46,6 +47,9 @@ lint: $(TEST_STAMP)
 
 bench: $(TEST_STAMP)
 	@$(PY) benchmarks/layers.py $(ARGS)
+
+bench-accuracy: $(TEST_STAMP)
+	@$(PY) benchmarks/accuracy.py $(ARGS)
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,28 @@
+"""The models that `benchmarks/accuracy.py` compresses, all of them real and trained.
+
+From elsewhere, with `benchmarks` on `sys.path`: `load_subject("gpt").model`. Models are trained on the first
+call and kept below `CACHE`; training the GPT takes about ten minutes of one core, the others one or two.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from accuracy_models.denoiser import unet
+from accuracy_models.digits import resnet, vit
+from accuracy_models.gpt import gpt
+from accuracy_models.minilm import minilm
+from accuracy_models.subject import Subject
+
+CACHE = Path.home() / ".cache" / "panther_compile" / "bench"
+SUBJECTS: dict[str, Callable[[Path, bool], Subject]] = {
+    "minilm": minilm,
+    "gpt": gpt,
+    "resnet": resnet,
+    "vit": vit,
+    "unet": unet,
+}
+
+
+def load_subject(name: str, *, cache: Path = CACHE, quick: bool = False) -> Subject:
+    """A trained model with its calibration data and its evaluation; `quick` takes a quarter of the data."""
+    return SUBJECTS[name](cache, quick)

@@ -1,0 +1,43 @@
+"""What the benchmark needs to know of a model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained model, what it is calibrated with, and how it is judged.
+
+    Attributes:
+        title: for the report.
+        model: dense, in eval mode.
+        blocks: names of the modules that feed one another in a chain and hold every replaced layer; empty
+            if the model has no such chain.
+        calibration: (domain, seed) to a list of batches of model inputs; the domain is "in" or "off".
+        in_domain, off_domain: what they are, in words.
+        evaluate: quality of a model on held-out data; never seen in calibration.
+        metrics: what `evaluate` measures, the most telling one first, and whether higher is better.
+        outputs: what the model computes: "classes" are logits with the classes last, "values" the rest.
+        options: of `plan_sketch` and `sketchify`.
+    """
+
+    title: str
+    model: nn.Module
+    blocks: tuple[str, ...]
+    calibration: Callable[[str, int], list[Any]]
+    in_domain: str
+    off_domain: str
+    evaluate: Callable[[nn.Module], dict[str, float]]
+    metrics: Mapping[str, bool]
+    outputs: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def classify(model: nn.Module, images: Tensor) -> Tensor:
+    """Log-probabilities."""
+    return torch.cat([model(batch).log_softmax(-1) for batch in images.split(200)])

@@ -1,0 +1,55 @@
+"""Peers, each written from its paper's equations, for the same layers and the same count of numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from peers import (
+    aa_svd,
+    asvd,
+    fwsvd,
+    int8,
+    mpifa,
+    panther_copy,
+    svd,
+    svd_llm,
+    svd_llm_v2,
+    swift_svd,
+    two_four,
+)
+from peers.job import Job
+from peers.nested import nested
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A method.
+
+    Attributes:
+        title: for the report.
+        compress: (job, ratio) to a compressed copy of the model.
+        calibrated: whether it looks at data.
+        counted: whether what it stores is the same number of numbers as the others'.
+    """
+
+    title: str
+    compress: Callable[[Job, float], nn.Module]
+    calibrated: bool
+    counted: bool = True
+
+
+PEERS = {
+    "panther": Peer("Panther's copy", panther_copy.compress, calibrated=False),
+    "svd": Peer("truncated SVD", nested("svd", svd.decompose), calibrated=False),
+    "2:4": Peer("2:4 by magnitude (.53 stored)", two_four.compress, calibrated=False, counted=False),
+    "int8": Peer("dynamic int8 (.25 of the bytes)", int8.compress, calibrated=False, counted=False),
+    "fwsvd": Peer("FWSVD", nested("fwsvd", fwsvd.decompose), calibrated=True),
+    "asvd": Peer("ASVD", nested("asvd", asvd.decompose), calibrated=True),
+    "svd-llm": Peer("SVD-LLM (W)", nested("svd-llm", svd_llm.decompose), calibrated=True),
+    "svd-llm-v2": Peer("SVD-LLM v2", svd_llm_v2.compress, calibrated=True),
+    "swift": Peer("Swift-SVD", nested("swift", swift_svd.decompose), calibrated=True),
+    "aa-svd": Peer("AA-SVD, objective 4", aa_svd.compress, calibrated=True),
+    "aa-svd-refined": Peer("AA-SVD, refined", aa_svd.compress_and_refine, calibrated=True),
+    "mpifa": Peer("MPIFA", mpifa.compress, calibrated=True),
+}

@@ -1,0 +1,62 @@
+"""The same budget of stored numbers for every method, spent by the same ratio in every layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+Shape = tuple[int, int]
+Stored = Callable[[int, int, int], int]
+"""(O, I, rank) to the numbers that one weight stores."""
+
+
+def pair_numbers(outputs: int, inputs: int, rank: int) -> int:
+    """Of two factors."""
+    return rank * (outputs + inputs)
+
+
+def pivoted_numbers(outputs: int, inputs: int, rank: int) -> int:
+    """Of r rows, the coefficients of the others, and the order of the outputs."""
+    return rank * (inputs + outputs - rank) + outputs
+
+
+def count_numbers(model: nn.Module) -> int:
+    """Parameters and buffers, shared ones once."""
+    tensors = {id(t): t.numel() for t in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+def spend(
+    shapes: Mapping[str, Shape],
+    biases: Mapping[str, int],
+    ratios: float | Mapping[str, float],
+    stored: Stored = pair_numbers,
+) -> dict[str, int]:
+    """The rank of each layer: as large as its ratio allows, then what is left over, one rank at a time.
+
+    Args:
+        shapes: (O, I) of each layer.
+        biases: how many numbers its bias has; they are part of the dense count and stay.
+        ratios: stored over dense numbers, of all layers or of each; the budget is their sum.
+        stored: what a rank costs.
+    """
+    share = ratios if isinstance(ratios, Mapping) else dict.fromkeys(shapes, ratios)
+    budgets = {name: share[name] * (o * i + biases[name]) - biases[name] for name, (o, i) in shapes.items()}
+    ranks = {name: _largest(stored, *shapes[name], budgets[name]) for name in shapes}
+    left = sum(budgets.values()) - sum(stored(*shapes[n], ranks[n]) for n in shapes)
+    by_deficit: Sequence[str] = sorted(
+        shapes, key=lambda n: (budgets[n] - stored(*shapes[n], ranks[n])) / budgets[n], reverse=True
+    )
+    for name in by_deficit:
+        more = stored(*shapes[name], ranks[name] + 1) - stored(*shapes[name], ranks[name])
+        if more <= left and ranks[name] < min(shapes[name]):
+            ranks[name] += 1
+            left -= more
+    return ranks
+
+
+def _largest(stored: Stored, outputs: int, inputs: int, budget: float) -> int:
+    low, high = 1, min(outputs, inputs)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if stored(outputs, inputs, middle) <= budget else (low, middle - 1)
+    return low

@@ -1,0 +1,338 @@
+"""The peers of benchmarks/accuracy.py against their own equations, and how its results are kept."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from panther_compile.factorize import factorize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from accuracy_report import Result, Store, report
+from peers import PEERS, aa_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four
+from peers.budget import count_numbers, pivoted_numbers, spend
+from peers.calibration import collect, fisher
+from peers.job import Job, NotDefinedError
+from peers.layers import UnfoldedAttention, factored, input_rows, pivoted, unfold_attention, weight_matrix
+from peers.sequential import Drift
+from peers.svd_llm_v2 import allocate
+
+OUTPUTS, INPUTS, ROWS = 24, 32, 400
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def uneven_inputs(seed: int = 1) -> torch.Tensor:
+    """(ROWS, INPUTS) with a decaying spectrum in a random basis."""
+    scale = torch.arange(1, INPUTS + 1, dtype=torch.float64) ** -1.0
+    return draw(ROWS, INPUTS, seed=seed) * scale @ torch.linalg.qr(draw(INPUTS, INPUTS, seed=7)).Q
+
+
+def linear_job(inputs: torch.Tensor) -> Job:
+    layer = nn.Linear(INPUTS, OUTPUTS)
+    with torch.no_grad():
+        layer.weight.copy_(draw(OUTPUTS, INPUTS))
+    return Job(nn.Sequential(layer), ("0",), [inputs.float()], (), "values", 0)
+
+
+def output_error(
+    weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], rank: int, inputs
+) -> float:
+    left, right = factors
+    return float((inputs @ (weight - left[:, :rank] @ right[:rank]).T).norm())
+
+
+class Mixed(nn.Module):
+    """A convolution, a transformer layer and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 32, 3, stride=2, padding=1)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48))
+
+    def forward(self, x):
+        return self.head(self.encoder(self.conv(x).flatten(2).transpose(1, 2)))
+
+
+ATTENTION = [f"encoder.layers.0.self_attn.{part}_proj" for part in ("q", "k", "v", "out")]
+NAMES = ("conv", *ATTENTION, "encoder.layers.0.linear1", "encoder.layers.0.linear2", "head.0", "head.2")
+
+
+@pytest.fixture(scope="module")
+def mixed_job() -> Job:
+    torch.manual_seed(0)
+    model = Mixed().eval()
+    batches = list(draw(48, 8, 8, 8).float().split(16))
+    return Job(model, NAMES, batches, (), "classes", 0)
+
+
+def test_swift_svd_has_the_error_of_svd_llm():
+    inputs = uneven_inputs()
+    job = linear_job(inputs)
+    weight = job.weight("0")
+    for rank in (3, 8, 15):
+        whitened = output_error(weight, svd_llm.decompose(job, "0"), rank, inputs)
+        assert output_error(weight, swift_svd.decompose(job, "0"), rank, inputs) == pytest.approx(
+            whitened, 1e-3
+        )
+        assert whitened < 0.9 * output_error(weight, plain(weight), rank, inputs)
+
+
+def plain(weight):
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    return left * values, right
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (9, 9)])
+def test_svd_is_the_best_of_its_rank(shape):
+    matrix = draw(*shape)
+    left, right = svd.decompose_matrix(matrix)
+    values = torch.linalg.svdvals(matrix)
+    torch.testing.assert_close(left.norm(dim=0), values)
+    for rank in (1, 4, 9):
+        error = (matrix - left[:, :rank] @ right[:rank]).norm()
+        torch.testing.assert_close(error, values[rank:].norm(), rtol=1e-6, atol=1e-9)
+
+
+def test_whitened_error_is_the_tail_of_its_singular_values():
+    inputs = uneven_inputs()
+    job = linear_job(inputs)
+    left, _ = factors = svd_llm.decompose(job, "0")
+    found = output_error(job.weight("0"), factors, 5, inputs)
+    assert found == pytest.approx(float(left[:, 5:].norm()), 1e-3)
+
+
+def test_anchored_is_whitened_without_drift():
+    inputs = uneven_inputs()
+    job = linear_job(inputs)
+    gram = job.statistics["0"].gram
+    anchored = aa_svd.decompose(job.weight("0"), Drift(gram, gram))
+    whitened = svd_llm.decompose(job, "0")
+    for rank in (2, 9, OUTPUTS):
+        products = [left[:, :rank] @ right[:rank] for left, right in (anchored, whitened)]
+        torch.testing.assert_close(*products, rtol=0, atol=1e-8)
+
+
+def test_anchored_wins_on_drifted_inputs():
+    before, after = uneven_inputs(), uneven_inputs() + 0.1 * draw(ROWS, INPUTS, seed=5)
+    weight, rank = draw(OUTPUTS, INPUTS), 6
+
+    def error(factors):
+        left, right = factors
+        return float((before @ weight.T - after @ (left[:, :rank] @ right[:rank]).T).norm())
+
+    drift = Drift(after.T @ after, before.T @ after)
+    anchored = error(aa_svd.decompose(weight, drift))
+    assert anchored < 0.97 * error(aa_svd.decompose(weight, Drift(drift.now, drift.now)))
+    assert anchored < 0.97 * error(plain(weight))
+    assert anchored <= error(mpifa.reconstruct(weight, rank, drift))
+
+
+@pytest.mark.parametrize("convolution", [False, True])
+def test_panther_copy_is_worse_than_zeros(convolution):
+    weight = draw(96, 96)
+    terms = 96 * 96 // 2 // (2 * 192)
+    pair = panther_copy.sketch(weight, terms, torch.Generator().manual_seed(0), convolution=convolution)
+    error = float((weight - pair[0] @ pair[1]).norm() / weight.norm())
+    assert error > 1
+    if not convolution:
+        expected = ((96 + 96 - 2) / (4 * terms)) ** 0.5
+        assert error == pytest.approx(expected, 0.1)
+        with pytest.warns(UserWarning, match="panther"):
+            other = factorize(weight, 2 * terms, method="panther", generator=torch.Generator().manual_seed(0))
+        assert error == pytest.approx(other.error, 0.1)
+
+
+@pytest.mark.parametrize("make", [factored, pivoted])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(12, 20), (5, 7, 12)),
+        (nn.Linear(12, 20, bias=False), (5, 12)),
+        (nn.Conv2d(2, 32, 3, stride=2, padding=1), (2, 2, 9, 9)),
+        (nn.Conv2d(4, 16, (1, 3), padding=(0, 1), bias=False), (2, 4, 5, 5)),
+    ],
+)
+def test_full_rank_gives_the_outputs_of_the_layer(make, layer, shape):
+    x = draw(*shape).float()
+    new = make(layer, *plain(weight_matrix(layer)))
+    torch.testing.assert_close(new(x), layer(x), rtol=1e-4, atol=1e-4)
+    rows = input_rows(layer, x)
+    bias = 0 if layer.bias is None else layer.bias
+    outputs = layer(x) if isinstance(layer, nn.Linear) else layer(x).permute(0, 2, 3, 1)
+    torch.testing.assert_close(
+        rows @ layer.weight.flatten(1).T + bias, outputs.flatten(0, -2), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_pivoted_stores_what_the_budget_counts():
+    layer = nn.Linear(20, 30)
+    left, right = plain(weight_matrix(layer))
+    new = pivoted(layer, left[:, :7], right[:7])
+    assert count_numbers(new) == pivoted_numbers(30, 20, 7) + 30
+    torch.testing.assert_close(
+        new(torch.eye(20)) - new(torch.zeros(1, 20)),
+        (left[:, :7] @ right[:7]).T.float(),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
+def test_unfolded_attention_gives_the_same_outputs(mixed_job):
+    model = mixed_job.model
+    small = copy.deepcopy(model)
+    unfold_attention(small)
+    assert any(isinstance(m, UnfoldedAttention) for m in small.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            small(mixed_job.batches[0]), model(mixed_job.batches[0]), rtol=1e-4, atol=1e-4
+        )
+    assert count_numbers(small) == count_numbers(model)
+
+
+@pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])
+@pytest.mark.parametrize(
+    "name", [name for name, peer in PEERS.items() if peer.counted and "refined" not in name]
+)
+def test_every_peer_stores_the_same(name, ratio, mixed_job):
+    dense = count_numbers(mixed_job.model)
+    replaced = sum(count_numbers(mixed_job.dense.get_submodule(layer)) for layer in NAMES)
+    small = PEERS[name].compress(mixed_job, ratio)
+    stored = (count_numbers(small) - dense + replaced) / replaced
+    # The layers are so small that one rank of the largest is 1 % of all numbers.
+    assert ratio - 0.02 < stored <= ratio
+    with torch.inference_mode():
+        assert small(mixed_job.batches[0]).shape == mixed_job.model(mixed_job.batches[0]).shape
+
+
+def test_budget_is_never_exceeded_and_what_is_left_over_is_spent():
+    shapes = {"a": (30, 50), "b": (17, 90), "c": (64, 64)}
+    biases = {"a": 30, "b": 0, "c": 64}
+    ranks = spend(shapes, biases, 0.4)
+    dense = sum(o * i + biases[n] for n, (o, i) in shapes.items())
+    stored = sum(r * sum(shapes[n]) + biases[n] for n, r in ranks.items())
+    assert 0.4 * dense - min(map(sum, shapes.values())) < stored <= 0.4 * dense
+
+
+BLOCK_LAYERS = ("0.0", "0.2", "1.0", "1.2")
+
+
+def two_blocks() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in range(2)))
+
+
+def test_blocks_change_nothing_but_the_work():
+    model = two_blocks()
+    batches = list(draw(64, 24).float().split(16))
+    for method in ("aa-svd", "mpifa"):
+        whole, chained = (
+            PEERS[method].compress(Job(model, BLOCK_LAYERS, batches, blocks, "values", 0), 0.5)
+            for blocks in ((), ("0", "1"))
+        )
+        torch.testing.assert_close(whole(batches[0]), chained(batches[0]), rtol=1e-3, atol=1e-3)
+
+
+def test_refined_blocks_are_closer(mixed_job):
+    model = two_blocks()
+    job = Job(model, BLOCK_LAYERS, list(draw(1024, 24, seed=3).float().split(256)), ("0", "1"), "values", 0)
+    x = draw(512, 24, seed=4).float()
+    closed, refined = (PEERS[name].compress(job, 0.3) for name in ("aa-svd", "aa-svd-refined"))
+    with torch.inference_mode():
+        assert (refined(x) - model(x)).norm() < (closed(x) - model(x)).norm()
+    with pytest.raises(NotDefinedError, match="blocks"):
+        PEERS["aa-svd-refined"].compress(mixed_job, 0.5)
+
+
+def test_statistics_are_those_of_the_inputs(mixed_job):
+    seen = {}
+    dense = mixed_job.dense
+    layer = dense.get_submodule("head.2")
+    handle = layer.register_forward_pre_hook(lambda _, args: seen.setdefault("x", args[0]))
+    with torch.no_grad():
+        dense(mixed_job.batches[0])
+    handle.remove()
+    x = seen["x"].flatten(0, -2).double()
+    found = collect(dense, NAMES, mixed_job.batches[:1])["head.2"]
+    torch.testing.assert_close(found.gram, x.T @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.magnitude, x.abs().mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_fisher_of_a_linear_model_is_the_second_moment_of_its_inputs():
+    x = uneven_inputs()
+    model = nn.Sequential(nn.Linear(INPUTS, 64, bias=False))
+    found = fisher(model, ["0"], [x.float()], "values", ROWS, 0)["0"].mean(0)
+    torch.testing.assert_close(found, x.square().mean(0), rtol=0.2, atol=1e-4)
+
+
+def test_two_four_keeps_the_two_largest_of_four():
+    weight = draw(6, 19)
+    quads = two_four.prune(weight)[:, :16].unflatten(1, (-1, 4))
+    assert bool((quads.count_nonzero(-1) == 2).all())
+    dropped = weight[:, :16].unflatten(1, (-1, 4)).abs().where(quads == 0, torch.zeros(()).double())
+    assert bool((dropped.amax(-1) <= quads.abs().where(quads != 0, torch.inf).amin(-1)).all())
+
+
+def test_allocation_removes_less_where_the_loss_is_larger():
+    ratios = allocate({"a": 10.0, "b": 100.0, "c": 1000.0}, 0.5)
+    assert ratios["a"] < ratios["b"] < ratios["c"]
+    assert sum(ratios.values()) == pytest.approx(1.5)
+    capped = allocate({"a": 1.0, "b": 1e9, "c": 1e9}, 0.2)
+    assert min(capped.values()) >= 0.03 - 1e-9
+    assert sum(capped.values()) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name", ["2:4", "int8"])
+def test_fixed_ratios_are_skipped_elsewhere(name, mixed_job):
+    with pytest.raises(NotDefinedError, match="no other ratio"):
+        PEERS[name].compress(mixed_job, 0.75)
+
+
+def description() -> dict:
+    return {
+        "title": "A model",
+        "dense": {"score": 1.0},
+        "metrics": {"score": True},
+        "layers": 2,
+        "replaced": 100,
+        "numbers": 120,
+        "in": "this",
+        "off": "that",
+    }
+
+
+def test_results_outlive_the_process_and_not_the_weights(tmp_path):
+    path = tmp_path / "results.jsonl"
+    store = Store(path)
+    store.describe("m", "w1", description(), quick=False)
+    key = Result("m", "w1", False, "svd", "none", 0.5, 0)
+    store.add(key, {"score": 0.25}, 0.499, 1.0)
+    store.add(key, {"score": 0.75}, 0.499, 1.0)
+
+    again = Store(path)
+    assert key in again
+    text = "\n".join(report(again, ["m"], {"svd": "SVD"}, "here", quick=False))
+    assert "| SVD |  | **0.750** |" in text
+    assert "0.250" not in text
+
+    again.describe("m", "w2", description(), quick=False)
+    assert "SVD |" not in "\n".join(report(Store(path), ["m"], {"svd": "SVD"}, "here", quick=False))
+    again.forget(["svd"], ["m"], quick=False)
+    assert key not in again
+
+
+def test_report_gives_the_spread_of_several_seeds(tmp_path):
+    store = Store(tmp_path / "results.jsonl")
+    store.describe("m", "w", description(), quick=False)
+    for seed, score in enumerate((0.2, 0.4)):
+        store.add(Result("m", "w", False, "svd", "in", 0.5, seed), {"score": score}, 0.5, 1.0)
+    text = "\n".join(report(store, ["m"], {"svd": "SVD"}, "here", quick=False))
+    assert "| SVD | in | **0.300 ± 0.141** |" in text
+    assert "2 draws" in text
