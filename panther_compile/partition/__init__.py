@@ -1,10 +1,12 @@
-"""Cut a model into pipeline stages by minimum cuts, and predict what a training step takes.
+"""Cut a model into pipeline stages and shards by minimum cuts, and predict what a training step takes.
 
 capture     model ──► FX graph under the user's names
 observe     what each node does: products, bytes, what it keeps and writes
 flow_graph  ──► flow.FlowGraph: seconds on vertices, bytes on values
 cut         minimum cuts, one way only, nested             (no torch)
 stages      dynamic program over nested cuts               (no torch)
+label       layouts of tensors, kinds of layers ──► label.Labelling, by an energy and its cut
+shards      collectives, records, lighter stages
 schedule    gpipe, 1f1b, interleaved; event simulator      (no torch)
 assemble    ──► result.Partition, made of records
 split       one module a stage, with its own parameters
@@ -12,15 +14,17 @@ split       one module a stage, with its own parameters
 
 from panther_compile.partition.hardware import Hardware, Link
 from panther_compile.partition.partition import partition_model
-from panther_compile.partition.records import Mesh, SharedParameter, Stage, TensorSpec
+from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage, TensorSpec
 from panther_compile.partition.result import Partition
 from panther_compile.partition.split import StagedModel
 
 __all__ = [
+    "Collective",
     "Hardware",
     "Link",
     "Mesh",
     "Partition",
+    "Shard",
     "SharedParameter",
     "Stage",
     "StagedModel",

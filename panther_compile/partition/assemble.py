@@ -13,6 +13,7 @@ from panther_compile.partition.hardware import NO_LINK, Hardware, Link
 from panther_compile.partition.records import Mesh, SharedParameter, Stage, TensorSpec
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import Action, Timeline, count_in_flight, order_actions, simulate
+from panther_compile.partition.shards import Sharding
 from panther_compile.partition.split import crossing_names
 from panther_compile.partition.stages import StageCuts, StageRequest
 
@@ -73,9 +74,18 @@ class Settings:
         return StageRequest(
             links=tuple(self._link(mesh, stage) for stage in range(stages - 1)),
             in_flight=in_flight,
-            memory_bytes=self.memory_bytes * mesh.tp // self.stages_per_device,
+            memory_bytes=self.memory_bytes // self.stages_per_device,
             recompute=self.recompute,
         )
+
+    def shared_link(self, mesh: Mesh) -> Link:
+        """The slowest link between devices that share a stage."""
+        links = [
+            self.hardware.link(mesh.rank(dp, pp), mesh.rank(dp, pp, mesh.tp - 1))
+            for dp in range(mesh.dp)
+            for pp in range(mesh.pp)
+        ]
+        return min(links, key=lambda link: link.bytes_per_second)
 
     def _link(self, mesh: Mesh, stage: int) -> Link:
         """The slowest link, over the replicas, from a stage to the next."""
@@ -118,6 +128,7 @@ def assemble(
     *,
     constants: tuple[fx.Node, ...],
     persistent: frozenset[str],
+    sharding: Sharding | None = None,
 ) -> Partition:
     """The records of chosen cuts, and a simulated step.
 
@@ -130,16 +141,10 @@ def assemble(
         mesh: of the devices.
         constants: nodes that are no vertices.
         persistent: names in the model's state dict.
+        sharding: over the tp axis, whose work the flow graph has divided already.
     """
     request = settings.request(mesh)
-    members = (np.diff(cuts.prefixes.astype(np.int8), axis=0) > 0).tolist()
-    stage_of_vertex = {
-        vertex: stage
-        for stage, row in enumerate(members)
-        for vertex, inside in zip(flow.work, row, strict=True)
-        if inside
-    }
-    stage_of = {node: stage for vertex, stage in stage_of_vertex.items() for node in flow.members[vertex]}
+    stage_of_vertex, stage_of = stages_of(flow, cuts)
     specs = _specs(captured, stage_of, request.count)
     stages = tuple(
         _stage(captured, flow, stage, stage_of_vertex, stage_of, specs, request, mesh)
@@ -162,14 +167,27 @@ def assemble(
         shared=shared,
         unused=captured.unused,
         timeline=_timeline(settings, mesh, stages, shared, request),
-        exact=cuts.exact,
+        exact=cuts.exact and sharding is None,
         candidates=cuts.candidates,
         flow=flow,
         request=request,
         captured=captured,
         constants=constants,
         persistent=persistent,
+        sharding=sharding,
     )
+
+
+def stages_of(flow: FlowGraph, cuts: StageCuts) -> tuple[dict[str, int], dict[str, int]]:
+    """The stage of each vertex, and of each graph node that belongs to one."""
+    members = (np.diff(cuts.prefixes.astype(np.int8), axis=0) > 0).tolist()
+    of_vertex = {
+        vertex: stage
+        for stage, row in enumerate(members)
+        for vertex, inside in zip(flow.work, row, strict=True)
+        if inside
+    }
+    return of_vertex, {node: stage for vertex, stage in of_vertex.items() for node in flow.members[vertex]}
 
 
 def _timeline(

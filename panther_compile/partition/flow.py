@@ -66,6 +66,11 @@ class Work:
     backward_seconds: float = 0.0
     saved_bytes: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
 
 @dataclass(frozen=True)
 class FlowGraph:

@@ -75,7 +75,7 @@ def build_flow_graph(
         work[vertex] = Work()
     for node in working:
         vertex = vertex_of[node]
-        work[vertex] = _add(work[vertex], _work(node, notes[node], costs))
+        work[vertex] = add_work(work[vertex], weigh(node, notes[node], costs))
     return FlowGraph(
         work=work,
         values=tuple(_values(captured, notes, vertex_of, costs)),
@@ -187,15 +187,24 @@ def _topological(working: Sequence[fx.Node], vertex_of: Mapping[fx.Node, str]) -
     return list(nx.lexicographical_topological_sort(graph, key=first.__getitem__))
 
 
-def _work(node: fx.Node, note: Observed, costs: Costs) -> Work:
-    """Roofline time of a node; its backward runs each product again for every input that needs a gradient."""
+def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work:
+    """Roofline time of a node; its backward runs each product again for every input that needs a gradient.
+
+    Args:
+        node: of the graph.
+        note: on it.
+        costs: how seconds are counted.
+        devices: that divide its operations and bytes evenly.
+    """
     device = costs.hardware.device
-    forward = cost.seconds(tuple(note.products), device, itemsize=1)
+    products = tuple(
+        cost.Stage(product.macs / devices, product.activations / devices, product.weights / devices)
+        for product in note.products
+    )
+    forward = cost.seconds(products, device, itemsize=1)
     backward = 0.0
     if costs.training and note.gradients:
-        products = tuple(
-            replace(product, macs=product.macs * min(2, note.gradients)) for product in note.products
-        )
+        products = tuple(replace(product, macs=product.macs * min(2, note.gradients)) for product in products)
         factor = 2 if any(product.macs for product in products) else 1
         products = tuple(
             replace(
@@ -207,12 +216,13 @@ def _work(node: fx.Node, note: Observed, costs: Costs) -> Work:
         )
         backward = cost.seconds(products, device, itemsize=1)
     if costs.measured is not None and node.name in costs.measured:
-        measured = costs.measured[node.name]
+        measured = costs.measured[node.name] / devices
         backward, forward = measured * (backward / forward if forward else 0.0), measured
-    return Work(forward, backward, note.saved_bytes if costs.training else 0)
+    return Work(forward, backward, note.saved_bytes // devices if costs.training else 0)
 
 
-def _add(first: Work, second: Work) -> Work:
+def add_work(first: Work, second: Work) -> Work:
+    """Both, one after the other."""
     return Work(
         first.forward_seconds + second.forward_seconds,
         first.backward_seconds + second.backward_seconds,

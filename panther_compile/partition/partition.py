@@ -1,7 +1,8 @@
 """A model and a cluster become pipeline stages: capture, observe, weigh, cut, simulate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from torch import fx, nn
@@ -14,7 +15,7 @@ from panther_compile.errors import (
     StageCountError,
     StageMemoryError,
 )
-from panther_compile.partition.assemble import Settings, assemble
+from panther_compile.partition.assemble import Settings, assemble, stages_of
 from panther_compile.partition.capture import Captured, capture, example_arguments
 from panther_compile.partition.flow import FlowGraph
 from panther_compile.partition.flow_graph import (
@@ -25,11 +26,20 @@ from panther_compile.partition.flow_graph import (
     shared_parameters,
 )
 from panther_compile.partition.hardware import Hardware, find_hardware, read_bytes
+from panther_compile.partition.label import Labelling, Problem, Ring, find_labelling, pose
 from panther_compile.partition.observe import Observed, fold_shapes, measure_nodes, observe
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import SCHEDULES
-from panther_compile.partition.stages import choose_cuts, least_memory
+from panther_compile.partition.shards import (
+    Sharding,
+    describe_shards,
+    explain_whole,
+    lighten,
+    place_collectives,
+)
+from panther_compile.partition.split import crossing_names
+from panther_compile.partition.stages import StageCuts, choose_cuts, least_memory
 
 TIED = ("auto", "shared", "together")
 
@@ -39,9 +49,16 @@ class _Graphs:
     """The model, and its flow graph with tied parameters free or kept together."""
 
     captured: Captured
+    notes: Mapping[fx.Node, Observed]
+    costs: Costs
     constants: tuple[fx.Node, ...]
     persistent: frozenset[str]
     flows: Mapping[str, FlowGraph]
+
+    def shard(self, ring: Ring, whole: Collection[str] = ()) -> tuple[Problem, Labelling]:
+        """How the model is sharded over the devices of a stage, where some results must be whole."""
+        problem = pose(self.captured, self.notes, self.costs, ring, self.constants, whole)
+        return problem, find_labelling(problem)
 
 
 def partition_model(
@@ -62,7 +79,7 @@ def partition_model(
     profile: bool | Mapping[str, float] = False,
     boundaries: Sequence[str] = (),
 ) -> Partition:
-    """Cut a model into pipeline stages by minimum cuts.
+    """Cut a model into pipeline stages, and the layers of a stage into shards, by minimum cuts.
 
     The slowest stage, its transfers included, is made as fast as the memory allows; then as few bytes as
     possible cross the cuts. The model is left as it is: `partition.split()` makes the stages' modules.
@@ -70,7 +87,7 @@ def partition_model(
     Args:
         model: any model whose graph can be read, also on the meta device.
         example_inputs: of one microbatch of one replica: a tensor, a tuple, or a mapping of keywords.
-        mesh: {"dp": 2, "pp": 4}; axes not named are 1.
+        mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp".
         devices: without a mesh, the devices to divide into dp x pp, whichever is predicted to be fastest.
         hardware: a preset, "cpu", "h100" or "h200", or your own.
         memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
@@ -164,44 +181,73 @@ def _read(
         flows["shared"] = free
     if tied != "shared" and several:
         flows["together"] = build_flow_graph(captured, notes, costs, together=several)
-    return _Graphs(
-        captured, tuple(find_constants(captured, notes)), frozenset(model.state_dict(keep_vars=True)), flows
-    )
+    constants = tuple(find_constants(captured, notes))
+    return _Graphs(captured, notes, costs, constants, frozenset(model.state_dict(keep_vars=True)), flows)
 
 
 def _partition(name: str, graphs: _Graphs, settings: Settings, mesh: Mesh) -> Partition:
     """The best partition for one mesh."""
     settings.check(mesh)
     stages = mesh.pp * settings.stages_per_device
-    divisible = [flow for flow in graphs.flows.values() if len(flow.work) >= stages]
+    flows = tuple(graphs.flows.values())
+    divisible = [flow for flow in flows if len(flow.work) >= stages]
     if not divisible:
-        largest = max(len(flow.work) for flow in graphs.flows.values())
+        largest = max(len(flow.work) for flow in flows)
         hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
         raise StageCountError(
             f"{stages} stages are asked for (pp {mesh.pp} x {settings.stages_per_device} a device), and the "
             f"graph of {name} has {largest} operations to divide between them{hint}"
         )
     request = settings.request(mesh)
+    ring = Ring(mesh.tp, settings.shared_link(mesh))
+    if mesh.tp > 1:
+        problem, labelling = graphs.shard(ring)
+        placed = place_collectives(problem, labelling)
+        divisible = [lighten(problem, labelling, flow, placed) for flow in divisible]
     found = []
     for flow in divisible:
         cuts = choose_cuts(flow, request)
-        if cuts is not None:
-            found.append(
-                assemble(
-                    name,
-                    graphs.captured,
-                    flow,
-                    cuts,
-                    settings,
-                    mesh,
-                    constants=graphs.constants,
-                    persistent=graphs.persistent,
-                )
-            )
+        if cuts is None:
+            continue
+        sharding = None
+        if mesh.tp > 1:
+            flow, sharding = _shard_stages(graphs, flow, cuts, ring)
+        partition = assemble(
+            name,
+            graphs.captured,
+            flow,
+            cuts,
+            settings,
+            mesh,
+            constants=graphs.constants,
+            persistent=graphs.persistent,
+            sharding=sharding,
+        )
+        if max(stage.memory_bytes for stage in partition.stages) <= (request.memory_bytes or inf):
+            found.append(partition)
     if found:
         return min(found, key=lambda partition: partition.step_seconds)
     flow = max(divisible, key=lambda flow: len(flow.work))
     raise StageMemoryError(_explain_memory(name, flow, settings, mesh))
+
+
+def _shard_stages(
+    graphs: _Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring
+) -> tuple[FlowGraph, Sharding]:
+    """The shards once the stages are known, between which every tensor is whole."""
+    _, stage_of = stages_of(flow, cuts)
+    crossing = {
+        name for names in crossing_names(graphs.captured, stage_of, len(cuts.prefixes) - 1) for name in names
+    }
+    problem, labelling = graphs.shard(ring, crossing)
+    placed = place_collectives(problem, labelling, stage_of)
+    sharding = Sharding(
+        labelling=labelling,
+        shards=describe_shards(problem, labelling, placed),
+        whole=explain_whole(problem, labelling),
+        collectives=tuple(one.collective for one in placed),
+    )
+    return lighten(problem, labelling, flow, placed), sharding
 
 
 def _explain_memory(name: str, flow: FlowGraph, settings: Settings, mesh: Mesh) -> str:
@@ -212,7 +258,7 @@ def _explain_memory(name: str, flow: FlowGraph, settings: Settings, mesh: Mesh) 
     lines = [
         f"{name} does not fit: cut into {request.count} stages as leanly as can be, stage {stage} takes "
         f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
-        f"{limit / 2**30:.3g} GiB of its {mesh.tp} device{'s' * (mesh.tp > 1)}"
+        f"{limit / 2**30:.3g} GiB of its device"
     ]
     if not settings.recompute and settings.training:
         lean, _ = least_memory(flow, replace(request, recompute=True))

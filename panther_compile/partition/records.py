@@ -94,14 +94,54 @@ class SharedParameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication between the devices that share a stage, for one microbatch.
+
+    Attributes:
+        stage: it happens in.
+        tensor: graph node, or parameter, that is summed or gathered.
+        kind: "all_reduce" or "all_gather".
+        phase: "forward", or "backward" where the tensor's gradient is meant.
+        bytes: of the whole tensor.
+    """
+
+    stage: int
+    tensor: str
+    kind: str
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A layer whose parameters are divided over the tp axis.
+
+    Attributes:
+        name: of the layer.
+        kind: "column", "row", "vocabulary", or "sharded" for parameters of other operations.
+        node: of the graph.
+        parameters: axis that each is sharded along; None for those that every device holds.
+        blocks: parts of that axis that are sharded each, as queries, keys and values stored together.
+        collectives: that bring its operands and result where they are needed.
+    """
+
+    name: str
+    kind: str
+    node: str
+    parameters: Mapping[str, int | None]
+    blocks: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the pipeline. Seconds and bytes are of one microbatch, before tensor parallelism.
+    """One stage of the pipeline. Seconds and bytes are of one microbatch on one of the stage's devices.
 
     Attributes:
         index: along the model.
         device: along the pp axis.
-        forward_seconds: of the operations.
-        backward_seconds: of the operations, recomputation included.
+        forward_seconds: of the operations, and of collectives between the stage's devices.
+        backward_seconds: likewise, recomputation included.
         receive_seconds: from the stage before, and gradients from the stage after.
         send_seconds: to the stage after, and gradients to the stage before.
         parameter_bytes: parameters and buffers.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -12,11 +14,15 @@ from panther_compile.partition import plot
 from panther_compile.partition.capture import Captured
 from panther_compile.partition.flow import FlowGraph
 from panther_compile.partition.hardware import Hardware
-from panther_compile.partition.records import Mesh, SharedParameter, Stage
+from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage
 from panther_compile.partition.schedule import Timeline
+from panther_compile.partition.shards import Sharding
 from panther_compile.partition.split import StagedModel, split
 from panther_compile.partition.stages import StageRequest, lower_bound
 from panther_compile.tables import render_table
+
+# The number of a layer in a name, as in blocks.3.mlp; alike layers are told in one line.
+_NUMBER = re.compile(r"(\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,22 @@ class Partition:
     captured: Captured = field(repr=False)
     constants: tuple[fx.Node, ...] = field(repr=False)
     persistent: frozenset[str] = field(repr=False)
+    sharding: Sharding | None = field(default=None, repr=False)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Layers whose parameters are divided over the tp axis."""
+        return self.sharding.shards if self.sharding is not None else ()
+
+    @property
+    def whole(self) -> tuple[tuple[str, str], ...]:
+        """Layers that every device of the tp axis has all of, and why."""
+        return self.sharding.whole if self.sharding is not None else ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Between the devices of the tp axis, for one microbatch."""
+        return self.sharding.collectives if self.sharding is not None else ()
 
     @property
     def step_seconds(self) -> float:
@@ -119,6 +141,9 @@ class Partition:
             "stages": [dataclasses.asdict(stage) | {"seconds": stage.seconds} for stage in self.stages],
             "shared": [dataclasses.asdict(shared) for shared in self.shared],
             "unused": self.unused,
+            "shards": [dataclasses.asdict(shard) for shard in self.shards],
+            "whole": [{"name": name, "reason": reason} for name, reason in self.whole],
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
         }
         return json.dumps(told, indent=2)
 
@@ -154,8 +179,8 @@ class Partition:
             + ("optimal" if self.exact else f"best of {self.candidates} cuts")
             + " under the predicted costs",
         ]
-        if self.mesh.tp > 1:
-            footer.append(f"seconds and bytes are of whole stages, which {self.mesh.tp} devices each share")
+        if self.sharding is not None:
+            footer.extend(self._told_shards(self.sharding))
         for shared in self.shared:
             footer.append(
                 f"{shared.name} is held by stages {', '.join(map(str, shared.stages))}: its gradient "
@@ -164,3 +189,27 @@ class Partition:
         if self.unused:
             footer.append(f"not used by the graph, in no stage: {', '.join(self.unused)}")
         return render_table(self.title, columns, rows, footer)
+
+    def _told_shards(self, sharding: Sharding) -> Iterator[str]:
+        yield (
+            f"each stage is of {self.mesh.tp} devices, which divide {len(sharding.shards)} layers; "
+            "seconds and bytes are of one of them"
+        )
+        told: dict[str, list[str]] = {}
+        for shard in sharding.shards:
+            axes = ", ".join(
+                f"{name} {'whole' if dim is None else f'axis {dim}'}"
+                for name, dim in shard.parameters.items()
+            )
+            moved = ", ".join(
+                f"{one.phase} {one.kind} {one.bytes / 1e6:,.3f} MB" for one in shard.collectives
+            )
+            line = f"{shard.name}: {shard.kind} ({axes}){': ' if moved else ''}{moved}"
+            told.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
+        for name, reason in sharding.whole:
+            line = f"{name}: whole, {reason}"
+            told.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
+        for pattern, lines in told.items():
+            yield f"  {lines[0]}" if len(lines) == 1 else f"  {len(lines)} x {pattern}"
+        if sharding.labelling.gap:
+            yield f"  up to {sharding.labelling.gap:.1%} of a microbatch's time may be left in other shards"

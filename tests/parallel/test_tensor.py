@@ -1,8 +1,13 @@
 """Tensor-parallel stages on real processes: exact, and with the collectives that were planned."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 from parallel import tensor_jobs
 from parallel.ranks import Ranks
+
+from panther_compile.parallel.tensor import embed_vocabulary, pivoted_columns, pivoted_rows
+from panther_compile.partition.sharding_sites import local_pivots
 
 MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
 
@@ -52,6 +57,38 @@ def test_replicas_of_shards(four, data_parallel):
 
 def test_what_does_not_fit_is_refused(two):
     two.run(tensor_jobs.check_refusals)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("rank", "at_the_end"), [(4, False), (4, True), (20, False), (20, True), (8, True)])
+def test_terms_of_the_pivoted_form(rank, at_the_end, tp):
+    """By rows the terms of all ranks add up, by columns their features do; wherever the slices fall."""
+    size = 24
+    x, weight = torch.randn(3, size).double(), torch.randn(rank, size - rank).double()
+    start = size - rank if at_the_end else 0
+    pivots, others = (start, start + rank), (0, start) if at_the_end else (rank, size)
+    z = x[:, slice(*pivots)] + x[:, slice(*others)] @ weight.t()
+    total, features = torch.zeros_like(z), []
+    for number, own in enumerate(x.chunk(tp, dim=1)):
+        *ranges, offset = local_pivots(pivots, size, tp, number)
+        total += pivoted_rows(own, weight, *((one.start, one.stop) for one in ranges), offset)
+        rows = weight.chunk(tp)[number]
+        features.append(pivoted_columns(x, rows, start + rank // tp * number, others))
+    torch.testing.assert_close(total, z)
+    torch.testing.assert_close(torch.cat(features, dim=1), z)
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 5])
+def test_terms_of_an_embedding(padding):
+    indices, whole = torch.tensor([[0, 5, 3], [5, 2, 7]]), torch.randn(8, 4)
+    table, parts = whole.clone().requires_grad_(), [part.clone().requires_grad_() for part in whole.chunk(2)]
+    wanted = F.embedding(indices, table, padding if padding >= 0 else None)
+    found = sum(embed_vocabulary(indices, part, 4 * rank, padding) for rank, part in enumerate(parts))
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(wanted)
+    (wanted * weights).sum().backward()
+    (found * weights).sum().backward()
+    torch.testing.assert_close(torch.cat([part.grad for part in parts]), table.grad)
 
 
 @pytest.mark.slow

@@ -1,0 +1,403 @@
+"""Shards of a stage over the tp axis: plain local parameters, and collectives where the plan has them.
+
+The graph of a stage is written anew for one rank. Where a tensor lies otherwise than an operation needs it,
+one of four functions stands between them, each with the other's transpose as its gradient:
+
+    has           needs                   forward         backward
+    sharded       whole                   all-gather      own shard
+    whole         sharded                 own shard       all-gather
+    whole         whole, by column        nothing         all-reduce      f of Megatron-LM
+    (row layer)   whole                   all-reduce      nothing         g of Megatron-LM
+
+Before, a column layer, a row layer and a sum:
+
+    x ──► linear(w1, b1) ──► gelu ──► linear_1(w2, b2) ──► add(., x)
+After, with w1, b1 and w2 cut to what this rank has:
+    x ──► sum_gradients ──► linear(w1, b1) ──► gelu ──► linear_1(w2) ──► sum_shards ──► + b2 ──► add(., x)
+
+Nothing in the result is a DTensor: DDP and `fully_shard` take it as any module. All ranks of a group must
+draw the same random numbers (`torch.manual_seed`): whole tensors are dropped out alike on each.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from panther_compile.errors import MeshError
+from panther_compile.partition.capture import attribute
+from panther_compile.partition.label import SHARDED, Labelling, Step, tensor_key
+from panther_compile.partition.layout_rules import aten, has_shape, local_arguments, shape
+from panther_compile.partition.layouts import Layout, State, Whole
+from panther_compile.partition.result import Partition
+from panther_compile.partition.sharding_sites import COLUMN, VOCABULARY, Site, local_pivots
+from panther_compile.partition.shards import layout_of
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def shard_stage(
+    stage: fx.GraphModule, part: Partition, stage_index: int, tp: dist.ProcessGroup | DeviceMesh
+) -> fx.GraphModule:
+    """A stage as this rank of a tensor-parallel group runs it.
+
+    Args:
+        stage: of `part.split()`, with whole parameters; left as it is. What is not sharded is shared with it.
+        part: the plan.
+        stage_index: of the stage.
+        tp: the ranks that share the stage, as a group or a mesh of one axis.
+
+    Returns:
+        A module of the same inputs and outputs, whole tensors the same on every rank, whose parameters have
+        the user's names and hold this rank's shards. Their gradients are those of the shards; gradients of
+        whole parameters are the same on every rank.
+
+    Raises:
+        MeshError: the group is not of the plan's size, or the stage is not the plan's.
+    """
+    group = tp.get_group() if isinstance(tp, DeviceMesh) else tp
+    if group.size() != part.mesh.tp:
+        raise MeshError(f"the tp group is of {group.size()} ranks, and the partition of {part.mesh.tp}")
+    wanted = [spec.name for spec in part.stages[stage_index].inputs]
+    found = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
+    if found != wanted:
+        raise MeshError(f"stage {stage_index} takes {wanted}, and the module given takes {found}")
+    if part.sharding is None:
+        return stage
+    return _Rewriter(stage, part, stage_index, group).module()
+
+
+def parameter_layouts(part: Partition) -> dict[str, Layout | None]:
+    """How each parameter of the stages lies on the tp axis; None if every rank has all of it."""
+    stored = part.sharding.labelling.parameters if part.sharding is not None else {}
+    return {name: stored.get(name) for stage in part.stages for name in stage.parameters}
+
+
+def parameter_placements(part: Partition) -> dict[str, int | None]:
+    """The axis that each parameter of the stages is sharded along; None if every rank has all of it.
+
+    What is stored together and used apart (queries, keys and values) is sharded in blocks, which a plain
+    `Shard` does not say: `tensor_placements` does.
+    """
+    return {name: layout.dim if layout else None for name, layout in parameter_layouts(part).items()}
+
+
+def tensor_placements(part: Partition) -> dict[str, Placement]:
+    """The placement of each parameter as a DTensor over the tp axis, for `DTensor.from_local`."""
+
+    def placement(layout: Layout | None) -> Placement:
+        if layout is None:
+            return Replicate()
+        return (
+            Shard(layout.dim) if layout.blocks == 1 else _StridedShard(layout.dim, split_factor=layout.blocks)
+        )
+
+    return {name: placement(layout) for name, layout in parameter_layouts(part).items()}
+
+
+def full_state(state: Mapping[str, Tensor], part: Partition, tp: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Whole tensors of the shards that the ranks of a group hold; every rank must call this.
+
+    Args:
+        state: of a sharded stage: names and tensors of this rank.
+        part: the plan.
+        tp: the group.
+    """
+    layouts = parameter_layouts(part)
+    whole = {}
+    for name, tensor in state.items():
+        layout = layouts.get(name)
+        if layout is None:
+            whole[name] = tensor.detach()
+            continue
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(tp.size())]
+        dist.all_gather(shards, tensor.detach().contiguous(), group=tp)
+        whole[name] = layout.join(shards)
+    return whole
+
+
+def shard_state(state: Mapping[str, Tensor], part: Partition, rank: int) -> dict[str, Tensor]:
+    """What one rank of a tensor-parallel group holds of whole tensors.
+
+    Args:
+        state: whole tensors under the user's names.
+        part: the plan.
+        rank: along the tp axis.
+    """
+    layouts = parameter_layouts(part)
+    return {
+        name: tensor if (layout := layouts.get(name)) is None else layout.shard(tensor, part.mesh.tp, rank)
+        for name, tensor in state.items()
+    }
+
+
+# ------------------------------------------------------------------------------- functions of the graphs
+
+
+def _all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group))
+
+
+def _all_gather(tensor: Tensor, dim: int, blocks: int, group: Any) -> Tensor:
+    """The whole of a tensor whose axis `dim` is sharded in blocks."""
+    parts = tensor.unflatten(dim, (blocks, -1)).contiguous()
+    whole = collectives.all_gather_tensor(parts, dim + 1, group)
+    return collectives.wait_tensor(whole).flatten(dim, dim + 1)
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+class _SumShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
+        ctx.place = Layout(dim, blocks), tp, rank
+        return _all_gather(tensor, dim, blocks, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        layout, tp, rank = ctx.place
+        return layout.shard(gradients[0], tp, rank), None, None, None, None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
+        ctx.place = dim, blocks, group
+        return Layout(dim, blocks).shard(tensor, tp, rank)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_gather(gradients[0], *ctx.place), None, None, None, None, None
+
+
+def sum_gradients(tensor: Tensor, group: str) -> Tensor:
+    """The tensor itself, of which every rank will have a term of the gradient."""
+    return _SumGradients.apply(tensor, group)
+
+
+def sum_shards(tensor: Tensor, group: str) -> Tensor:
+    """The sum of the terms that the ranks have."""
+    return _SumShards.apply(tensor, group)
+
+
+def gather_shards(tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
+    """The whole of the shards that the ranks have."""
+    return _Gather.apply(tensor, dim, blocks, tp, rank, group)
+
+
+def take_shard(tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
+    """This rank's shard of what every rank has."""
+    return _Take.apply(tensor, dim, blocks, tp, rank, group)
+
+
+def embed_vocabulary(indices: Tensor, table: Tensor, first: int, padding_index: int) -> Tensor:
+    """Rows of a part of a table; zero for indices of other parts.
+
+    Args:
+        indices: of the whole table, any shape.
+        table: (rows, features), this rank's.
+        first: index of its first row.
+        padding_index: row that gets no gradient, of the whole table; -1 if there is none.
+    """
+    own = indices - first
+    outside = (own < 0) | (own >= table.shape[0])
+    padding = padding_index - first if first <= padding_index < first + table.shape[0] else None
+    found = F.embedding(own.masked_fill(outside, 0), table, padding)
+    return found.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def pivoted_rows(
+    x: Tensor, weight: Tensor, near: Sequence[int], far: Sequence[int], columns: Sequence[int], offset: int
+) -> Tensor:
+    """This rank's term of z = x1 + C x2, of the features that it has.
+
+    Args:
+        x: (..., features of this rank).
+        weight: C, whole, (rank, features of x2).
+        near: first and last but one of the features that belong to x1.
+        far: likewise to x2.
+        columns: of C, for the latter.
+        offset: place in x1 of the former.
+    """
+    pivots = x[..., near[0] : near[1]]
+    after = weight.shape[0] - offset - pivots.shape[-1]
+    product = F.linear(x[..., far[0] : far[1]], weight[:, columns[0] : columns[1]])
+    return product + F.pad(pivots, (offset, after))
+
+
+def pivoted_columns(x: Tensor, weight: Tensor, first: int, others: Sequence[int]) -> Tensor:
+    """This rank's features of z = x1 + C x2.
+
+    Args:
+        x: (..., features).
+        weight: this rank's rows of C.
+        first: feature of x for the first of them.
+        others: first and last but one feature of x2.
+    """
+    product = F.linear(x[..., others[0] : others[1]], weight)
+    return x[..., first : first + weight.shape[0]] + product
+
+
+# ----------------------------------------------------------------------------------------- the rewriting
+
+
+class _Rewriter:
+    """Writes the graph of one stage for one rank."""
+
+    def __init__(self, stage: fx.GraphModule, part: Partition, index: int, group: dist.ProcessGroup) -> None:
+        assert part.sharding is not None
+        self._stage, self._index = stage, index
+        self._labelling: Labelling = part.sharding.labelling
+        self._own = frozenset(part.stages[index].nodes)
+        self._tp, self._rank, self._group = group.size(), group.rank(), group.group_name
+        self._graph = fx.Graph()
+        self._made: dict[tuple[str, State], fx.Node] = {}
+        self._tensors: dict[str, Any] = {}
+        metas = {node.name: node.meta for node in part.captured.graph_module.graph.nodes}
+        for node in stage.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["tensor"] = metas[node.name]["tensor"]
+
+    def module(self) -> fx.GraphModule:
+        """The stage of this rank."""
+        for node in self._stage.graph.nodes:
+            step = self._labelling.steps.get(node.name) if node.name in self._own else None
+            if node.name in self._own and node.name in self._labelling.absorbed:
+                continue
+            if step is None:
+                made = self._graph.node_copy(node, lambda operand: self._get(operand, Whole.SAME))
+                self._read(node)
+            elif step.kind == SHARDED:
+                made = self._sharded(node, step)
+            else:
+                made = self._layer(node, step)
+            self._made[tensor_key(node), self._lies(node) or Whole.SAME] = made
+        self._graph.lint()
+        module = fx.GraphModule(self._tensors, self._graph, class_name=f"Stage{self._index}")
+        module.training = self._stage.training
+        for name, _ in module.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            if leaf in self._stage.get_submodule(owner)._non_persistent_buffers_set:
+                module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+        return module
+
+    def _lies(self, node: fx.Node) -> Layout | None:
+        return layout_of(self._labelling, node) if node.op == "get_attr" or node.name in self._own else None
+
+    def _read(self, node: fx.Node) -> None:
+        """Hold what a node reads: this rank's shard of a parameter, or the tensor or module itself."""
+        name = str(node.target)
+        if node.op == "call_module":
+            self._tensors[name] = self._stage.get_submodule(name)
+        if node.op != "get_attr" or name in self._tensors:
+            return
+        tensor = attribute(self._stage, name)
+        layout = self._labelling.parameters.get(name)
+        if layout is not None:
+            own = layout.shard(tensor.detach(), self._tp, self._rank)
+            tensor = nn.Parameter(own, requires_grad=tensor.requires_grad)
+        self._tensors[name] = tensor
+
+    def _get(self, node: fx.Node, state: State) -> fx.Node:
+        """A tensor in a state; it is brought there once."""
+        key, lies = tensor_key(node), self._lies(node)
+        if not has_shape(node):
+            return self._made[key, lies or Whole.SAME]
+        if (key, state) in self._made:
+            return self._made[key, state]
+        place = (self._tp, self._rank, self._group)
+        if lies is not None and (key, Whole.SAME) not in self._made:
+            arguments = (self._made[key, lies], lies.dim, lies.blocks, *place)
+            self._made[key, Whole.SAME] = self._graph.call_function(gather_shards, arguments)
+        whole = self._made[key, Whole.SAME]
+        if state is Whole.SUMMED:
+            self._made[key, state] = self._graph.call_function(sum_gradients, (whole, self._group))
+        elif isinstance(state, Layout):
+            arguments = (whole, state.dim, state.blocks, *place)
+            self._made[key, state] = self._graph.call_function(take_shard, arguments)
+        return self._made[key, state]
+
+    def _sharded(self, node: fx.Node, step: Step) -> fx.Node:
+        """An operation on shards."""
+        assert step.out is not None
+        arguments = local_arguments(node, step.out, self._tp)
+        args, kwargs = fx.node.map_arg(
+            (arguments, node.kwargs), lambda operand: self._get(operand, step.needs[operand.name])
+        )
+        # A view of the whole need not be one of a shard.
+        target = aten.reshape.default if node.target in _VIEWS else node.target
+        return self._graph.create_node(node.op, target, args, kwargs, node.name)
+
+    def _layer(self, node: fx.Node, step: Step) -> fx.Node:
+        """A layer by columns, rows or vocabulary."""
+        site = step.site
+        assert site is not None
+        # The graph of the stage is a copy of the one that was labelled, with the same names.
+        reads = {one.name: one for member in self._members(site) for one in member.all_input_nodes}
+        x = self._get(reads[site.x.name], step.needs[site.x.name])
+        weight = self._get(reads[site.weight.name], step.needs[site.weight.name])
+        bias = None
+        if site.bias is not None:
+            bias = self._get(reads[site.bias.name], step.needs[site.bias.name])
+        if step.kind == COLUMN:
+            return self._column(node, site, x, weight, bias)
+        if step.kind == VOCABULARY:
+            rows = shape(site.weight)[0] // self._tp
+            padding = site.node.args[2] if len(site.node.args) > 2 else -1
+            term = self._graph.call_function(embed_vocabulary, (x, weight, rows * self._rank, padding))
+        elif site.form == "pivoted":
+            near, far, columns, offset = local_pivots(site.pivots, shape(site.x)[-1], self._tp, self._rank)
+            bounds = [(one.start, one.stop) for one in (near, far, columns)]
+            term = self._graph.call_function(pivoted_rows, (x, weight, *bounds, offset))
+        else:
+            term = self._product(site, x, weight)
+        summed = self._graph.call_function(sum_shards, (term, self._group))
+        return summed if bias is None else self._graph.call_function(aten.add.Tensor, (summed, bias))
+
+    def _column(
+        self, node: fx.Node, site: Site, x: fx.Node, weight: fx.Node, bias: fx.Node | None
+    ) -> fx.Node:
+        if site.form == "pivoted":
+            (start, stop), size = site.pivots, shape(site.x)[-1]
+            others = (stop, size) if start == 0 else (0, start)
+            first = start + (stop - start) // self._tp * self._rank
+            return self._graph.call_function(pivoted_columns, (x, weight, first, others))
+        if bias is None:
+            return self._product(site, x, weight)
+        args = (x, weight, bias) if node.target is aten.linear.default else (bias, x, weight)
+        return self._graph.call_function(node.target, args)  # type: ignore[arg-type]
+
+    def _product(self, site: Site, x: fx.Node, weight: fx.Node) -> fx.Node:
+        """Their product, without a bias."""
+        target = aten.matmul.default if site.out_dim == 1 else aten.linear.default
+        return self._graph.call_function(target, (x, weight))
+
+    def _members(self, site: Site) -> list[fx.Node]:
+        names = {member.name for member in site.members}
+        return [node for node in self._stage.graph.nodes if node.name in names]

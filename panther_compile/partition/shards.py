@@ -1,0 +1,195 @@
+"""A labelling becomes numbers: the collectives of each stage, records of its shards, and lighter stages."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from panther_compile.partition.flow import FlowGraph, Work
+from panther_compile.partition.flow_graph import add_work
+from panther_compile.partition.label import Labelling, Problem, Step, tensor_bytes, tensor_key
+from panther_compile.partition.layout_rules import aten, has_shape
+from panther_compile.partition.layouts import Layout, State, Whole
+from panther_compile.partition.records import Collective, Shard
+from panther_compile.partition.sharding_sites import ROW, VOCABULARY, uneven_reason
+
+ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
+_UNSHARDED_LAYERS = (aten.conv1d, aten.conv2d, aten.conv3d, aten.conv_transpose2d, aten.lstm, aten.gru)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the stages of a partition are divided over the tp axis.
+
+    Attributes:
+        labelling: of the whole graph.
+        shards: layers that are divided.
+        whole: other layers, and why.
+        collectives: of all stages.
+    """
+
+    labelling: Labelling
+    shards: tuple[Shard, ...]
+    whole: tuple[tuple[str, str], ...]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A collective and the node that it comes before, or after."""
+
+    collective: Collective
+    node: fx.Node
+
+
+def place_collectives(
+    problem: Problem, labelling: Labelling, stage_of: Mapping[str, int] | None = None
+) -> list[Placed]:
+    """Every collective of one microbatch, in the order of the graph.
+
+    A tensor is brought from the way it lies to each state that it is read in once for every stage.
+
+    Args:
+        problem: that was labelled.
+        labelling: of it.
+        stage_of: stage of each node, by name; one stage if None.
+    """
+    graph = problem.graph_module.graph
+    stages = dict.fromkeys((node.name for node in graph.nodes), 0) if stage_of is None else dict(stage_of)
+    stages["output"] = max(stages.values(), default=0)
+    made: dict[tuple[int, str], set[State]] = {}
+    placed: list[Placed] = []
+    for node in graph.nodes:
+        if node.name in labelling.absorbed or node.op in ("placeholder", "get_attr"):
+            continue
+        stage = stages.get(node.name)
+        if stage is None:
+            continue
+        step = labelling.steps.get(node.name)
+        for operand, state in operand_states(node, step):
+            known = made.setdefault((stage, tensor_key(operand)), set())
+            lies = layout_of(labelling, operand)
+            for kind, phase, reached in _ways(lies, state):
+                if reached in known:
+                    continue
+                known.add(reached)
+                if phase == "forward" or (problem.training and operand.meta["tensor"].requires_grad):
+                    size = tensor_bytes(operand)
+                    placed.append(Placed(Collective(stage, tensor_key(operand), kind, phase, size), node))
+        if step is not None and step.kind in (ROW, VOCABULARY):
+            collective = Collective(stage, node.name, ALL_REDUCE, "forward", tensor_bytes(node))
+            placed.append(Placed(collective, node))
+    return placed
+
+
+def operand_states(node: fx.Node, step: Step | None) -> Iterator[tuple[fx.Node, State]]:
+    """Tensors that a node reads, and the state it needs each in."""
+    if step is not None and step.site is not None:
+        operands = [operand for member in step.site.members for operand in member.all_input_nodes]
+    else:
+        operands = node.all_input_nodes
+    for operand in dict.fromkeys(operands):
+        if step is None:
+            if has_shape(operand):
+                yield operand, Whole.SAME
+        elif operand.name in step.needs and has_shape(operand):
+            yield operand, step.needs[operand.name]
+
+
+def layout_of(labelling: Labelling, node: fx.Node) -> Layout | None:
+    """How the result of a node lies; None if whole."""
+    if node.op == "get_attr":
+        return labelling.parameters.get(str(node.target))
+    step = labelling.steps.get(node.name)
+    return step.out if step is not None else None
+
+
+def _ways(lies: Layout | None, state: State) -> Iterator[tuple[str, str, State]]:
+    """The collectives that bring a tensor to a state: (kind, phase, state reached)."""
+    if state == lies:
+        return
+    if lies is not None:
+        yield ALL_GATHER, "forward", Whole.SAME
+    if state is Whole.SUMMED:
+        yield ALL_REDUCE, "backward", state
+    elif isinstance(state, Layout):
+        yield ALL_GATHER, "backward", state
+
+
+def lighten(problem: Problem, labelling: Labelling, flow: FlowGraph, placed: list[Placed]) -> FlowGraph:
+    """The flow graph of one device: sharded work is divided, and collectives take time."""
+    nodes = {node.name: node for node in problem.graph_module.graph.nodes}
+    spent: dict[str, Work] = {}
+    for one in placed:
+        seconds = problem.ring.seconds(one.collective.kind, one.collective.bytes)
+        is_forward = one.collective.phase == "forward"
+        work = Work(seconds * is_forward, seconds * (not is_forward))
+        spent[one.node.name] = add_work(spent.get(one.node.name, Work()), work)
+    work_of = {}
+    for vertex, names in flow.members.items():
+        total = Work()
+        for name in names:
+            shared = name in labelling.steps or name in labelling.absorbed
+            own = (problem.shared_work if shared else problem.whole_work)[nodes[name]]
+            total = add_work(add_work(total, own), spent.get(name, Work()))
+        work_of[vertex] = total
+    holdings = tuple(
+        replace(
+            held,
+            bytes=held.bytes // labelling.tp,
+            trained_bytes=held.trained_bytes // labelling.tp,
+            gradient_bytes=held.gradient_bytes // labelling.tp,
+        )
+        if held.name in labelling.parameters
+        else held
+        for held in flow.holdings
+    )
+    return replace(flow, work=work_of, holdings=holdings)
+
+
+def describe_shards(problem: Problem, labelling: Labelling, placed: list[Placed]) -> tuple[Shard, ...]:
+    """A record for each layer that is sharded, and for other parameters that are."""
+    found, told = [], set[str]()
+    for node in problem.graph_module.graph.nodes:
+        step = labelling.steps.get(node.name)
+        if step is None:
+            continue
+        reads = [operand for operand, _ in operand_states(node, step) if problem.is_parameter(operand)]
+        names = [tensor_key(operand) for operand in reads]
+        if step.site is None and not any(name in labelling.parameters for name in names):
+            continue
+        name = step.site.name if step.site else names[0].removesuffix(".weight")
+        told.update(names)
+        layouts = [labelling.parameters.get(one) for one in names]
+        found.append(
+            Shard(
+                name=name,
+                kind=step.kind,
+                node=node.name,
+                parameters={
+                    one: layout.dim if layout else None for one, layout in zip(names, layouts, strict=True)
+                },
+                blocks=max((layout.blocks for layout in layouts if layout), default=1),
+                collectives=tuple(one.collective for one in placed if one.node is node),
+            )
+        )
+    return tuple(found)
+
+
+def explain_whole(problem: Problem, labelling: Labelling) -> tuple[tuple[str, str], ...]:
+    """Layers that stay whole, and why."""
+    found, tp = [], problem.ring.tp
+    for node in problem.graph_module.graph.nodes:
+        if node in problem.sites and node.name not in labelling.steps:
+            site = problem.sites[node]
+            uneven = uneven_reason(site, tp)
+            if uneven and " and " not in uneven and site.form != "embedding":
+                uneven += "; the other way costs more than it saves"
+            found.append((site.name, uneven or "its collectives take longer than the work they divide"))
+        elif getattr(node.target, "overloadpacket", None) in _UNSHARDED_LAYERS:
+            weights = [one for one in node.all_input_nodes if problem.is_parameter(one)]
+            name = tensor_key(weights[0]).removesuffix(".weight") if weights else node.name
+            found.append((name, f"{node.target} is not divided"))
+        elif node.op == "call_module":
+            found.append((str(node.target), "a module kept whole shows no operations to divide"))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,253 @@
+"""Checkpoints: bit for bit, on any mesh, and never half of one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from parallel import checkpoint_jobs
+from parallel.ranks import Ranks
+from parallel.training import build
+from torch.distributed.checkpoint import FileSystemReader
+
+from panther_compile import TrainingCheckpoints, read_state_dict
+from panther_compile.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointVersionError,
+    ConfigError,
+    ProcessGroupError,
+)
+from panther_compile.parallel.checkpoint_folder import list_checkpoints
+from panther_compile.parallel.pieces import find_pieces
+from panther_compile.partition.layouts import Layout
+
+FSDP = {"data_parallel": "fsdp"}
+MESHES = {
+    "dp2-ddp": {"mesh": {"dp": 2}, "data_parallel": "ddp"},
+    "dp2-fsdp": {"mesh": {"dp": 2}, **FSDP},
+    "pp2": {"mesh": {"pp": 2}},
+    "pp2-zbv": {"mesh": {"pp": 2}, "part": {"schedule": "interleaved"}, "schedule": "zbv"},
+    "one": {"mesh": {"dp": 1}},
+    "dp2-pp2-fsdp": {"mesh": {"dp": 2, "pp": 2}, **FSDP},
+    "dp2-pp2-ddp": {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+    "dp4-fsdp": {"mesh": {"dp": 4}, **FSDP},
+    "dp4-ddp": {"mesh": {"dp": 4}, "data_parallel": "ddp"},
+    "dp4-hybrid": {"mesh": {"dp": 4}, **FSDP, "shard_size": 2},
+}
+
+
+def size_of(name):
+    sizes = MESHES[name]["mesh"].values()
+    return 4 if 4 in sizes or len(sizes) == 2 else max(sizes)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = {}
+
+    def start(name):
+        count = name if isinstance(name, int) else size_of(name)
+        if count not in started:
+            started[count] = Ranks(count)
+        return started[count]
+
+    yield start
+    for group in started.values():
+        group.close()
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *("dp2-ddp", "dp2-fsdp", "pp2"),
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp2-pp2-fsdp", "dp2-pp2-ddp", "dp4-ddp")),
+    ],
+)
+def test_goes_on_bit_for_bit(ranks, tmp_path, mesh):
+    group, options = ranks(mesh), MESHES[mesh]
+    straight = group.run(checkpoint_jobs.go_on, steps=6, **options)
+    group.run(checkpoint_jobs.go_on, steps=3, folder=str(tmp_path), **options)
+    resumed = group.run(checkpoint_jobs.go_on, steps=6, folder=str(tmp_path), **options)
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["start"], other["start"]) == (0, 3)
+        assert {step: one["seen"][step] for step in (3, 4, 5)} == other["seen"]
+        assert_equal(one["state"], other["state"])
+
+
+def assert_equal(found, wanted):
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+def reshard(ranks, folder, source, targets, name):
+    saved = ranks(source).run(checkpoint_jobs.save, folder=str(folder), name=name, **MESHES[source])
+    state, options = {}, {}
+    for one in saved:
+        state |= one["optimizer"]
+        options |= one["options"]
+    assert any(key == "exp_avg" for _, key in state)
+    for target in targets:
+        told = ranks(target).run(
+            checkpoint_jobs.load, folder=str(folder), name=name, steps=2, **MESHES[target]
+        )
+        for one in told:
+            assert_equal(one["model"], saved[0]["model"])
+            assert one["optimizer"]
+            assert_equal(one["optimizer"], {key: state[key] for key in one["optimizer"]})
+            assert one["options"] == {key: options[key] for key in one["options"]}
+    read = read_state_dict(folder)
+    assert_equal(read, saved[0]["model"])
+    model = build(name)[0]
+    model.load_state_dict(read)
+    assert_equal(model.state_dict(), saved[0]["model"])
+
+
+def test_any_mesh_reads_a_pipelines(ranks, tmp_path):
+    """Tied embeddings are in both stages."""
+    reshard(ranks, tmp_path, "pp2", ["dp2-fsdp", "one"], "gpt2")
+
+
+def test_any_mesh_reads_shards(ranks, tmp_path):
+    reshard(ranks, tmp_path, "dp2-fsdp", ["pp2-zbv"], "bert")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["dp2-pp2-fsdp", "dp4-hybrid"])
+def test_four_ranks_and_back(ranks, tmp_path, source):
+    reshard(ranks, tmp_path, source, ["dp4-fsdp", "pp2", "one", "dp2-pp2-ddp"], "gpt2")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pieces_of_all_ranks_are_the_whole(dim, blocks, tp):
+    whole = torch.randn(12, 12)
+    layout = Layout(dim, blocks)
+    joined = torch.full_like(whole, torch.nan)
+    for rank in range(tp):
+        pieces = find_pieces(layout.shard(whole, tp, rank), layout, tp, rank)
+        assert len(pieces) == blocks
+        for piece in pieces:
+            (row, column), (height, width) = piece.offsets, piece.tensor.shape
+            rows, columns = slice(row, row + height), slice(column, column + width)
+            assert joined[rows, columns].isnan().all()
+            joined[rows, columns] = piece.tensor
+            assert piece.whole == (12, 12)
+    assert torch.equal(joined, whole)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """A folder with two checkpoints, and the model of the second."""
+    folder = tmp_path_factory.mktemp("saved")
+    told = ranks(2).run(checkpoint_jobs.save, folder=str(folder), name="mlp", **MESHES["dp2-fsdp"])
+    return folder, told[0]["model"]
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "text"),
+    [
+        ("__1_0.distcp", truncate, r"__1_0.distcp has \d+ bytes of \d+"),
+        ("__0_0.distcp", flip, "__0_0.distcp has another checksum"),
+        (".metadata", flip, ".metadata has another checksum"),
+        ("__0_0.distcp", Path.unlink, "cannot be read: No such file"),
+        ("manifest.json", Path.unlink, "has no manifest"),
+        ("manifest.json", truncate, "has no manifest"),
+    ],
+)
+def test_damage_is_found_and_the_checkpoint_before_is_taken(saved, tmp_path, file, damage, text):
+    folder = shutil.copytree(saved[0], tmp_path / "run")
+    newest, before = list_checkpoints(folder)
+    assert_equal(read_state_dict(folder), saved[1])
+    damage(newest / file)
+    with pytest.warns(UserWarning, match=f"{text}.*{before.name} is taken instead"):
+        older = read_state_dict(folder)
+    assert not torch.equal(older["layers.0.weight"], saved[1]["layers.0.weight"])
+    with pytest.raises(CheckpointCorruptError, match=text):
+        read_state_dict(newest)
+    truncate(before / "manifest.json")
+    with pytest.raises(CheckpointCorruptError, match="there is no whole checkpoint"):
+        read_state_dict(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*is taken instead")
+def test_all_ranks_take_the_same(ranks, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "run")
+    assert ranks(2).run(checkpoint_jobs.newest, folder=str(folder)) == ["step-000000002"] * 2
+    flip(folder / "step-000000002" / "__1_0.distcp")
+    assert ranks(2).run(checkpoint_jobs.newest, folder=str(folder)) == ["step-000000001"] * 2
+
+
+def test_manifests_are_checked(saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "run")
+    path = list_checkpoints(folder)[0] / "manifest.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"step": 7}))
+    with pytest.raises(CheckpointCorruptError, match="was changed"):
+        read_state_dict(path.parent)
+    path.write_text(json.dumps(document | {"version": 2}))
+    with pytest.raises(CheckpointVersionError, match="format 2, newer than 1"):
+        read_state_dict(folder)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        read_state_dict(tmp_path)
+
+
+def test_torch_reads_what_is_written(saved):
+    """It is a checkpoint of torch.distributed.checkpoint like any other."""
+    table = FileSystemReader(list_checkpoints(saved[0])[0]).read_metadata().state_dict_metadata
+    assert table["model.layers.1.weight"].size == (32, 32)
+    assert [chunk.sizes[0] for chunk in table["model.layers.1.weight"].chunks] == [16, 16]
+    assert {"optimizer.exp_avg.layers.0.bias", "rng.cpu.1"} <= set(table)
+
+
+def test_keeps_the_last_good_ones(ranks, tmp_path):
+    ranks(2).run(checkpoint_jobs.keeping, folder=str(tmp_path / "run"), other=str(tmp_path / "file"))
+
+
+def test_another_model_or_optimizer_is_named(ranks, tmp_path):
+    ranks(2).run(checkpoint_jobs.mismatches, folder=str(tmp_path))
+
+
+def test_what_is_needed(tmp_path):
+    with pytest.raises(ConfigError, match="keep=0"):
+        TrainingCheckpoints(tmp_path, keep=0)
+    with pytest.raises(ProcessGroupError, match="read_state_dict"):
+        TrainingCheckpoints(tmp_path)
+
+
+def test_kill_9_under_torchrun_changes_nothing(ranks, tmp_path):
+    straight = ranks(2).run(checkpoint_jobs.go_on, steps=5, **MESHES["dp2-ddp"])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("--max-restarts=2", "--monitor-interval=0.1"),
+            *(checkpoint_jobs.__file__, str(tmp_path), "5", "2"),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "SIGKILL" in done.stderr
+    for rank, one in enumerate(straight):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert told["start"] == 3
+        assert told["seen"] == {str(step): list(one["seen"][step]) for step in (3, 4)}
