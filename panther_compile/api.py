@@ -28,7 +28,7 @@ from panther_compile.layers.base import outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
 from panther_compile.passes.base import NOTHING_READY, Ready, SharingPass
 from panther_compile.passes.lift_functional import lift_functional
-from panther_compile.plan import hides_progress, make_plan
+from panther_compile.plan import TIMED, hides_progress, make_plan
 from panther_compile.ratio_search import Evaluate, check_search, measured, search_ratio
 from panther_compile.records import (
     NEVER_REACHED,
@@ -41,6 +41,7 @@ from panther_compile.records import (
 )
 from panther_compile.sites import Found, find_sites
 from panther_compile.substitute import copy_with, replace_inside
+from panther_compile.timing import time_sites
 from panther_compile.trace import clone_structure, read_graph
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,6 +60,7 @@ class SketchOptions(TypedDict, total=False):
     min_params: int
     round_rank_to: int | None
     allow_slower: bool
+    objective: str
     inplace: bool
     seed: int
     progress: bool | None
@@ -76,6 +78,7 @@ def sketchify(
     max_drop: float | None = None,
     evaluate: Evaluate | None = None,
     resume: str | PathLike[str] | None = None,
+    example_inputs: Any = None,
     **options: Unpack[SketchOptions],
 ) -> Model:
     """Replace the linear, convolution and attention layers of a model by sketched ones.
@@ -95,6 +98,8 @@ def sketchify(
         evaluate: with `max_drop`: gives the score of a model, higher is better. It runs in eval mode.
         resume: a folder, made if missing, to keep what was learnt from `data` and each fitted layer in; a
             later call with the same model, data and options goes on from there. Ratios may share one.
+        example_inputs: with `objective="latency"`: a batch as the model will be given it, on which layers are
+            timed; a tensor, a tuple of arguments or a mapping of keywords. Default: the first batch of data.
         **options: the fields of `SketchConfig`.
 
     Returns:
@@ -115,9 +120,12 @@ def sketchify(
     for option, given in (("refine", config.refine != "none"), ("resume", resume is not None)):
         if given and data is None:
             raise ConfigError(f"{option}= needs data=, inputs of the model to fit it to")
+    _check_example(config, example_inputs, data)
     with _undisturbed():
         prepared = _prepare(model, config)
         _check_weights(prepared.found, meta_allowed=False)
+        if example_inputs is not None:
+            prepared = _timed(prepared, example_inputs)
         if data is not None and evaluate is None:
             _plan(prepared, config)  # says that nothing can be sketched before any data is read
     wanted = None
@@ -125,6 +133,9 @@ def sketchify(
         wanted = RatioCurve((), measured(evaluate, prepared.given, "the dense model"), max_drop, None)
     with _undisturbed():
         studied = None if data is None else _study(prepared, config, data, resume)
+        if studied is not None and config.objective == "latency" and example_inputs is None:
+            prepared = _timed(prepared, studied.calls[0])
+            studied = replace(studied, found=prepared.found)
     if evaluate is not None and wanted is not None:
         made, small, curve = _search(prepared, config, studied, wanted, evaluate)
     else:
@@ -138,8 +149,8 @@ def sketchify(
     keep_record(result, SketchRecord.after(earlier, made.plan, made.fitted, curve))
     if made.unreached:
         warnings.warn(
-            f"{NEVER_REACHED} {', '.join(made.unreached)}: sketched from the weights alone; give data that "
-            "reaches them, or exclude them",
+            f"data never reached {', '.join(made.unreached)}: sketched from the weights alone; give "
+            "data that does, or exclude what is not needed",
             stacklevel=2,
         )
     return result  # type: ignore[return-value]
@@ -148,20 +159,25 @@ def sketchify(
 def plan_sketch(
     model: nn.Module,
     ratio: float | Mapping[Selector, float] = 0.5,
+    *,
+    example_inputs: Any = None,
     **options: Unpack[SketchOptions],
 ) -> SketchPlan:
     """What `sketchify` would do with the same arguments, layer by layer, and why; changes nothing.
 
-    Works on models on the meta device too; the errors of the layers are then unknown.
+    Works on models on the meta device too, unless layers are to be timed; their errors are then unknown.
 
     Raises:
         ConfigError, ConfigTypeError, NoTargetError, WrappedModelError: see `sketchify`.
-        WeightError: a weight holds NaN or Inf.
+        WeightError: a weight holds NaN or Inf, or has no data to be timed with.
     """
     config = _config(ratio, options)
+    _check_example(config, example_inputs, None)
     with _undisturbed():
         prepared = _prepare(model, config)
-        _check_weights(prepared.found, meta_allowed=True)
+        _check_weights(prepared.found, meta_allowed=example_inputs is None)
+        if example_inputs is not None:
+            prepared = _timed(prepared, example_inputs)
         return _plan(prepared, config)
 
 
@@ -220,6 +236,14 @@ def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any])
     return SketchConfig(ratio=ratio, **options)
 
 
+def _check_example(config: SketchConfig, example: Any, data: Data | None) -> None:
+    """Raise ConfigError unless there is a batch to time layers on, where they are timed and only there."""
+    if config.objective != "latency" and example is not None:
+        raise ConfigError(f"example_inputs= is for objective='latency', got objective={config.objective!r}")
+    if config.objective == "latency" and example is None and data is None:
+        raise ConfigError("objective='latency' needs example_inputs=, a batch to time the layers on")
+
+
 def _prepare(model: nn.Module, config: SketchConfig) -> _Prepared:
     """Check the model, lift the functional calls of a graph, and find the sites."""
     exported = isinstance(model, ExportedProgram)
@@ -236,6 +260,10 @@ def _prepare(model: nn.Module, config: SketchConfig) -> _Prepared:
     found = find_sites(model, config, reading)
     route = "torch.export graph" if exported else reading.route
     return _Prepared(given, model, found, route, bool(reading.direct))
+
+
+def _timed(prepared: _Prepared, example: Any) -> _Prepared:
+    return replace(prepared, found=time_sites(prepared.model, prepared.found, example))
 
 
 def _check_module(model: object) -> None:
@@ -293,6 +321,8 @@ def _search(
 
     def score_at(ratio: float) -> float:
         made = _make(prepared, replace(config, ratio=ratio), studied)
+        if passing and _stored(made.plan) > _stored(passing[0][0].plan):
+            raise NoTargetError(f"ratio {ratio:g} leaves layers dense that larger ratios make smaller")
         with _undisturbed():
             small = _copy(prepared.model, made.new)
         turn_off_nested_tensors(small)
@@ -303,6 +333,11 @@ def _search(
 
     curve = search_ratio(score_at, wanted.dense_score, wanted.max_drop)
     return *passing[0], curve
+
+
+def _stored(plan: SketchPlan) -> int:
+    """Stored numbers of all that could be sketched, whether it is or not."""
+    return sum(line.stored_numbers for line in plan.layers)
 
 
 def _plan(prepared: _Prepared, config: SketchConfig) -> SketchPlan:
@@ -316,13 +351,16 @@ def _check_plan(prepared: _Prepared, plan: SketchPlan, config: SketchConfig) -> 
     found = prepared.found
     dense_on_purpose = any(ratio == 1.0 for _, ratio in config.ratios())
     if not found.sites or not (plan.sketched or dense_on_purpose):
-        reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in plan.layers[:10])
-        more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
-        advice = "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
-        raise NoTargetError(
-            f"nothing to sketch in {type(prepared.model).__name__}: wanted an nn.Linear, nn.Conv2d, "
-            f"nn.MultiheadAttention or Conv1D{advice if prepared.reads_weights else ''}{reasons}{more}"
-        )
+        slow = tuple(line for line in plan.layers if line.reason.startswith(TIMED))
+        lines = (slow or plan.layers)[:10]
+        reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in lines)
+        more = f"\n  and {len(plan.layers) - len(lines)} more" if len(plan.layers) > len(lines) else ""
+        wanted = "wanted an nn.Linear, nn.Conv2d, nn.MultiheadAttention or Conv1D"
+        if slow:
+            wanted = "no layer has a sketch of this ratio that is faster here"
+        elif prepared.reads_weights:
+            wanted += "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
+        raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {wanted}{reasons}{more}")
 
 
 def _check_weights(found: Found, *, meta_allowed: bool) -> None:

@@ -1,7 +1,9 @@
 """What one stage hands the next."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Self
 
 from torch import fx, nn
@@ -9,6 +11,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from panther_compile.candidates import Candidate
 from panther_compile.cost import Device
+from panther_compile.plots import draw_curve
 from panther_compile.tables import render_table, share
 
 
@@ -103,11 +106,16 @@ class SketchPlan:
         layers: in the order of the model.
         ratio: the ratio asked for, as text.
         route: how the layers were found: "module tree", "fx graph", ...
+        allocation: how data had the budget divided, see `plan.Allocation`; empty without data.
+        tried: how far results on held-out data were from the dense model's, by allocation; empty where there
+            was nothing to choose.
     """
 
     layers: tuple[LayerPlan, ...]
     ratio: str
     route: str
+    allocation: str = ""
+    tried: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sketched(self) -> tuple[LayerPlan, ...]:
@@ -162,6 +170,7 @@ class SketchPlan:
             f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
             f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
             f"found through: {self.route}",
+            *filter(None, (allocation_text(self.allocation, self.tried),)),
         )
         return render_table("Sketch plan", columns, rows, footer)
 
@@ -178,6 +187,9 @@ class Fitted:
         output_error: relative error of the layer's output on the calibration data, behind the sketched
             layers before it, after the fit; None without data.
         sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
+        predicted_error: of the whitened matrix cut at its rank, on what the dense model computes; likewise,
+            of matrices.
+        note: what is to be known about the data that it was fitted to; empty if there is nothing.
     """
 
     scheme: str
@@ -186,6 +198,50 @@ class Fitted:
     error: float
     output_error: float | None = None
     sensitivity: float | None = None
+    predicted_error: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RatioCurve:
+    """How the score of a model hangs on its ratio, as far as it was measured.
+
+    Attributes:
+        points: (ratio, score), in the order in which they were measured.
+        dense_score: of the dense model; higher is better.
+        max_drop: how far below that a score may be.
+        ratio: that was chosen, the smallest one measured that passes; None if none does.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    dense_score: float
+    max_drop: float
+    ratio: float | None
+
+    def passes(self, score: float) -> bool:
+        """Whether a score is within the drop, rounding forgiven."""
+        return score >= self.dense_score - self.max_drop - 1e-12 * max(1.0, abs(self.dense_score))
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the scores over the ratios (needs matplotlib); the kind of the picture is the file name's."""
+        points = sorted(point for point in self.points if math.isfinite(point[1]))
+        passes = [self.passes(score) for _, score in points]
+        draw_curve(points, passes, self.dense_score, self.dense_score - self.max_drop, path)
+
+    def __str__(self) -> str:
+        """A table: one line for each ratio, then what was wanted."""
+        rows = [
+            (
+                f"{ratio:.2f}",
+                f"{score:.6g}",
+                f"{self.dense_score - score:.3g}",
+                "chosen" if ratio == self.ratio else "passes" if self.passes(score) else "",
+            )
+            for ratio, score in sorted(self.points)
+        ]
+        columns = (("ratio", "right"), ("score", "right"), ("drop", "right"), ("", "left"))
+        footer = (f"dense score {self.dense_score:.6g}, max_drop {self.max_drop:g}",)
+        return render_table("Score by ratio", columns, rows, footer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +251,21 @@ class SketchRecord:
     Attributes:
         plan: the plan that was carried out.
         fitted: what came of each weight that was sketched, by name.
+        curve: of the search for the ratio; None if there was none. It is not loaded with a saved model.
     """
 
     plan: SketchPlan
     fitted: Mapping[str, Fitted]
+    curve: RatioCurve | None = None
 
     @classmethod
-    def after(cls, earlier: "SketchRecord | None", plan: SketchPlan, fitted: Mapping[str, Fitted]) -> Self:
+    def after(
+        cls,
+        earlier: "SketchRecord | None",
+        plan: SketchPlan,
+        fitted: Mapping[str, Fitted],
+        curve: RatioCurve | None = None,
+    ) -> Self:
         """The record of a plan carried out; layers sketched earlier keep the lines they had."""
         known = () if earlier is None else earlier.plan.sketched
         lines: list[LayerPlan] = []
@@ -212,11 +276,21 @@ class SketchRecord:
             else:
                 lines.append(line)
         if earlier is None:
-            return cls(SketchPlan(tuple(lines), plan.ratio, plan.route), fitted)
+            return cls(replace(plan, layers=tuple(lines)), fitted, curve)
         ratio = f"{earlier.plan.ratio}, then {plan.ratio}"
-        return cls(SketchPlan(tuple(lines), ratio, plan.route), {**earlier.fitted, **fitted})
+        told = plan if plan.allocation else earlier.plan
+        both = replace(told, layers=tuple(lines), ratio=ratio, route=plan.route)
+        return cls(both, {**earlier.fitted, **fitted}, curve or earlier.curve)
 
 
+def allocation_text(allocation: str, tried: Mapping[str, float]) -> str:
+    """How the budget was divided, and what each allocation tried came to; empty without data."""
+    scores = ", ".join(f"{name} {distance:.3g}" for name, distance in tried.items())
+    told = f"; distance from the dense model on held-out data: {scores}" if tried else ""
+    return f"ranks divided by {allocation}{told}" if allocation else ""
+
+
+NEVER_REACHED = "data never reached it"
 ALREADY_SKETCHED = "already sketched"
 RECORD_ATTRIBUTE = "_panther_sketch"
 

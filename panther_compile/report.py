@@ -1,14 +1,16 @@
 """What was done to a model, counted on the model as it is now."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
 
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, outermost
-from panther_compile.records import RECORD_ATTRIBUTE, Fitted, SketchRecord
+from panther_compile.plots import draw_layers
+from panther_compile.records import RECORD_ATTRIBUTE, Fitted, RatioCurve, SketchRecord, allocation_text
 from panther_compile.tables import render_table, share
 
 
@@ -28,6 +30,11 @@ class ReportRow:
         method: how the factors were found.
         error: relative Frobenius error of the weight, estimated by Gaussian probes; None if dense or unknown.
         reason: why the layer was left alone.
+        predicted_error: relative error of the layer's output that the plan expected on data, from what the
+            dense model computes; of matrices that were fitted to data, else None.
+        output_error: the same after the fit, behind the sketched layers before it; None without data.
+        sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
+        note: what is to be known about the data that it was fitted to; empty if there is nothing.
     """
 
     name: str
@@ -41,6 +48,10 @@ class ReportRow:
     method: str
     error: float | None
     reason: str
+    predicted_error: float | None = None
+    output_error: float | None = None
+    sensitivity: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,9 @@ class SketchReport:
         replaced_stored_numbers: their stored count now.
         ratio_asked: as text; "-" where no record of it is left.
         route: how the layers were found.
+        allocation: how data had the budget divided; empty without data.
+        tried: how far results on held-out data were from the dense model's, by allocation tried.
+        curve: of the search for the ratio, if there was one; it is not saved with the model.
     """
 
     rows: tuple[ReportRow, ...]
@@ -64,6 +78,9 @@ class SketchReport:
     replaced_stored_numbers: int
     ratio_asked: str
     route: str
+    allocation: str = ""
+    tried: Mapping[str, float] = field(default_factory=dict)
+    curve: RatioCurve | None = None
 
     @property
     def achieved_ratio(self) -> float:
@@ -71,6 +88,17 @@ class SketchReport:
         if not self.replaced_dense_numbers:
             return 1.0
         return self.replaced_stored_numbers / self.replaced_dense_numbers
+
+    @property
+    def _curve_text(self) -> str:
+        if self.curve is None:
+            return ""
+        points = len(self.curve.points)
+        score = dict(self.curve.points)[self.curve.ratio or 1.0]
+        return (
+            f"ratio {self.curve.ratio:g} found with {points} evaluations: score {score:.6g}, dense "
+            f"{self.curve.dense_score:.6g}, max_drop {self.curve.max_drop:g}"
+        )
 
     @property
     def sketched(self) -> tuple[ReportRow, ...]:
@@ -86,8 +114,29 @@ class SketchReport:
         """The report as JSON values."""
         return asdict(self) | {"achieved_ratio": self.achieved_ratio}
 
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw what each sketched layer stores, its errors and its sensitivity (needs matplotlib).
+
+        Args:
+            path: of the picture; its kind is that of the file name.
+        """
+        rows = self.sketched
+        draw_layers(
+            f"{len(rows)} sketched layers store {self.achieved_ratio:.1%} of their dense numbers",
+            [row.name or "(model)" for row in rows],
+            [row.stored_numbers / row.dense_numbers for row in rows],
+            {
+                "output, after the fit": [row.output_error for row in rows],
+                "output, as predicted": [row.predicted_error for row in rows],
+                "weight": [row.error for row in rows],
+            },
+            [row.sensitivity for row in rows],
+            path,
+        )
+
     def __str__(self) -> str:
         """A table: one line for each weight, then the totals."""
+        fitted = any(row.output_error is not None for row in self.rows)
         rows = [
             (
                 row.name or "(model)",
@@ -98,8 +147,10 @@ class SketchReport:
                 f"{row.stored_numbers:,}",
                 share(row.stored_numbers, row.dense_numbers),
                 share(row.macs, row.dense_macs),
-                "" if row.error is None else f"{row.error:.3f}",
-                row.method or row.reason,
+                _number(row.error),
+                *(map(_number, (row.predicted_error, row.output_error)) if fitted else ()),
+                *((_number(row.sensitivity, ".1e"),) if fitted else ()),
+                "; ".join(filter(None, (row.method or row.reason, row.note))),
             )
             for row in self.rows
         ]
@@ -113,18 +164,21 @@ class SketchReport:
             ("ratio", "right"),
             ("FLOPs", "right"),
             ("error", "right"),
+            *((("predicted", "right"), ("output", "right"), ("sensitivity", "right")) if fitted else ()),
             ("method, or why not", "left"),
         )
         macs = sum(row.macs for row in self.sketched)
         dense_macs = sum(row.dense_macs for row in self.sketched)
         footer = (
+            *(("error: of the weight; predicted, output: of the layer's output on the data",) * fitted),
             f"replaced weights: {self.replaced_stored_numbers:,} of {self.replaced_dense_numbers:,} numbers, "
             f"ratio {self.achieved_ratio:.4f} (asked {self.ratio_asked}), FLOPs {share(macs, dense_macs)}",
             f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
             f"ratio {share(self.stored_numbers, self.dense_numbers)}",
             f"found through: {self.route}",
+            *filter(None, (allocation_text(self.allocation, self.tried), self._curve_text)),
         )
-        return render_table("Sketch report", columns, rows, footer)
+        return render_table("Sketch report", columns, rows, footer, width=190 if fitted else 160)
 
 
 def sketch_report(model: nn.Module) -> SketchReport:
@@ -155,6 +209,9 @@ def sketch_report(model: nn.Module) -> SketchReport:
         replaced_stored_numbers=_numbers(tensors_of(layers.values())),
         ratio_asked="-" if record is None else record.plan.ratio,
         route="-" if record is None else record.plan.route,
+        allocation="" if record is None else record.plan.allocation,
+        tried={} if record is None else record.plan.tried,
+        curve=None if record is None else record.curve,
     )
 
 
@@ -208,7 +265,7 @@ def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> It
 
 
 def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
-    return ReportRow(
+    row = ReportRow(
         name=name,
         kind=type(layer).__name__,
         scheme=layer.scheme,
@@ -217,10 +274,25 @@ def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
         stored_numbers=layer.stored_numbers,
         dense_macs=layer.dense_macs,
         macs=layer.macs,
-        method="" if fitted is None else fitted.method,
-        error=None if fitted is None else fitted.error,
+        method="",
+        error=None,
         reason="",
     )
+    if fitted is None:
+        return row
+    return replace(
+        row,
+        method=fitted.method,
+        error=fitted.error,
+        predicted_error=fitted.predicted_error,
+        output_error=fitted.output_error,
+        sensitivity=fitted.sensitivity,
+        note=fitted.note,
+    )
+
+
+def _number(value: float | None, digits: str = ".3f") -> str:
+    return "" if value is None else f"{value:{digits}}"
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -1,8 +1,11 @@
 """What the report counts, against counting by hand on the model as it is."""
 
 import copy
+import hashlib
 import json
 import pickle
+import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import panther_compile as pc
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, LayerPlan, SketchPlan, SketchRecord
-from panther_compile.report import sketch_report, tensors_of
+from panther_compile.report import ReportRow, SketchReport, sketch_report, tensors_of
 from panther_compile.tables import render_table, share
 
 OPTIONS = {"min_params": 0, "progress": False, "allow_slower": True}
@@ -249,3 +252,159 @@ def test_copies_of_a_graph_keep_the_record(inplace):
     dense = pc.densify(small, inplace=inplace)
     for twin in (dense, copy.deepcopy(dense)):
         assert RECORD_ATTRIBUTE not in vars(twin)
+
+
+# ------------------------------------------------------------------------------------ fitted to data
+
+
+class Gated(nn.Module):
+    """One of its layers is only called on request."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(40, 48)
+        self.spare = nn.Linear(40, 48)
+        self.last = nn.Linear(48, 40)
+
+    def forward(self, x, spare=False):
+        return self.last(torch.relu(self.spare(x) if spare else self.first(x)))
+
+
+def batches(rows=16, features=40, count=6):
+    return [torch.randn(rows, features) for _ in range(count)]
+
+
+def test_rows_of_a_layer_that_was_fitted_to_data():
+    small = pc.sketchify(Gated(), 0.5, data=batches(), exclude="spare", include="*", **OPTIONS)
+    report = pc.sketch_report(small)
+    record = vars(small)[RECORD_ATTRIBUTE]
+    planned = {line.name: line.choice for line in record.plan.layers}
+    for row in report.sketched:
+        assert row.predicted_error == planned[row.name].error
+        assert row.output_error == record.fitted[row.name].output_error
+        assert row.sensitivity == record.fitted[row.name].sensitivity
+        assert 0 < row.predicted_error < 1
+        assert 0 < row.output_error < 1
+        assert row.sensitivity > 0
+        assert row.error > 0
+        assert row.note == ""
+    assert all(row.output_error is None for row in report.skipped)
+    text = str(report)
+    assert all(column in text for column in ("predicted", "output", "sensitivity"))
+    assert "predicted" not in str(pc.sketch_report(pc.sketchify(Gated(), 0.5, **OPTIONS)))
+
+
+def test_output_error_is_that_of_the_layer():
+    model = nn.Linear(40, 40)
+    data = batches(200)
+    small = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    model.requires_grad_(False)
+    small.requires_grad_(False)
+    x = torch.cat(data)
+    wanted = nn.functional.linear(x, model.weight) - (x @ model.weight.T).mean(0)
+    lost = model(x) - small(x)
+    found = float((lost - lost.mean(0)).norm() / wanted.norm())
+    assert pc.sketch_report(small).rows[0].output_error == pytest.approx(found, rel=0.1)
+    assert pc.sketch_report(small).rows[0].predicted_error == pytest.approx(found, rel=0.3)
+
+
+def test_kernels_have_no_prediction_on_data():
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1))
+    data = [torch.randn(4, 16, 8, 8) for _ in range(4)]
+    rows = pc.sketch_report(pc.sketchify(model, 0.5, data=data, include="*", **OPTIONS)).rows
+    assert [row.predicted_error is None for row in rows] == [True, False]
+    assert all(row.output_error is not None for row in rows)
+
+
+def test_layers_that_the_data_never_reached():
+    with pytest.warns(UserWarning, match="data never reached spare: sketched from the weights alone") as told:
+        small = pc.sketchify(Gated(), 0.5, data=batches(), include="*", **OPTIONS)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    report = pc.sketch_report(small)
+    notes = {row.name: row.note for row in report.rows}
+    assert notes == {"first": "", "spare": "data never reached it", "last": ""}
+    spare = report.rows[1]
+    assert (spare.method, spare.output_error, spare.predicted_error) == ("svd", None, None)
+    assert "svd; data never reached it" in str(report)
+
+
+def test_no_warning_where_all_layers_are_reached(recwarn):
+    pc.sketchify(Gated(), 0.5, data=run, **OPTIONS)
+    assert not [one for one in recwarn if issubclass(one.category, UserWarning)]
+
+
+def run(model):
+    for x in batches():
+        model(x)
+        model(x, spare=True)
+
+
+def test_layers_that_saw_fewer_rows_than_inputs():
+    small = pc.sketchify(Gated(), 0.5, data=batches(4, count=5), exclude="spare", include="*", **OPTIONS)
+    notes = [row.note for row in pc.sketch_report(small).sketched]
+    assert notes == [
+        "fewer samples (20) than inputs (40): regularised",
+        "fewer samples (20) than inputs (48): regularised",
+    ]
+
+
+def test_allocation_is_told():
+    model = nn.Sequential(nn.Linear(40, 80), nn.ReLU(), nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 10))
+    small = pc.sketchify(model, 0.3, data=batches(64), include="*", **OPTIONS)
+    report = pc.sketch_report(small)
+    assert set(report.tried) >= {"energy"}
+    assert report.allocation == min(report.tried, key=report.tried.get)
+    last = next(line for line in str(report).splitlines() if line.startswith("ranks divided by"))
+    assert all(f"{name} {distance:.3g}" in last for name, distance in report.tried.items())
+    json.dumps(report.to_dict())
+    bare = pc.sketch_report(pc.sketchify(model, 0.3, include="*", **OPTIONS))
+    assert (bare.allocation, bare.tried) == ("", {})
+    assert "ranks divided" not in str(bare)
+
+
+def test_what_data_told_is_saved_and_loaded(tmp_path):
+    with pytest.warns(UserWarning, match="never reached"):
+        small = pc.sketchify(Gated(), 0.3, data=batches(), include="*", **OPTIONS)
+    pc.save_sketched(small, tmp_path)
+    assert pc.sketch_report(pc.load_sketched(Gated(), tmp_path)) == pc.sketch_report(small)
+
+
+def test_checkpoints_from_before_these_fields_load(tmp_path):
+    pc.save_sketched(pc.sketchify(Gated(), 0.3, include="*", **OPTIONS), tmp_path)
+    file = tmp_path / "sketch.json"
+    document = json.loads(file.read_text())
+    for key in ("allocation", "tried"):
+        del document["record"]["plan"][key]
+    for fitted in document["record"]["fitted"].values():
+        for key in ("predicted_error", "note", "output_error", "sensitivity"):
+            del fitted[key]
+    del document["record"]["curve"], document["sha256"]
+    text = json.dumps(document, sort_keys=True)
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(json.dumps(document))
+    report = pc.sketch_report(pc.load_sketched(Gated(), tmp_path))
+    assert [row.note for row in report.rows] == ["", "", ""]
+    assert report.allocation == ""
+
+
+def test_a_second_call_keeps_what_the_first_one_told():
+    model = nn.Sequential(nn.Linear(40, 80), nn.ReLU(), nn.Linear(80, 80))
+    first = pc.sketchify(model, 0.3, data=batches(64), include="0", **OPTIONS)
+    second = pc.sketchify(first, 0.5, include="2", **OPTIONS)
+    assert pc.sketch_report(second).allocation == pc.sketch_report(first).allocation != ""
+    assert pc.sketch_report(second).rows[0].output_error == pc.sketch_report(first).rows[0].output_error
+
+
+@pytest.mark.parametrize(("layers", "with_data"), [(0, False), (3, False), (3, True), (120, True)])
+def test_picture(tmp_path, layers, with_data):
+    row = ReportRow(
+        "a.very.long.name." * 6 + "fc", "SketchedLinear", "pair", (2,), 100, 40, 10, 4, "svd", 1.7, ""
+    )
+    if with_data:
+        row = replace(row, predicted_error=0.2, output_error=0.3, sensitivity=1e-3)
+    report = SketchReport((row,) * layers, 100, 40, 100, 40, "0.5", "module tree")
+    report.plot(tmp_path / "report.png")
+    width, height = struct.unpack(">II", (tmp_path / "report.png").read_bytes()[16:24])
+    assert width == 1430
+    assert height >= layers * 20  # room for a line of text each

@@ -9,5 +9,6 @@ whiten        the best rank-r matrix for given moments
 lockstep      dense and sketched model side by side, layer by layer
 fit_matrix    a linear layer from moments
 fit_conv2d    a convolution by least squares
+resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
 """

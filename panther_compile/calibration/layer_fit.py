@@ -10,6 +10,7 @@ from panther_compile.calibration.fit_conv2d import fit_conv2d_to
 from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
 from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import Moments, MomentSums
+from panther_compile.calibration.resume import FittedLayer, Folder
 from panther_compile.calibration.study import Study
 from panther_compile.calibration.targets import Target
 from panther_compile.config import SketchConfig
@@ -18,7 +19,7 @@ from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.passes.base import generator_for
-from panther_compile.records import Choice, Fitted
+from panther_compile.records import Choice, Fitted, SketchPlan
 
 METHOD = "calibrated"
 
@@ -27,50 +28,66 @@ class LayerFit:
     """Fits the layers of a plan; layers that are given the same tensors share their moments.
 
     Args:
-        targets: by name.
-        choices: how each is to be stored; those without one stay dense.
+        targets: by name; each is sketched by the plan.
+        plan: how each is to be stored.
         study: of the dense model.
         masks: of each batch, see `batches.kept_positions`.
         config: the options.
+        folder: where fitted layers are kept, and taken from if they are there; None keeps none.
 
     Attributes:
+        choices: of the plan, by name.
         ready: what was fitted, by name.
     """
 
     def __init__(
         self,
         targets: Mapping[str, Target],
-        choices: Mapping[str, Choice],
+        plan: SketchPlan,
         study: Study,
         masks: Sequence[Tensor | None],
         config: SketchConfig,
+        folder: Folder | None = None,
     ) -> None:
-        self.targets, self.choices, self._study = targets, choices, study
-        self._masks, self._config = masks, config
+        self.targets, self._plan, self._study = targets, plan, study
+        self.choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
-        self.ready: dict[str, tuple[SketchedLayer, Fitted]] = {}
+        self.ready: dict[str, FittedLayer] = {}
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
+        kept = None
+        if self._folder is not None:
+            kept = self._folder.layer(self._plan, name, self.targets[name].layer)
+        self.ready[name] = self._fit(name, arrivals) if kept is None else kept
+        if self._folder is not None and kept is None:
+            self._folder.keep_layer(self._plan, name, *self.ready[name])
+        return self.ready[name][0]
+
+    def _fit(self, name: str, arrivals: Sequence[Arrival]) -> FittedLayer:
         target, choice = self.targets[name], self.choices[name]
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
+        layer: SketchedLayer
         if target.is_matrix:
-            layer, error = self._matrix(target, choice, arrivals, weight)
+            moments = self._moments(target, arrivals)
+            layer, error = self._matrix(target, choice, moments, weight)
+            rows = moments.rows
         else:
             assert isinstance(target.layer, nn.Conv2d)
             layer, error = fit_conv2d_to(target.layer, name, choice, self._config, arrivals, weight)
-        self.ready[name] = layer, self._fitted(target, layer, error)
-        return layer
+            rows = sum(arrival.z.numel() // arrival.z.shape[-3] for arrival in arrivals)
+        return layer, self._fitted(target, layer, error, rows)
 
     def _matrix(
-        self, target: Target, choice: Choice, arrivals: Sequence[Arrival], gradient: Tensor | None
+        self, target: Target, choice: Choice, moments: Moments, gradient: Tensor | None
     ) -> tuple[SketchedLayer, float]:
         weight, bias = target.weight_and_bias()
         found = fit_matrix_to(
             weight,
             bias,
-            self._moments(target, arrivals),
+            moments,
             gradient,
             choice.rank,
             pivoted=choice.scheme == "pivoted",
@@ -99,8 +116,9 @@ class LayerFit:
             self._last = (arrivals, centred, moments)
         return moments
 
-    def _fitted(self, target: Target, layer: SketchedLayer, error: float) -> Fitted:
+    def _fitted(self, target: Target, layer: SketchedLayer, error: float, rows: int) -> Fitted:
         weight, _ = target.weight_and_bias()
+        inputs = weight.shape[1]
         if isinstance(layer, SketchedLinear):
             left, right = (factor.detach() for factor in layer.factors())
             generator = generator_for(target.name, self._config, weight.device)
@@ -116,6 +134,8 @@ class LayerFit:
             distance,
             output_error=error,
             sensitivity=self._study.sensitivity.get(target.name),
+            predicted_error=self.choices[target.name].error if target.name in self._study.values else None,
+            note=f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else "",
         )
 
 

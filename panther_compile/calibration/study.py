@@ -75,9 +75,9 @@ def study_layers(
         logits=logits,
         progress=progress,
     )
-    for name, gradient in gradients.items():
-        weight, study.sensitivity[name] = weight_of_errors(gradient)
-        study.weights[name] = weight.float()
+    for name, square in gradients.items():
+        outer, study.sensitivity[name] = weight_of_errors(square)
+        study.weights[name] = outer.float().contiguous()
     held = 0
     for group in _groups(targets):
         for name, sums in _moments(side, group, calls, study, progress):
@@ -89,7 +89,9 @@ def study_layers(
             study.values[name] = _values(left, right, moments.square, gradient)
             held += 4 * (left.numel() + right.numel())
             if held <= MAX_BYTES:
-                study.factors[name] = (left.float(), right.float(), moments.mean_x.float())
+                # Contiguous, as they are when read from a file: products then round alike.
+                parts = (left.float(), right.float(), moments.mean_x.float())
+                study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
     return study
 
 

@@ -1,0 +1,252 @@
+"""A folder in which the work on a model is kept as it is done, so that a later call need not do it again.
+
+    calibration.json            what it is the work of: model, data, options
+    study.safetensors           the study of the dense model
+    tried-<plans>.json          how the allocations did on held-out data
+    layers-<plan>/*.safetensors one file for each fitted layer
+
+Every file is written under another name and then put in place: it is there whole, or not at all. Ratios
+share a folder: they share the study, and each plan has its own layers.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.study import Study
+from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigTypeError, ResumeError
+from panther_compile.layers import LAYER_TYPES
+from panther_compile.layers.base import SketchedLayer, copy_into, take_over
+from panther_compile.records import Fitted, SketchPlan
+
+FORMAT = "panther_compile.calibration 1"
+MANIFEST = "calibration.json"
+_NUMBERS = ("sensitivity", "power", "reached")
+# Options that change no study and no layer of a given plan; the layers found stand for the selectors.
+_FREE = ("ratio", "include", "exclude", "inplace", "progress", "refine")
+
+FittedLayer = tuple[SketchedLayer, Fitted]
+
+
+class Folder:
+    """Work on one model, data and options.
+
+    Args:
+        path: made if missing.
+        identity: what decides whose work it is, see `identity_of`.
+
+    Raises:
+        ConfigTypeError: the path is none.
+        ResumeError: the folder holds the work of another run, or other files, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigTypeError(f"resume={path!r} is a {type(path).__name__}, wanted the path of a folder")
+        self.path = Path(path)
+        given = {"format": FORMAT, **identity}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            is_empty = not any(not one.name.startswith(".writing-") for one in self.path.iterdir())
+        except OSError as error:
+            raise ResumeError(f"resume={str(path)!r} is no folder that can be written: {error}") from error
+        kept = self._read_json(MANIFEST)
+        if kept is None:
+            if not is_empty:
+                raise ResumeError(
+                    f"resume={str(path)!r} holds files but no {MANIFEST}: wanted an empty or new folder, or "
+                    "one that an earlier call has worked in"
+                )
+            self._write(MANIFEST, lambda file: file.write_text(json.dumps(given, indent=1)))
+        elif kept != given:
+            different = [
+                f"\n  {key}: {kept.get(key, 'nothing')} there, {given.get(key, 'nothing')} here"
+                for key in sorted({*kept, *given})
+                if kept.get(key) != given.get(key)
+            ]
+            raise ResumeError(f"resume={str(path)!r} holds the work of another run{''.join(different)}")
+
+    def study(self, device: torch.device) -> Study | None:
+        """The study kept here, None if there is none."""
+        kept = self._read("study.safetensors", device)
+        if kept is None:
+            return None
+        tensors, told = kept
+        study = Study(**told)
+        for key, tensor in sorted(tensors.items()):
+            kind, _, name = key.partition("/")
+            if kind == "factors":
+                _, _, name = name.partition("/")  # the keys are sorted by the place, which stands first
+                study.factors[name] = (*study.factors.get(name, ()), tensor)  # type: ignore[assignment]
+            else:
+                getattr(study, kind)[name] = tensor
+        return study
+
+    def keep_study(self, study: Study) -> None:
+        """Keep it; raises ResumeError if it cannot be written."""
+        tensors = {
+            f"{kind}/{name}": t for kind in ("values", "weights") for name, t in getattr(study, kind).items()
+        }
+        for name, parts in study.factors.items():
+            tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
+        self._write_tensors("study.safetensors", tensors, {kind: getattr(study, kind) for kind in _NUMBERS})
+
+    def tried(self, plans: Sequence[SketchPlan]) -> dict[str, float] | None:
+        """How the allocations of these plans did, None if it is not kept."""
+        return self._read_json(f"tried-{_key(*plans)}.json")
+
+    def keep_tried(self, plans: Sequence[SketchPlan], tried: Mapping[str, float]) -> None:
+        """Keep it; raises ResumeError if it cannot be written."""
+        self._write(f"tried-{_key(*plans)}.json", lambda file: file.write_text(json.dumps(dict(tried))))
+
+    def layer(self, plan: SketchPlan, name: str, dense: nn.Module) -> FittedLayer | None:
+        """The layer that was fitted in the place of a dense one, None if it was not yet."""
+        weight: Any = dense.weight
+        kept = self._read(_layer_file(plan, name), weight.device)
+        if kept is None:
+            return None
+        tensors, told = kept
+        layer_type = LAYER_TYPES[told["type"]]
+        layer = layer_type(**told["spec"], device="meta", dtype=weight.dtype).to_empty(device=weight.device)
+        for key, parameter in layer.named_parameters():
+            copy_into(parameter, tensors[key])
+        take_over(layer, dense, weight.requires_grad)
+        fitted = told["fitted"]
+        return layer, Fitted(**fitted | {"ranks": tuple(fitted["ranks"])})
+
+    def keep_layer(self, plan: SketchPlan, name: str, layer: SketchedLayer, fitted: Fitted) -> None:
+        """Keep it; raises ResumeError if it cannot be written."""
+        told = {"type": type(layer).__name__, "spec": layer.sketch_spec(), "fitted": asdict(fitted)}
+        tensors = {key: parameter.detach() for key, parameter in layer.named_parameters()}
+        self._write_tensors(_layer_file(plan, name), tensors, told)
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        file = self.path / name
+        try:
+            found: dict[str, Any] = json.loads(file.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
+        return found
+
+    def _read(self, name: str, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The tensors of a file, and what was told of them; None if there is no such file."""
+        file = self.path / name
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as kept:
+                told = json.loads(kept.metadata()["told"])
+                # Copies: what is read is mapped from the file.
+                return {key: kept.get_tensor(key).clone() for key in kept.keys()}, told  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ResumeError(f"{file} cannot be read, it was cut short or changed: {error}") from error
+
+    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+        separate = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        metadata = {"told": json.dumps(told)}
+        self._write(name, lambda file: save_file(separate, file, metadata))
+
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        place = self.path / name
+        try:
+            place.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.path, prefix=".writing-") as scratch:
+                file = Path(scratch, "file")
+                write(file)
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                os.replace(file, place)
+        except (OSError, SafetensorError) as error:
+            raise ResumeError(f"cannot write {place}: {error}") from error
+
+
+def identity_of(
+    model: nn.Module, layers: Sequence[str], config: SketchConfig, calls: Sequence[Call]
+) -> dict[str, str]:
+    """What decides whether two runs do the same work, as words and hashes.
+
+    Args:
+        model: its structure and all its tensors count.
+        layers: names of those that were found.
+        config: the options.
+        calls: the data; of what is neither a tensor nor a plain value in it only the type counts.
+    """
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    structure = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
+    words: list[str] = []
+    digest = hashlib.sha256()
+    for call in calls:
+        before = len(words)
+        _describe([call.args, call.kwargs], words, digest)
+        words[before:] = [" ".join(words[before:])]
+    shapes = "; ".join(dict.fromkeys(words))
+    digest.update("\n".join(words).encode())
+    options = {
+        field.name: str(getattr(config, field.name)) for field in fields(config) if field.name not in _FREE
+    }
+    return {
+        "model": f"{type(model).__name__}, {len(state)} tensors, {_hash_of(structure, state)}",
+        "data": f"{len(calls)} batches of {shapes[:200]}, {digest.hexdigest()[:16]}",
+        "layers": f"{len(layers)}, {_hash_of(layers, {})}",
+        "torch": torch.__version__,
+        **{f"option {name}": value for name, value in options.items()},
+    }
+
+
+def _describe(value: Any, words: list[str], digest: Any) -> None:
+    """Add what a value is, in words, and the bytes of its tensors."""
+    if isinstance(value, Tensor):
+        words.append(f"{'x'.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}")
+        digest.update(_bytes_of(value))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            words.append(f"{key}:")
+            _describe(item, words, digest)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _describe(item, words, digest)
+    else:
+        plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
+        words.append(repr(value) if plain else type(value).__qualname__)
+
+
+def _hash_of(words: Sequence[str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256("\n".join(words).encode())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()[:16]
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The numbers of a tensor as bytes, which a hash takes fast enough to take all; none if it is sparse."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return b""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _key(*plans: SketchPlan) -> str:
+    """Of what the plans do, not of how they came about."""
+    done = [
+        [(line.name, line.choice.scheme, line.choice.ranks) for line in plan.sketched if line.choice]
+        for plan in plans
+    ]
+    return hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]
+
+
+def _layer_file(plan: SketchPlan, name: str) -> str:
+    return f"layers-{_key(plan)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
