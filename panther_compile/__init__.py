@@ -23,6 +23,7 @@ __all__ = [
     "SketchedEmbedding",
     "SketchedLinear",
     "SketchedMultiheadAttention",
+    "TrainingCheckpoints",
     "densify",
     "export_onnx",
     "heal",
@@ -31,6 +32,7 @@ __all__ = [
     "parallelize_model",
     "partition_model",
     "plan_sketch",
+    "read_state_dict",
     "save_sketched",
     "sketch_onnx",
     "sketch_report",
@@ -49,6 +51,7 @@ _HOME_OF = {
     "SketchedEmbedding": "panther_compile.layers",
     "SketchedLinear": "panther_compile.layers",
     "SketchedMultiheadAttention": "panther_compile.layers",
+    "TrainingCheckpoints": "panther_compile.parallel",
     "densify": "panther_compile.api",
     "export_onnx": "panther_compile.onnx_export",
     "heal": "panther_compile.healing.healer",
@@ -57,6 +60,7 @@ _HOME_OF = {
     "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
+    "read_state_dict": "panther_compile.parallel",
     "save_sketched": "panther_compile.checkpoint",
     "sketch_onnx": "panther_compile.onnx_sketch",
     "sketch_report": "panther_compile.report",
@@ -78,7 +82,12 @@ if TYPE_CHECKING:
     )
     from panther_compile.onnx_export import export_onnx
     from panther_compile.onnx_sketch import OnnxReport, sketch_onnx
-    from panther_compile.parallel import ParallelEngine, parallelize_model
+    from panther_compile.parallel import (
+        ParallelEngine,
+        TrainingCheckpoints,
+        parallelize_model,
+        read_state_dict,
+    )
     from panther_compile.partition import Hardware, partition_model
     from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report

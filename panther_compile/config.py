@@ -19,6 +19,7 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Mod
 of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
+OBJECTIVES = ("size", "latency")
 OUTPUTS = ("auto", "logits", "features")
 REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
@@ -43,6 +44,7 @@ class SketchConfig:
         round_rank_to: ranks are multiples of this; None takes 8 where that is fine enough for the budget.
         allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
             (small ones, some convolutions); by default they stay dense.
+        objective: "size", or "latency" to time layers here and keep those dense whose sketch does not pay.
         inplace: change the model given, in place of a copy.
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
@@ -68,6 +70,7 @@ class SketchConfig:
     min_params: int = 4096
     round_rank_to: int | None = None
     allow_slower: bool = False
+    objective: str = "size"
     inplace: bool = False
     seed: int = 0
     progress: bool | None = None
@@ -107,6 +110,9 @@ class SketchConfig:
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed!r}, wanted at most {MAX_SEED}")
         _check_type("allow_slower", self.allow_slower, bool)
+        _check_choice("objective", self.objective, OBJECTIVES)
+        if self.allow_slower and self.objective == "latency":
+            raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
         _check_type("inplace", self.inplace, bool)
         if self.progress is not None:
             _check_type("progress", self.progress, bool)

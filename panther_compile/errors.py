@@ -34,7 +34,7 @@ PantherError
 │   ├── OnnxExternalDataError         the weights beside a model are missing, cut short or outside its folder
 │   ├── OnnxExportError               torch cannot export the model
 │   └── OnnxMismatchError             ONNX Runtime computes something else than the model
-└── CheckpointError (OSError)         a saved sketch cannot be written or read
+└── CheckpointError (OSError)         a checkpoint cannot be written or read
     ├── CheckpointCorruptError        truncated, or its checksum does not match
     ├── CheckpointVersionError        written by a newer format
     ├── CheckpointMismatchError       of another model than the one given
@@ -192,7 +192,7 @@ class OnnxMismatchError(OnnxError):
 
 
 class CheckpointError(PantherError, OSError):
-    """A sketched checkpoint cannot be written or read."""
+    """A checkpoint, of a sketch or of a training, cannot be written or read."""
 
 
 class CheckpointCorruptError(CheckpointError):
@@ -204,7 +204,7 @@ class CheckpointVersionError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint belongs to another model than the skeleton given."""
+    """A checkpoint belongs to another model, or another optimizer, than the one given."""
 
 
 class ResumeError(CheckpointError):

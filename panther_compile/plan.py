@@ -11,7 +11,7 @@ multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
 import heapq
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,6 +31,9 @@ TOLERANCE = 0.005
 # Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
 _ASSUMED_DECAY = -0.5
 _BISECTIONS = 80
+# A sketch that was timed and gained less than this is not worth its error.
+PAYS = 1.05
+TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,25 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """How a sketch ran here: the dense time over its own, and the shapes of the layer's inputs."""
+
+    speedup: float
+    inputs: tuple[tuple[int, ...], ...]
+
+
+Clock = Callable[[str, Choice], Timed | None]
+"""From the name of a unit and a way to store it, how that ran; None where no input is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSites(Found):
+    """Sites with a clock: what a plan would sketch is timed, and stays dense where it does not pay."""
+
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
 class _Options:
     """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
 
@@ -76,7 +98,7 @@ def make_plan(
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
     Args:
-        found: what may be sketched, and what may not.
+        found: what may be sketched, and what may not; `TimedSites` have what the plan would sketch timed.
         config: the options.
         route: how the sites were found, for the report.
         values: singular values of matrices in the metric of data, by unit, in place of their own.
@@ -94,11 +116,49 @@ def make_plan(
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
+    clock = found.clock if isinstance(found, TimedSites) else None
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
-        lines.extend(plan_units(pool, ratio, config.round_rank_to, config.allow_slower, allocation))
+        lines.extend(_plan_pool(pool, ratio, config, allocation, clock))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route)
+
+
+def _plan_pool(
+    pool: Sequence[tuple[Unit, str]],
+    ratio: float,
+    config: SketchConfig,
+    allocation: Allocation,
+    clock: Clock | None,
+) -> tuple[LayerPlan, ...]:
+    """Plan a budget, and again without the units whose sketch does not pay, until all that is left do."""
+    slow: dict[str, LayerPlan] = {}
+    while True:
+        rest = [(unit, kind) for unit, kind in pool if unit.name not in slow]
+        lines = plan_units(rest, ratio, config.round_rank_to, config.allow_slower, allocation)
+        if clock is None:
+            return lines
+        judged = [_judged(line, clock) for line in lines]
+        found = {
+            new.name: new for line, new in zip(lines, judged, strict=True) if line.choice and not new.choice
+        }
+        if not found:
+            return (*judged, *slow.values())
+        slow |= found
+
+
+def _judged(line: LayerPlan, clock: Clock) -> LayerPlan:
+    """The line with what was measured; dense if the sketch does not pay."""
+    if line.choice is None:
+        return line
+    timed = clock(line.name, line.choice)
+    if timed is None:
+        return replace(line, reason="the example never reached it")
+    if timed.speedup >= PAYS:
+        return replace(line, reason=f"measured {timed.speedup:.2f}x")
+    inputs = ", ".join(map(str, timed.inputs))
+    reason = f"{TIMED}: its sketch ran at {timed.speedup:.2f} of the dense speed on {inputs}"
+    return replace(line, choice=None, reason=reason)
 
 
 def _picks(selector: Selector, site: Site) -> bool:

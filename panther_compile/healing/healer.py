@@ -44,7 +44,7 @@ def heal(
     data: Data,
     steps: int = 200,
     method: str = "kl",
-    lr: float = 1e-3,
+    lr: float = 2e-3,
     output: str = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
@@ -65,7 +65,7 @@ def heal(
         steps: to take, each on one batch.
         method: "kl" matches the results of the models (logits by their Kullback-Leibler divergence, others by
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
-        lr: change of a factor in one step, relative to its root mean square.
+        lr: change of a factor in one step, relative to its size (`healing.descent`).
         output: what the results are: "logits", "features", or "auto", for which those called "logits" are.
         held_out: share of the batches to judge by.
         inplace: change the model given, in place of a copy.

@@ -59,6 +59,9 @@ def digest(model: nn.Module, part: Partition, options: Mapping[str, Any]) -> byt
             {key: stage[key] for key in ("nodes", "parameters", "buffers", "inputs", "outputs")}
             for stage in plan["stages"]
         ],
+        "shards": [
+            {key: shard[key] for key in ("node", "kind", "parameters", "blocks")} for shard in plan["shards"]
+        ],
         "tensors": [
             (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()
         ],

@@ -14,9 +14,11 @@ from panther_compile.errors import CheckpointMismatchError, ParallelError
 from panther_compile.parallel.agreement import named_failures
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.microbatches import check_batch, divide, merge
+from panther_compile.parallel.pieces import whole_shape
 from panther_compile.parallel.pipeline import Loss, Runner
 from panther_compile.parallel.replicas import SharedGradients, average_gradients
 from panther_compile.parallel.stage_module import StageModule
+from panther_compile.parallel.tensor import join_shards
 from panther_compile.partition import TensorSpec
 from panther_compile.partition.layouts import Layout
 
@@ -121,12 +123,15 @@ class ParallelEngine:
         """
         batch, targets = self._read(args, target, kwargs)
         self._steps += 1
-        with self._named(f"step {self._steps}"):
-            self._shared.set_aside()
+        step = f"step {self._steps}"
+        self._shared.set_aside()
+        with self._named(f"{step}, forward and backward: {self._exchanges()}"):
             loss = self._runner.train(batch, targets)
+        with self._named(f"{step}, all-reduce of gradients"):
             if self._averages:
                 average_gradients(self.parameters(), self.devices.group("dp"))
             self._shared.sum()
+        with self._named(f"{step}, all-reduce of the loss"):
             return self._mean(loss)
 
     @torch.no_grad()
@@ -201,6 +206,18 @@ class ParallelEngine:
             received.append(value)
         return received
 
+    def _exchanges(self) -> str:
+        """What the ranks exchange in a forward and a backward, for errors."""
+        shape, found = self.devices.shape, []
+        if shape.pp > 1:
+            found.append("send and receive along pp")
+        if shape.tp > 1:
+            found.append("all-reduce and all-gather along tp")
+        if shape.dp > 1 and not self._averages:
+            is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+            found.append(("all-gather and reduce-scatter" if is_sharded else "all-reduce") + " along dp")
+        return ", ".join(found)
+
     def _named(self, action: str) -> AbstractContextManager[None]:
         stages = ", ".join(map(str, self.stages))
         return named_failures(
@@ -236,18 +253,19 @@ class ParallelEngine:
         Returns:
             The norm before, the same on every rank.
         """
-        if self.devices.shape.tp > 1:
-            raise ParallelError("clip_grad_norm_ cannot tell which parameters tensor parallelism has divided")
         total = torch.zeros((), device=self.devices.device)
-        for parameter in self.parameters():
-            if parameter.grad is not None and id(parameter) in self._owned:
-                gradient = parameter.grad
-                if isinstance(gradient, DTensor):
-                    # Each part of a gradient counts once: a replica of it is one of several equal ones.
-                    copies = gradient.device_mesh.size() // _shards(gradient)
-                    total += gradient.to_local().float().square().sum() / copies
-                else:
-                    total += gradient.float().square().sum() / self.devices.shape.dp
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or id(parameter) not in self._owned:
+                continue
+            # Each part of a gradient counts once: ranks that hold the same part share it.
+            copies = 1 if name in self.layouts else self.devices.shape.tp
+            if isinstance(gradient, DTensor):
+                copies *= gradient.device_mesh.size() // _shards(gradient)
+                gradient = gradient.to_local()
+            else:
+                copies *= self.devices.shape.dp
+            total += gradient.float().square().sum() / copies
         with self._named("clip_grad_norm_"):
             dist.all_reduce(total)
         norm = total.sqrt()
@@ -284,18 +302,14 @@ class ParallelEngine:
 
         Args:
             full: the whole model's, on the CPU of every rank, for `model.load_state_dict`; else those of
-                this rank's stages, as they are, for `torch.distributed.checkpoint`.
+                this rank's stages, as they are: DTensors where data_parallel="fsdp", and of what the tp axis
+                divides this rank's shards, which only `TrainingCheckpoints` knows to be such.
         """
         own = self.own_tensors()
         if not full:
             return {name: own[first].detach() for name, first in self.names.first.items() if first in own}
-        if self.devices.shape.tp > 1:
-            raise ParallelError("state_dict(full=True) cannot join what tensor parallelism has divided")
         with self._named("state_dict"):
-            whole = {
-                name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-                for name, tensor in own.items()
-            }
+            whole = {name: self._whole(name, tensor.detach()).cpu() for name, tensor in own.items()}
             parts: list[Any] = [None] * self.devices.shape.pp
             dist.all_gather_object(parts, whole, group=self.devices.group("pp"))
         found = {name: tensor.detach().cpu() for name, tensor in self.names.rest.items()}
@@ -317,16 +331,27 @@ class ParallelEngine:
         for name, first in self.names.first.items():
             if first not in own:
                 continue
-            if name not in state or state[name].shape != own[first].shape:
+            held, layout, shape = tuple(own[first].shape), self.layouts.get(first), self.devices.shape
+            wanted = whole_shape(own[first], layout, shape.tp)
+            if name not in state or tuple(state[name].shape) not in (wanted, held):
                 given = f"{tuple(state[name].shape)} is given" if name in state else "it is not given"
                 raise CheckpointMismatchError(
-                    f"{name} of stage {', '.join(map(str, self.stages))} has the shape "
-                    f"{tuple(own[first].shape)}, and {given}"
+                    f"{name} of stage {', '.join(map(str, self.stages))} has the shape {wanted}, and {given}"
                 )
+            value = state[name]
+            if layout is not None and tuple(value.shape) == wanted:
+                value = layout.shard(value, shape.tp, self.devices.tp)
             for stage in self.stages.values():
-                for held, tensor in (*stage.graph.named_parameters(), *stage.graph.named_buffers()):
-                    if held == first:
-                        tensor.copy_(_like(state[name], tensor))
+                for key, tensor in (*stage.graph.named_parameters(), *stage.graph.named_buffers()):
+                    if key == first:
+                        tensor.copy_(_like(value, tensor))
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor that all ranks of a stage have together."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        layout = self.layouts.get(name)
+        return tensor if layout is None else join_shards(tensor, layout, self.devices.group("tp"))
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank's stages by first name; of several copies, the last."""

@@ -27,7 +27,7 @@ from panther_compile.parallel.pipeline import (
 )
 from panther_compile.parallel.replicas import broadcast_tensors, find_shared, replicate, shard_replicas
 from panther_compile.parallel.stage_module import StageModule, find_graph_mode
-from panther_compile.parallel.tensor import parameter_layouts
+from panther_compile.parallel.tensor import parameter_layouts, shard_stage, share_random_state
 from panther_compile.partition import Partition, StagedModel
 
 _DATA_PARALLEL = (None, "ddp", "fsdp")
@@ -47,7 +47,8 @@ def parallelize_model(
     """Give this rank its stages of a partition, replicated or sharded, and a schedule that drives them.
 
     Every rank of the user's process group (torchrun, `init_process_group`) calls this with the same model and
-    the same partition. The model has to be on this rank's device before it is partitioned.
+    the same partition. The model has to be on this rank's device before it is partitioned. Ranks of one tp
+    group go on with the state of torch's generators of the first of them: they have to drop out alike.
 
         >>> torch.distributed.init_process_group("gloo")
         >>> part = pc.partition_model(model, example, mesh={"dp": 2, "pp": 2}, microbatches=4)
@@ -105,6 +106,8 @@ def parallelize_model(
             for index, graph in enumerate(graphs)
             if places[index] == devices.pp
         }
+        if part.mesh.tp > 1:
+            share_random_state(device, devices.group("tp"))
         is_sharded = data_parallel == "fsdp" and part.mesh.dp > 1
         if is_sharded:
             keep = part.mesh.pp > 1 if reshard_after_forward is None else not reshard_after_forward
@@ -121,8 +124,7 @@ def parallelize_model(
         else:
             runner = SingleStage(stages[0], loss, count)
             if data_parallel == "ddp" and part.mesh.dp > 1:
-                several = sum(spec.requires_grad for spec in part.stages[-1].outputs) > 1
-                runner.with_loss = replicate(runner.with_loss, devices, find_unused=several)
+                runner.with_loss = replicate(runner.with_loss, devices)
     return ParallelEngine(
         devices=devices,
         stages=stages,
@@ -145,13 +147,10 @@ def parallelize_model(
 def _shard(graph: fx.GraphModule, part: Partition, index: int, devices: Devices) -> fx.GraphModule:
     """A stage with this rank's shards of its parameters, as plain tensors of its own.
 
-    Here tensor parallelism comes in: the group is `devices.group("tp")`, and everything behind it (DDP,
-    `fully_shard`, sums over the dp axis and over stages) works on whatever parameters the graph holds.
+    Everything behind this (DDP, `fully_shard`, sums over the dp axis and over stages) works on whatever
+    parameters the graph holds.
     """
-    if part.mesh.tp > 1:
-        # return shard_stage(graph, part, index, devices.group("tp"))
-        raise ParallelError(f"tensor parallel not available: the mesh is {part.mesh}, and tp must be 1")
-    return graph
+    return shard_stage(graph, part, index, devices.group("tp")) if part.mesh.tp > 1 else graph
 
 
 def _find_device(model: nn.Module) -> torch.device:

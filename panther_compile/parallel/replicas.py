@@ -59,13 +59,12 @@ def shard_replicas(
     fully_shard(stage, mesh=devices.replica_mesh(shard_size), reshard_after_forward=reshard_after_forward)
 
 
-def replicate(module: nn.Module, devices: Devices, *, find_unused: bool) -> DistributedDataParallel:
+def replicate(module: nn.Module, devices: Devices) -> DistributedDataParallel:
     """DDP over the dp axis; parameters and buffers are equal already and stay so.
 
     Args:
         module: whose output is the loss.
         devices: of the mesh.
-        find_unused: whether some parameters may not be part of the loss.
     """
     # Buffers are not sent again each step: sketches never change, and statistics are each replica's own.
     known = inspect.signature(DistributedDataParallel).parameters
@@ -76,7 +75,9 @@ def replicate(module: nn.Module, devices: Devices, *, find_unused: bool) -> Dist
         module,
         process_group=devices.group("dp"),
         init_sync=False,
-        find_unused_parameters=find_unused,
+        # Else DDP makes its buckets anew in the second step, and three replicas or more add in another order:
+        # a training that goes on from a checkpoint would differ from one that was not interrupted.
+        find_unused_parameters=True,
         **buffers,
     )
 

@@ -16,7 +16,7 @@ After, with w1, b1 and w2 cut to what this rank has:
     x ──► sum_gradients ──► linear(w1, b1) ──► gelu ──► linear_1(w2) ──► sum_shards ──► + b2 ──► add(., x)
 
 Nothing in the result is a DTensor: DDP and `fully_shard` take it as any module. All ranks of a group must
-draw the same random numbers (`torch.manual_seed`): whole tensors are dropped out alike on each.
+draw the same random numbers (`share_random_state`): whole tensors are dropped out alike on each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,8 @@ from panther_compile.partition.sharding_sites import COLUMN, VOCABULARY, Site, l
 from panther_compile.partition.shards import layout_of
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+# Torch 2.13 has a new name for it.
+_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def shard_stage(
@@ -117,10 +119,15 @@ def full_state(state: Mapping[str, Tensor], part: Partition, tp: dist.ProcessGro
         if layout is None:
             whole[name] = tensor.detach()
             continue
-        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(tp.size())]
-        dist.all_gather(shards, tensor.detach().contiguous(), group=tp)
-        whole[name] = layout.join(shards)
+        whole[name] = join_shards(tensor.detach(), layout, tp)
     return whole
+
+
+def join_shards(tensor: Tensor, layout: Layout, tp: dist.ProcessGroup) -> Tensor:
+    """The whole of a tensor of which each rank of a group has a shard; every rank must call this."""
+    shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(tp.size())]
+    dist.all_gather(shards, tensor.contiguous(), group=tp)
+    return layout.join(shards)
 
 
 def shard_state(state: Mapping[str, Tensor], part: Partition, rank: int) -> dict[str, Tensor]:
@@ -138,6 +145,20 @@ def shard_state(state: Mapping[str, Tensor], part: Partition, rank: int) -> dict
     }
 
 
+def share_random_state(device: torch.device, tp: dist.ProcessGroup) -> None:
+    """Let the ranks of a group go on with the random numbers of the first, on the CPU and on a device."""
+
+    def same(state: Tensor) -> Tensor:
+        carried = state.to(device)
+        dist.broadcast(carried, group=tp, group_src=0)
+        return carried.cpu()
+
+    torch.set_rng_state(same(torch.get_rng_state()))
+    if device.type != "cpu":
+        module = torch.get_device_module(device.type)
+        module.set_rng_state(same(module.get_rng_state(device)), device)
+
+
 # ------------------------------------------------------------------------------- functions of the graphs
 
 
@@ -148,7 +169,7 @@ def _all_reduce(tensor: Tensor, group: Any) -> Tensor:
 def _all_gather(tensor: Tensor, dim: int, blocks: int, group: Any) -> Tensor:
     """The whole of a tensor whose axis `dim` is sharded in blocks."""
     parts = tensor.unflatten(dim, (blocks, -1)).contiguous()
-    whole = collectives.all_gather_tensor(parts, dim + 1, group)
+    whole = _gather(parts, dim + 1, group)
     return collectives.wait_tensor(whole).flatten(dim, dim + 1)
 
 

@@ -6,7 +6,16 @@ import time
 import pytest
 import torch
 import zoo
-from parallel.training import build, call_engine, chunks, draw, loss_fn, optimizer_of, whole
+from parallel.training import (
+    build,
+    call_engine,
+    chunks,
+    draw,
+    joined,
+    loss_fn,
+    optimizer_of,
+    partition,
+)
 from torch import nn
 
 from panther_compile import parallelize_model, partition_model
@@ -25,14 +34,13 @@ from panther_compile.parallel.agreement import check_process_group
 
 def make(name="mlp", mesh=None, part=None, training=True, **options):
     model, inputs = build(name, training=training)
-    arguments = {"hardware": "cpu", "microbatches": 4, **(part or {})}
-    partition = partition_model(model, inputs, mesh=mesh or {"pp": 2}, **arguments)
-    return model, inputs, parallelize_model(model, partition, **{"loss_fn": loss_fn, **options})
+    plan = partition(model, inputs, mesh or {"pp": 2}, **{"count": 4, **(part or {})})
+    return model, inputs, parallelize_model(model, plan, **{"loss_fn": loss_fn, **options})
 
 
 def differing_plans(rank):
     with pytest.raises(RankMismatchError, match=r"ranks \[1\] were given another plan"):
-        make(part={"microbatches": 4 + 4 * rank})
+        make(part={"count": 4 + 4 * rank})
     with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
         make(schedule=("gpipe", "1f1b")[rank])
     with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
@@ -59,7 +67,7 @@ def refusals(rank):
     with pytest.raises(ScheduleError, match="two stages on each device, and the partition has 2 stages"):
         make(schedule="zbv")
     with pytest.raises(ScheduleError, match="a microbatch for each of 2 stages, and the partition has 1"):
-        make(part={"microbatches": 1})
+        make(part={"count": 1})
     other, inputs = build("mlp")
     part = partition_model(other, inputs, mesh={"pp": 2}, hardware="cpu")
     with pytest.raises(ParallelError, match="made from another model"):
@@ -122,6 +130,8 @@ def states(rank, **options):
     torch.testing.assert_close(output, torch.cat(parts))
     local = engine.state_dict()
     assert set(local) < set(trained) or engine.devices.shape.pp == 1
+    engine.load_state_dict(local)
+    assert all(torch.equal(trained[name], value) for name, value in engine.state_dict(full=True).items())
     engine.load_state_dict(start.state_dict())
     restored = engine.state_dict(full=True)
     for name, value in start.state_dict().items():
@@ -144,13 +154,61 @@ def clipping(rank, **options):
         call_engine(engine.step, batch, target)
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in engine.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            joined(engine, name, parameter.grad), gradients[name], rtol=1e-4, atol=1e-5
+        )
     wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), wanted, rtol=1e-4, atol=0)
     for name, parameter in engine.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            joined(engine, name, parameter.grad), gradients[name], rtol=1e-4, atol=1e-6
+        )
     engine.zero_grad()
     assert all(parameter.grad is None for parameter in engine.parameters())
+
+
+class Residual(nn.Module):
+    """Dropout of what every rank of a tp group has, and of what is divided over it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.norm = nn.LayerNorm(15)  # not divisible: what is added up stays whole
+        self.up, self.down, self.head = nn.Linear(15, 64), nn.Linear(64, 15), nn.Linear(15, 15)
+        self.inner, self.outer = nn.Dropout(inner), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = x + self.outer(self.down(self.inner(torch.relu(self.up(self.norm(x))))))
+        return self.head(x)
+
+
+def dropout_on_shards(rank, *, mesh, inner=0.0, **options):
+    """Ranks were seeded each its own way, and drop out alike; what is whole as one process does."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, inputs = Residual(inner).train(), (torch.randn(4, 15),)
+    plan = partition(model, inputs, mesh)
+    assert {shard.name for shard in plan.shards} == {"up", "down"}
+    reference = copy.deepcopy(model)
+    engine = parallelize_model(model, plan, loss_fn=loss_fn, **options)
+    state = torch.get_rng_state()
+    batch, target = draw(inputs, 4, 0)
+    loss = call_engine(engine.step, batch, target)
+    gradients = {name: joined(engine, name, one.grad) for name, one in engine.named_parameters()}
+    torch.set_rng_state(state)
+    losses = [
+        loss_fn(zoo.call(reference, part), wanted) / 4
+        for part, wanted in zip(chunks(batch, 4), target.chunk(4), strict=True)
+    ]
+    torch.stack(losses).sum().backward()
+    if inner == 0.0:
+        torch.testing.assert_close(loss, torch.stack(losses).sum().detach())
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad)
+    loss = call_engine(engine.evaluate, batch, target)
+    assert not torch.equal(loss, call_engine(engine.evaluate, batch, target))  # dropout is on
+    engine.eval()
+    loss = call_engine(engine.evaluate, batch, target)
+    assert torch.equal(loss, call_engine(engine.evaluate, batch, target))
 
 
 class Noisy(nn.Module):

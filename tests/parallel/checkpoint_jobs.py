@@ -3,6 +3,7 @@
 As a script under torchrun this is a training whose last rank kills itself once, by signal 9.
 """
 
+import copy
 import json
 import os
 import signal
@@ -13,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.training import build, draw, loss_fn, whole
+from parallel.training import build, draw, joined, loss_fn, partition
 from torch import nn
 
-from panther_compile import TrainingCheckpoints, parallelize_model, partition_model
+from panther_compile import TrainingCheckpoints, parallelize_model
 from panther_compile.errors import CheckpointError, CheckpointMismatchError, ConfigError, RankMismatchError
 
 COUNT, ROWS = 4, 64
@@ -47,7 +48,7 @@ def make(name, mesh, part=None, optimizer=torch.optim.AdamW, **options):
             model, inputs = Noisy().train(), (torch.randn(2, 16),)
     else:
         model, inputs = build(name)
-    part = partition_model(model, inputs, mesh=mesh, hardware="cpu", microbatches=COUNT, **(part or {}))
+    part = partition(model, inputs, mesh, COUNT, **(part or {}))
     engine = parallelize_model(model, part, loss_fn=loss_fn, **options)
     decayed = [p for key, p in engine.named_parameters() if key.endswith("weight")]
     rest = [p for key, p in engine.named_parameters() if not key.endswith("weight")]
@@ -141,9 +142,10 @@ def whole_state(engine, optimizer):
             name = names[id(parameter)]
             options[name] = {key: value for key, value in group.items() if key != "params"}
             for key, value in optimizer.state[parameter].items():
-                state[name, key] = whole(value).detach().clone() if isinstance(value, torch.Tensor) else value
+                is_shard = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                state[name, key] = joined(engine, name, value) if is_shard else value
     model = {name: value.clone() for name, value in engine.state_dict(full=True).items()}
-    return {"model": model, "optimizer": state, "options": options}
+    return {"model": model, "optimizer": copy.deepcopy(state), "options": options}
 
 
 def newest(rank, folder):

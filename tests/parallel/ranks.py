@@ -1,4 +1,4 @@
-"""Real processes that speak gloo: started once, and given one job after the other.
+"""Real processes that speak gloo: started once for all tests, and given one job after the other.
 
 A job is a function of this folder, called as `job(rank, **options)` in every process of a fresh process
 group. What it gives comes back as a list, one for each rank; what it raises is raised here.
@@ -15,51 +15,73 @@ from datetime import timedelta
 TIMEOUT = 60  # seconds, of the process group
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["parallel.preload"])
+_WORKERS = []  # process and pipe of each rank; a job of n ranks runs on the first n
+
+
+def _workers(count):
+    """The processes of so many ranks; those that are missing are started."""
+    while len(_WORKERS) < count:
+        mine, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _WORKERS.append((process, mine))
+    return _WORKERS[:count]
+
+
+def stop():
+    """End the processes; the next job starts new ones."""
+    for _, pipe in _WORKERS:
+        pipe.close()
+    for process, _ in _WORKERS:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    _WORKERS.clear()
 
 
 class Ranks:
-    """Processes that wait for jobs."""
+    """So many processes that wait for jobs."""
 
     def __init__(self, count):
         self.count = count
-        self._pipes = []
-        self._processes = []
-        for rank in range(count):
-            mine, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=serve, args=(rank, count, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
 
     def run(self, job, *, timeout=TIMEOUT, **options):
         """Run a job on every rank; results in the order of ranks."""
+        workers = _workers(self.count)
         with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, "store")
-            for pipe in self._pipes:
-                pipe.send((job.__module__, job.__name__, store, timeout, options))
+            group = os.path.join(folder, "store"), self.count, timeout
+            for rank, (_, pipe) in enumerate(workers):
+                pipe.send((job.__module__, job.__name__, rank, group, options))
             deadline = time.monotonic() + 200
             answers = []
-            for rank, pipe in enumerate(self._pipes):
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"rank {rank} gives no answer")
-                answers.append(pipe.recv())
+            try:
+                for rank, (_, pipe) in enumerate(workers):
+                    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                        raise TimeoutError(f"rank {rank} gives no answer")
+                    answers.append(pipe.recv())
+            except (TimeoutError, EOFError):
+                stop()  # what they would still say is no answer to another job
+                raise
         failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
         if failed:
             raise AssertionError("\n".join(failed))
         return [result for _, result in answers]
 
-    def close(self):
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+
+def cpu_seconds():
+    """Of all processes that were started, and of what they wait for in vain: user and system time."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for process, _ in _WORKERS:
+        with open(f"/proc/{process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / ticks
+    return total
 
 
-def serve(rank, count, pipe):
+def serve(pipe):
     """Run jobs until the pipe is closed."""
     import torch
     import torch.distributed as dist
@@ -67,7 +89,7 @@ def serve(rank, count, pipe):
     torch.set_num_threads(1)
     while True:
         try:
-            module, name, store, timeout, options = pipe.recv()
+            module, name, rank, (store, count, timeout), options = pipe.recv()
         except EOFError:
             return
         try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from parallel.training import EAGER
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,7 +74,7 @@ def build(name, *, sketched=False, double=False):
 # Work is dear and messages are cheap, so that small models are divided: with "eager" everything that can be,
 # with "usual" what is worth a message of a third of a microsecond for each kilobyte.
 HARDWARE = {
-    "eager": Hardware("eager", 1e9, 1e9, 10**12, Link(1e12, 0.0), Link(1e12, 0.0), launch_seconds=0.0),
+    "eager": EAGER,
     "usual": Hardware("usual", 3e9, 1e12, 10**12, Link(3e9, 0.0), Link(3e9, 0.0), launch_seconds=0.0),
 }
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from parallel import behavior
-from parallel.ranks import Ranks
 from torch import nn
 
 from panther_compile import parallelize_model, partition_model
@@ -14,18 +13,14 @@ from panther_compile.parallel.stage_module import contiguous_gradients
 from panther_compile.partition import TensorSpec
 
 
-@pytest.fixture(scope="module")
-def two():
-    group = Ranks(2)
-    yield group
-    group.close()
+@pytest.fixture
+def two(ranks):
+    return ranks(2)
 
 
-@pytest.fixture(scope="module")
-def four():
-    group = Ranks(4)
-    yield group
-    group.close()
+@pytest.fixture
+def four(ranks):
+    return ranks(4)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def test_on_two_ranks(two, job):
 
 
 def test_a_pipeline_that_waits_says_where(two):
-    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2")
+    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2, .* send and receive along pp")
 
 
 @pytest.mark.slow
@@ -67,6 +62,8 @@ def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
     [
         {"name": "bert", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp"},
         {"name": "gpt2", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+        {"name": "gpt2", "mesh": {"pp": 2, "tp": 2}},
+        {"name": "bert", "mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
     ],
 )
 def test_states(four, options):
@@ -79,10 +76,17 @@ def test_states(four, options):
         {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
         {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp", "part": {"schedule": "interleaved"}},
         {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
+        {"mesh": {"pp": 2, "tp": 2}},
+        {"mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
     ],
 )
 def test_clipping_and_accumulation(four, options):
     four.run(behavior.clipping, name="bert" if "pp" in options["mesh"] else "mlp", **options)
+
+
+@pytest.mark.parametrize("inner", [0.0, 0.5])
+def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
+    two.run(behavior.dropout_on_shards, mesh={"tp": 2}, inner=inner)
 
 
 def test_a_process_group_is_needed():

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parallel import tensor_jobs
-from parallel.ranks import Ranks
 
 from panther_compile.parallel.tensor import embed_vocabulary, pivoted_columns, pivoted_rows
 from panther_compile.partition.sharding_sites import local_pivots
@@ -12,18 +11,14 @@ from panther_compile.partition.sharding_sites import local_pivots
 MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two(ranks):
+    return ranks(2)
 
 
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def four(ranks):
+    return ranks(4)
 
 
 @pytest.mark.parametrize("sketched", [False, True], ids=["dense", "sketched"])

@@ -1,7 +1,6 @@
 """Every loss, gradient and buffer of many ranks is that of one process, over three optimizer steps."""
 
 import pytest
-from parallel.ranks import Ranks
 from parallel.training import train_and_compare
 
 INTERLEAVED = {"schedule": "interleaved"}
@@ -16,6 +15,7 @@ LAYOUTS = {
         "pp2-zero_bubble": {"mesh": {"pp": 2}, "schedule": "zero_bubble"},
         "pp2-zero_bubble-interleaved": {"mesh": {"pp": 2}, "part": INTERLEAVED, "schedule": "zero_bubble"},
         "pp2-zbv": {"mesh": {"pp": 2}, "part": INTERLEAVED, "schedule": "zbv"},
+        "tp2": {"mesh": {"tp": 2}},
     },
     4: {
         "pp4-1f1b": {"mesh": {"pp": 4}},
@@ -39,6 +39,20 @@ LAYOUTS = {
             "part": INTERLEAVED,
             "schedule": "zero_bubble",
         },
+        "dp2-tp2-ddp": {"mesh": {"dp": 2, "tp": 2}, "data_parallel": "ddp"},
+        "dp2-tp2-fsdp": {"mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
+        "pp2-tp2": {"mesh": {"pp": 2, "tp": 2}},
+        "pp2-tp2-zbv": {"mesh": {"pp": 2, "tp": 2}, "part": INTERLEAVED, "schedule": "zbv"},
+    },
+    8: {
+        "dp2-pp2-tp2-ddp": {"mesh": {"dp": 2, "pp": 2, "tp": 2}, "data_parallel": "ddp"},
+        "dp2-pp2-tp2-fsdp": {"mesh": {"dp": 2, "pp": 2, "tp": 2}, "data_parallel": "fsdp"},
+        "dp2-pp2-tp2-fsdp-zero_bubble": {
+            "mesh": {"dp": 2, "pp": 2, "tp": 2},
+            "data_parallel": "fsdp",
+            "part": INTERLEAVED,
+            "schedule": "zero_bubble",
+        },
     },
 }
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
@@ -56,6 +70,11 @@ QUICK = [
     (4, "dp2-pp2-ddp", "gpt2", False),
     (4, "dp2-pp2-ddp", "resnet", True),
     (4, "pp4-1f1b", "vit", False),
+    (2, "tp2", "resnet", False),
+    (4, "dp2-tp2-fsdp", "vit", True),
+    (4, "pp2-tp2-zbv", "gpt2", True),
+    (8, "dp2-pp2-tp2-fsdp", "bert", True),
+    (8, "dp2-pp2-tp2-ddp", "gpt2", False),
 ]
 ALL = [
     (count, layout, name, sketched)
@@ -67,33 +86,26 @@ ALL = [
 ] + [(2, layout, name, False) for layout in LAYOUTS[2] for name in ("unet", "nn_transformer")]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    started = {}
-
-    def start(count):
-        if count not in started:
-            started[count] = Ranks(count)
-        return started[count]
-
-    yield start
-    for group in started.values():
-        group.close()
-
-
 @pytest.mark.parametrize(
     ("count", "layout"), [(count, layout) for count, layouts in LAYOUTS.items() for layout in layouts]
 )
 def test_mlp(ranks, count, layout):
-    held = ranks(count).run(train_and_compare, name="mlp", **LAYOUTS[count][layout])
+    options = LAYOUTS[count][layout]
+    held = ranks(count).run(train_and_compare, name="mlp", **options)
     assert set().union(*(answer["parameters"] for answer in held)) == {
         f"layers.{layer}.{leaf}" for layer in range(6) for leaf in ("weight", "bias")
     }
+    assert all(bool(answer["shards"]) == ("tp" in options["mesh"]) for answer in held)
 
 
 @pytest.mark.parametrize(("count", "layout", "name", "sketched"), QUICK)
 def test_models(ranks, count, layout, name, sketched):
     ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
+
+
+def test_nothing_is_left_but_rounding(ranks):
+    held = ranks(2).run(train_and_compare, name="bert", sketched=True, double=True, mesh={"tp": 2})
+    assert {"column", "row"} <= held[0]["kinds"]
 
 
 @pytest.mark.slow

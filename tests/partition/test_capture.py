@@ -11,7 +11,8 @@ from panther_compile.partition.capture import capture, example_arguments
 from panther_compile.partition.flow import SINK, SOURCE
 from panther_compile.partition.flow_graph import Costs, build_flow_graph, find_constants
 from panther_compile.partition.hardware import CPU
-from panther_compile.partition.observe import fold_shapes, measure_nodes, observe
+from panther_compile.partition.measure import Measured, measure_nodes
+from panther_compile.partition.observe import fold_shapes, observe
 
 
 def read(model, *args, boundaries=(), training=True, together=(), **kwargs):
@@ -153,9 +154,9 @@ def test_meta_models_are_read():
 
 def test_measured_seconds_replace_estimates():
     captured = capture(Branches(), (torch.randn(4, 8),), {})
-    measured = measure_nodes(captured, repeats=2)
+    measured = measure_nodes(captured, repeats=2).forward
     notes = observe(captured)
-    flow = build_flow_graph(captured, notes, Costs(CPU, measured=dict.fromkeys(measured, 0.5)))
+    flow = build_flow_graph(captured, notes, Costs(CPU, measured=Measured(dict.fromkeys(measured, 0.5))))
     assert all(seconds > 0 for seconds in measured.values())
     assert {work.forward_seconds / len(flow.members[v]) for v, work in flow.work.items()} == {0.5}
 

@@ -1,0 +1,363 @@
+"""Checkpoints of a training: written behind its back, whole or not at all, and read by any mesh.
+
+save     copy to the CPU ──► a thread: torch.distributed.checkpoint into .saving-... , checksums of what
+         can be read back, manifest, rename ──► step-000000100
+load     the newest checkpoint with the right checksums ──► each rank reads the boxes that it needs
+
+The folder has to be one that all ranks reach. What the tensors are called: see `training_state`.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from panther_compile.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+    PantherError,
+    ProcessGroupError,
+    RankMismatchError,
+)
+from panther_compile.parallel import optimizer_state
+from panther_compile.parallel.agreement import find_timeout, named_failures
+from panther_compile.parallel.checkpoint_folder import (
+    describe_files,
+    find_damage,
+    list_checkpoints,
+    prune,
+    put_in_place,
+    read_manifest,
+    remove_unfinished,
+    scratch_folder,
+)
+from panther_compile.parallel.engine import ParallelEngine
+from panther_compile.parallel.pieces import Piece, PieceReader, PieceSavePlanner, find_pieces
+from panther_compile.parallel.training_state import MODEL, find_differences, find_state, restore_state
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a training goes on from.
+
+    Attributes:
+        step: that was saved.
+        extra: that was saved with it.
+        path: of the checkpoint.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    path: Path = field(repr=False)
+
+
+class TrainingCheckpoints:
+    """Saves and restores an engine and its optimizer, in a folder that all ranks can reach.
+
+    Every rank makes one and calls the same methods in the same order.
+
+        >>> checkpoints = pc.TrainingCheckpoints("run", keep=2)
+        >>> resumed = checkpoints.load(engine, optimizer)
+        >>> for step in range(resumed.step if resumed else 0, steps):
+        ...     train_one_step(step)
+        ...     if (step + 1) % 100 == 0:
+        ...         checkpoints.save(engine, optimizer, step=step + 1, extra={"seed": 0})
+        >>> checkpoints.wait()
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+        """Make the folder, and remove what a process that was killed has left unfinished in it.
+
+        Args:
+            folder: of the checkpoints.
+            keep: complete checkpoints that stay; older ones are removed after each save.
+
+        Raises:
+            ConfigError: `keep` is not 1 or more.
+            ProcessGroupError: there is no process group.
+            CheckpointError: the folder cannot be made.
+        """
+        if not isinstance(keep, int) or keep < 1:
+            raise ConfigError(f"keep={keep!r}; it must be a whole number of checkpoints, 1 or more")
+        if not dist.is_available() or not dist.is_initialized():
+            raise ProcessGroupError(
+                "no process group: call torch.distributed.init_process_group(...) before "
+                "TrainingCheckpoints; read_state_dict reads a checkpoint without one"
+            )
+        self._folder = Path(folder)
+        self._keep = keep
+        self._rank = dist.get_rank()
+        kind = next(iter(dist.distributed_c10d._get_default_group()._device_types))
+        # A group of its own: the thread that writes must not come between the collectives of the training.
+        self._group = dist.new_group(backend="gloo", timeout=find_timeout(kind))
+        self._begun = 0
+        self._writing: Future[None] | None = None
+        if self._rank == 0:
+            _warn_of_shared_store()
+        with self._named("TrainingCheckpoints"):
+            self._agree(self._on_first_rank(self._clean), CheckpointError)
+
+    # -------------------------------------------------------------------------------------- save
+
+    def save(
+        self,
+        engine: ParallelEngine,
+        optimizer: Optimizer,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy everything to the CPU, and write it while the training goes on.
+
+        Waits for the save before this one, and raises what went wrong in it. Gradients are not saved.
+
+        Args:
+            engine: whose parameters and buffers are saved.
+            optimizer: of `engine.parameters()`.
+            step: of the training.
+            extra: what else is needed to go on (place in the data, schedulers), as JSON has it, the same on
+                every rank.
+
+        Raises:
+            CheckpointError: the last save failed, or there is something that cannot be saved.
+        """
+        self.wait()
+        if not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step={step!r}; it must be a whole number, 0 or more")
+        names = optimizer_state.name_parameters(engine, optimizer)
+        held = find_state(engine, optimizer, names)
+        copies = {key: [piece.copied() for piece in pieces] for key, pieces in held.items()}
+        try:
+            told = json.dumps({"step": step, "extra": dict(extra or {})})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"extra={extra!r} cannot be written as JSON: {error}") from error
+        document = {
+            **json.loads(told),
+            "mesh": asdict(engine.devices.shape),
+            "names": dict(engine.names.first),
+        }
+        described = optimizer_state.describe(optimizer, names)
+        scratch = scratch_folder(self._folder, step, self._begun)
+        self._begun += 1
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = thread.submit(self._write, scratch, copies, document, described)
+        thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Wait until the last save is in place; call this before the process group is destroyed.
+
+        Raises:
+            CheckpointError: it could not be written.
+            CommunicationError: another rank did not answer.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(
+        self,
+        scratch: Path,
+        pieces: Mapping[str, list[Piece]],
+        document: dict[str, Any],
+        described: Mapping[str, Any],
+    ) -> None:
+        with self._named(f"save of step {document['step']}"):
+            told = self._gather((document, described["type"]))
+            differing = [rank for rank, one in enumerate(told) if one != told[0]]
+            if differing:
+                raise RankMismatchError(
+                    f"ranks {differing} save another step, extra or optimizer than rank 0: "
+                    f"step {document['step']} and extra {document['extra']} here, on rank {self._rank}"
+                )
+            try:
+                save(
+                    dict(pieces),
+                    storage_writer=FileSystemWriter(scratch),
+                    planner=PieceSavePlanner(),
+                    process_group=self._group,
+                )
+            except CheckpointException as error:
+                failed = ", ".join(f"rank {rank}: {one[0]}" for rank, one in error.failures.items())
+                raise CheckpointError(f"cannot write {scratch}: {failed}") from error
+            files: dict[str, Any] = {}
+            problems = _try(lambda: files.update(describe_files(scratch, f"__{self._rank}_*")))
+            self._agree(problems, CheckpointError)
+            parts = self._gather((files, described))
+            self._agree(self._on_first_rank(lambda: self._finish(scratch, document, parts)), CheckpointError)
+
+    def _finish(self, scratch: Path, document: dict[str, Any], parts: list[Any]) -> None:
+        files = describe_files(scratch, ".metadata")
+        for held, _ in parts:
+            files |= held
+        document |= {"files": files, "optimizer": optimizer_state.merge(one for _, one in parts)}
+        put_in_place(scratch, self._folder, document)
+        prune(self._folder, self._keep)
+
+    # -------------------------------------------------------------------------------------- load
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files have the right checksums; None if there is none at all.
+
+        Every rank reads its share of the files. Those that were passed over are told in a warning.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, and none is whole.
+        """
+        self.wait()
+        with self._named("latest"):
+            return self._find_newest()
+
+    def load(self, engine: ParallelEngine, optimizer: Optimizer) -> Resumed | None:
+        """Restore an engine and its optimizer from the newest whole checkpoint, of whatever mesh.
+
+        Args:
+            engine: of the model that was saved.
+            optimizer: of `engine.parameters()`, of the kind that was saved.
+
+        Returns:
+            The step to go on from, or None if the folder has no checkpoint.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, and none is whole.
+            CheckpointMismatchError: it is of another model or optimizer; what differs is named.
+        """
+        self.wait()
+        with self._named("load"):
+            path = self._find_newest()
+            if path is None:
+                return None
+            manifest, reader = read_manifest(path), PieceReader(path)
+            names = optimizer_state.name_parameters(engine, optimizer)
+            stored = {key: (shape, dtype) for key, shape, dtype in reader.stored()}
+            differences = find_differences(engine, optimizer, names, manifest, stored)
+            self._agree([f"{path}: {one}" for one in differences], CheckpointMismatchError)
+            problems = _try(lambda: restore_state(engine, optimizer, names, manifest, reader, stored))
+            self._agree(problems, CheckpointError)
+        return Resumed(manifest["step"], manifest["extra"], path)
+
+    def _find_newest(self) -> Path | None:
+        shown: list[Any] = [[path.name for path in list_checkpoints(self._folder)]]
+        dist.broadcast_object_list(shown, 0, group=self._group)
+
+        def damage(path: Path) -> list[str]:
+            try:
+                files = read_manifest(path)["files"]
+                share = sorted(files)[self._rank :: dist.get_world_size()]
+                mine = find_damage(path, files, share)
+            except CheckpointCorruptError as error:
+                mine = [str(error)]
+            return [one for told in self._gather(mine) for one in told]
+
+        return _newest([self._folder / name for name in shown[0]], damage, tell=self._rank == 0)
+
+    # ----------------------------------------------------------------------------------- together
+
+    def _named(self, action: str) -> AbstractContextManager[None]:
+        return named_failures(f"rank {self._rank}, {action}")
+
+    def _gather(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def _agree(self, problems: list[str], error: type[PantherError]) -> None:
+        """Raise on all ranks what went wrong on one, so that none waits for another."""
+        everyone = self._gather(problems)
+        told = dict.fromkeys(one for mine in everyone for one in mine)
+        if told:
+            raise error("; ".join(told))
+
+    def _on_first_rank(self, action: Callable[[], None]) -> list[str]:
+        return _try(action) if self._rank == 0 else []
+
+    def _clean(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self._folder)
+
+
+def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The model of the newest whole checkpoint of a folder, in one process: for `model.load_state_dict`.
+
+    Args:
+        folder: of `TrainingCheckpoints`, or one checkpoint of it.
+
+    Returns:
+        Parameters and buffers on the CPU, in the order and under the names of the model's own state dict.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        CheckpointCorruptError: there is none that is whole.
+    """
+    path = Path(folder)
+    newest = _newest(list_checkpoints(path), _damage, tell=True)
+    if newest is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    names, reader = read_manifest(newest)["names"], PieceReader(newest)
+    tensors = {
+        key.removeprefix(MODEL): torch.empty(shape, dtype=dtype)
+        for key, shape, dtype in reader.stored()
+        if key.startswith(MODEL)
+    }
+    reader.read({MODEL + name: find_pieces(tensor, None, 1, 0) for name, tensor in tensors.items()})
+    return {name: tensors[first] for name, first in names.items()}
+
+
+def _try(action: Callable[[], None]) -> list[str]:
+    """What went wrong, in words."""
+    try:
+        action()
+    except (OSError, PantherError) as error:
+        return [str(error)]
+    return []
+
+
+def _warn_of_shared_store() -> None:
+    """Restarted ranks that share the store of torchrun may find the addresses of those that died.
+
+    https://github.com/pytorch/pytorch/issues/135712
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        warnings.warn(
+            "a restart by torchrun may hang, because torch keeps the addresses of processes that died: start "
+            "it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment",
+            stacklevel=3,
+        )
+
+
+def _damage(path: Path) -> list[str]:
+    try:
+        files = read_manifest(path)["files"]
+    except CheckpointCorruptError as error:
+        return [str(error)]
+    return find_damage(path, files, files)
+
+
+def _newest(paths: Iterable[Path], find: Callable[[Path], list[str]], *, tell: bool) -> Path | None:
+    """The first checkpoint without damage; None if there is none at all."""
+    broken: list[str] = []
+    for path in paths:
+        damage = find(path)
+        if not damage:
+            if broken and tell:
+                warnings.warn(f"{'; '.join(broken)}; {path} is taken instead", stacklevel=3)
+            return path
+        broken.append(f"{path} is damaged ({'; '.join(damage)})")
+    if broken:
+        raise CheckpointCorruptError(f"there is no whole checkpoint: {'; '.join(broken)}")
+    return None
