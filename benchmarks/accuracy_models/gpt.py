@@ -1,9 +1,9 @@
 """A small GPT, trained here on prose and code that ship with Python.
 
 Four pre-norm blocks of width 192 with learned positions and a tied head over bytes: 1.9 M parameters, 1.8 M
-of them in the 24 linear layers that are compressed. Trained on documentation and docstrings, and on a third of
-source code; judged on held-out documentation. Bytes, because a model that sees a few million tokens has not
-learnt more of a large vocabulary than how often each entry occurs, which any rank keeps.
+of them in the 24 linear layers that are compressed. Trained on documentation and docstrings, and on a
+third of source code; judged on held-out documentation. Bytes, because a model that sees a few million tokens
+has not learnt more of a large vocabulary than how often each entry occurs, which any rank keeps.
 """
 
 import math

@@ -85,9 +85,10 @@ def _pivot(
         _, rows = from_pivoted(found.columns, found.coefficients, found.start)
         rows = size[found.start : found.start + rank, None] * rows / size
         columns = _refit(weight, rows, moments)
+        best = found.start, columns, rows
         if output_error(weight, columns, rows, moments, gradient) <= accepted:
             break
-    return found.start, columns, rows
+    return best
 
 
 def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:

@@ -7,8 +7,10 @@ cut         minimum cuts, one way only, nested             (no torch)
 stages      dynamic program over nested cuts               (no torch)
 label       layouts of tensors, kinds of layers ──► label.Labelling, by an energy and its cut
 shards      collectives, records, lighter stages
+mesh_search devices ──► meshes, the most promising first     (no torch)
 schedule    gpipe, 1f1b, interleaved; event simulator      (no torch)
 assemble    ──► result.Partition, made of records
+traffic     bytes of a step inside nodes and between them      (no torch)
 split       one module a stage, with its own parameters
 """
 
@@ -16,7 +18,9 @@ from panther_compile.partition.hardware import Hardware, Link
 from panther_compile.partition.partition import partition_model
 from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage, TensorSpec
 from panther_compile.partition.result import Partition
+from panther_compile.partition.skeleton import sketch_skeleton
 from panther_compile.partition.split import StagedModel
+from panther_compile.partition.traffic import Traffic
 
 __all__ = [
     "Collective",
@@ -29,5 +33,7 @@ __all__ = [
     "Stage",
     "StagedModel",
     "TensorSpec",
+    "Traffic",
     "partition_model",
+    "sketch_skeleton",
 ]

@@ -10,6 +10,7 @@ from panther_compile.errors import MeshError
 from panther_compile.partition.capture import Captured, attribute
 from panther_compile.partition.flow import FlowGraph, Holding
 from panther_compile.partition.hardware import NO_LINK, Hardware, Link
+from panther_compile.partition.mesh_search import Setting
 from panther_compile.partition.records import Mesh, SharedParameter, Stage, TensorSpec
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import Action, Timeline, count_in_flight, order_actions, simulate
@@ -69,13 +70,28 @@ class Settings:
 
     def request(self, mesh: Mesh) -> StageRequest:
         """The stages that a mesh asks for; a device's memory is divided evenly over its stages."""
-        stages = mesh.pp * self.stages_per_device
-        in_flight = count_in_flight(self.orders(mesh), stages) if self.training else (1,) * stages
+        setting = self.setting(mesh)
         return StageRequest(
+            setting.links, setting.in_flight, memory_bytes=setting.memory_bytes, recompute=self.recompute
+        )
+
+    def setting(self, mesh: Mesh) -> Setting:
+        """The same, and what else a mesh decides."""
+        stages, microbatches = mesh.pp * self.stages_per_device, self.microbatches_of(mesh)
+        if not self.training:
+            in_flight = (1,) * stages
+        elif self.schedule == "1f1b":  # without counting, as there may be a thousand stages
+            in_flight = tuple(min(microbatches, stages - stage) for stage in range(stages))
+        else:
+            in_flight = count_in_flight(self.orders(mesh), stages)
+        return Setting(
             links=tuple(self._link(mesh, stage) for stage in range(stages - 1)),
             in_flight=in_flight,
             memory_bytes=self.memory_bytes // self.stages_per_device,
-            recompute=self.recompute,
+            microbatches=microbatches,
+            replicas=mesh.dp,
+            replica_link=self._replica_link(mesh, 0),
+            devices=mesh.pp,
         )
 
     def shared_link(self, mesh: Mesh) -> Link:
@@ -95,14 +111,18 @@ class Settings:
         links = [self.hardware.link(mesh.rank(dp, first), mesh.rank(dp, second)) for dp in range(mesh.dp)]
         return min(links, key=lambda link: link.bytes_per_second)
 
+    def _replica_link(self, mesh: Mesh, device: int) -> Link:
+        """The slowest link between the replicas of a device."""
+        return self.hardware.link(mesh.rank(0, device), mesh.rank(mesh.dp - 1, device))
+
     def reduce_seconds(
         self, mesh: Mesh, stages: Sequence[Stage], shared: Sequence[SharedParameter]
     ) -> list[float]:
         """Time of each device to sum gradients in rings: over the replicas, and over stages that share."""
         spent = [0.0] * mesh.pp
         for stage in stages:
-            last = self.hardware.link(mesh.rank(0, stage.device), mesh.rank(mesh.dp - 1, stage.device))
-            spent[stage.device] += _ring_seconds(stage.gradient_bytes, mesh.dp, last)
+            link = self._replica_link(mesh, stage.device)
+            spent[stage.device] += _ring_seconds(stage.gradient_bytes, mesh.dp, link)
         for parameter in shared:
             places = sorted({stage % mesh.pp for stage in parameter.stages})
             link = self.hardware.link(mesh.rank(0, places[0]), mesh.rank(0, places[-1]))

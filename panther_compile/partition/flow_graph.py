@@ -22,6 +22,7 @@ from panther_compile import cost
 from panther_compile.partition.capture import Captured, attribute
 from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
 from panther_compile.partition.hardware import Hardware
+from panther_compile.partition.measure import Measured
 from panther_compile.partition.observe import Observed
 
 # Bytes of state that an optimizer keeps for each trained number, in float32.
@@ -36,13 +37,13 @@ class Costs:
         hardware: of one device.
         training: whether there is a backward.
         optimizer: a key of OPTIMIZER_BYTES.
-        measured: forward seconds by node name, in place of the estimates.
+        measured: seconds of nodes, in place of the estimates.
     """
 
     hardware: Hardware
     training: bool = True
     optimizer: str = "adam"
-    measured: Mapping[str, float] | None = None
+    measured: Measured | None = None
 
 
 def build_flow_graph(
@@ -215,9 +216,14 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
             for product in products
         )
         backward = cost.seconds(products, device, itemsize=1)
-    if costs.measured is not None and node.name in costs.measured:
-        measured = costs.measured[node.name] / devices
-        backward, forward = measured * (backward / forward if forward else 0.0), measured
+    measured = costs.measured
+    if measured is not None and node.name in measured.forward:
+        taken = measured.forward[node.name] / devices
+        if measured.backward is None:
+            backward = taken * (backward / forward if forward else 0.0)
+        elif costs.training:
+            backward = measured.backward.get(node.name, 0.0) / devices
+        forward = taken
     return Work(forward, backward, note.saved_bytes // devices if costs.training else 0)
 
 

@@ -80,8 +80,11 @@ class Hardware:
 
     def link(self, first: int, second: int) -> Link:
         """The link between two devices, numbered through the cluster node by node."""
-        same_node = first // self.devices_per_node == second // self.devices_per_node
-        return self.intra_node if same_node else self.inter_node
+        return self.intra_node if self.same_node(first, second) else self.inter_node
+
+    def same_node(self, first: int, second: int) -> bool:
+        """Whether two devices share the fast links of a node."""
+        return first // self.devices_per_node == second // self.devices_per_node
 
 
 # One core, as `cost.CPU` was fitted; processes of one machine that talk through shared memory, and

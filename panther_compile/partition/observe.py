@@ -5,7 +5,6 @@ do; for real where a module kept whole looks at values. Every operation below a 
 dispatched.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -209,37 +208,6 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), substitutes.__getitem__)
         graph.erase_node(node)
     captured.graph_module.recompile()
-
-
-def measure_nodes(
-    captured: Captured, inputs: Sequence[Tensor] | None = None, repeats: int = 3
-) -> dict[str, float]:
-    """Forward seconds of each node on the device the model is on: the best of several runs, node by node."""
-    best: dict[str, float] = {}
-    for _ in range(repeats):
-        timer = _Timer(captured.graph_module)
-        with torch.no_grad():
-            timer.run(*(inputs or captured.example))
-        for name, seconds in timer.seconds.items():
-            best[name] = min(seconds, best.get(name, seconds))
-    return best
-
-
-class _Timer(fx.Interpreter):
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        super().__init__(graph_module)
-        self.seconds: dict[str, float] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = super().run_node(n)
-        if on_gpu:
-            torch.cuda.synchronize()
-        self.seconds[n.name] = time.perf_counter() - start
-        return result
 
 
 def storage(tensor: Tensor) -> int:

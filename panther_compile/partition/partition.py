@@ -1,7 +1,7 @@
 """A model and a cluster become pipeline stages: capture, observe, weigh, cut, simulate."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -27,7 +27,9 @@ from panther_compile.partition.flow_graph import (
 )
 from panther_compile.partition.hardware import Hardware, find_hardware, read_bytes
 from panther_compile.partition.label import Labelling, Problem, Ring, find_labelling, pose
-from panther_compile.partition.observe import Observed, fold_shapes, measure_nodes, observe
+from panther_compile.partition.measure import Measured, measure_nodes
+from panther_compile.partition.mesh_search import Expectation, Outline, find_meshes
+from panther_compile.partition.observe import Observed, fold_shapes, observe
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import SCHEDULES
@@ -42,11 +44,13 @@ from panther_compile.partition.split import crossing_names
 from panther_compile.partition.stages import StageCuts, choose_cuts, least_memory
 
 TIED = ("auto", "shared", "together")
+# Meshes that are expected to do less than the best that was cut, by this factor, are not cut.
+_CLOSE = 1.2
 
 
 @dataclass(frozen=True)
-class _Graphs:
-    """The model, and its flow graph with tied parameters free or kept together."""
+class Graphs:
+    """The model, and its flow graph with tied parameters free or kept together; of `read_graphs`."""
 
     captured: Captured
     notes: Mapping[fx.Node, Observed]
@@ -54,6 +58,19 @@ class _Graphs:
     constants: tuple[fx.Node, ...]
     persistent: frozenset[str]
     flows: Mapping[str, FlowGraph]
+    _lightened: dict[Ring, tuple[FlowGraph, ...]] = field(default_factory=dict)
+
+    def lightened(self, ring: Ring) -> tuple[FlowGraph, ...]:
+        """The flow graphs as one device of a stage sees them, before the stages are known."""
+        if ring.tp == 1:
+            return tuple(self.flows.values())
+        if ring not in self._lightened:
+            problem, labelling = self.shard(ring)
+            placed = place_collectives(problem, labelling)
+            self._lightened[ring] = tuple(
+                lighten(problem, labelling, flow, placed) for flow in self.flows.values()
+            )
+        return self._lightened[ring]
 
     def shard(self, ring: Ring, whole: Collection[str] = ()) -> tuple[Problem, Labelling]:
         """How the model is sharded over the devices of a stage, where some results must be whole."""
@@ -88,7 +105,8 @@ def partition_model(
         model: any model whose graph can be read, also on the meta device.
         example_inputs: of one microbatch of one replica: a tensor, a tuple, or a mapping of keywords.
         mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp".
-        devices: without a mesh, the devices to divide into dp x pp, whichever is predicted to be fastest.
+        devices: without a mesh, the devices to divide into dp x pp x tp, as is predicted to be fastest; tp is
+            at most 8, and stays within a node.
         hardware: a preset, "cpu", "h100" or "h200", or your own.
         memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
         microbatches: of a step, through each replica; four for each device of the pipeline if None.
@@ -99,7 +117,8 @@ def partition_model(
         recompute: compute activations again in the backward instead of keeping them.
         tied: "shared" holds a parameter used by several stages in each and sums its gradients, "together"
             keeps its users on one stage, "auto" takes what is predicted to be faster.
-        profile: True measures each node here on the example, in place of estimates; or seconds by node.
+        profile: True measures each node here on the example, forward and backward, in place of estimates; or
+            seconds by node, forward.
         boundaries: modules to keep whole, where no graph can be read without.
 
     Raises:
@@ -135,30 +154,55 @@ def partition_model(
         training=training,
         recompute=recompute and training,
     )
-    meshes = [Mesh.read(mesh, devices)] if mesh is not None else list(_meshes(devices or 1))
-    for one in meshes[:1] if mesh is not None else ():
-        settings.check(one)
-    graphs = _read(model, example_inputs, boundaries, chosen, training, optimizer, tied, profile)
-    partitions, failure = [], None
-    for one in meshes:
+    fixed = None
+    if mesh is not None:
+        fixed = Mesh.read(mesh, devices)
+        settings.check(fixed)
+    graphs = read_graphs(model, example_inputs, boundaries, chosen, training, optimizer, tied, profile)
+    name = type(model).__name__
+    if fixed is None:
+        return search_meshes(name, graphs, settings, devices or 1)
+    found = _partition(name, graphs, settings, fixed)
+    if found is None:
+        raise StageMemoryError(_explain_memory(name, graphs, settings, fixed))
+    return found
+
+
+def search_meshes(name: str, graphs: Graphs, settings: Settings, devices: int) -> Partition:
+    """The best partition over all meshes of so many devices that may be the best."""
+    outline = Outline(next(iter(graphs.flows.values())), recompute=settings.recompute)
+    ranked: list[tuple[Expectation, Mesh]] = []
+    failure: PartitionError | None = None
+    most = max(len(flow.work) for flow in graphs.flows.values())
+    for mesh in find_meshes(devices, settings.hardware):
+        if mesh.pp > 1 and mesh.pp * settings.stages_per_device > most:
+            continue
         try:
-            partitions.append(_partition(type(model).__name__, graphs, settings, one))
-        except PartitionError as error:
+            settings.check(mesh)
+        except MeshError as error:
             failure = error
-    if not partitions:
+            continue
+        flow = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)))[0]
+        ranked.append((outline.expect(flow, settings.setting(mesh)), mesh))
+    if not ranked:
         assert failure is not None
         raise failure
-    return max(partitions, key=lambda found: found.mesh.dp * found.microbatches / found.step_seconds)
+    ranked.sort(key=lambda one: (one[0].room >= 1, one[0].per_second), reverse=True)
+    best, reached = None, 0.0
+    for expected, mesh in ranked:
+        if expected.hopeless or expected.per_second * _CLOSE < reached:
+            continue
+        found = _partition(name, graphs, settings, mesh)
+        per_second = found.mesh.dp * found.microbatches / found.step_seconds if found is not None else 0.0
+        if per_second > reached:
+            best, reached = found, per_second
+    if best is None:
+        roomiest = max(ranked, key=lambda one: one[0].room)[1]
+        raise StageMemoryError(_explain_memory(name, graphs, settings, roomiest))
+    return best
 
 
-def _meshes(devices: int) -> Iterator[Mesh]:
-    """Every way to divide devices into dp x pp; tp is 1."""
-    for pp in range(1, devices + 1):
-        if devices % pp == 0:
-            yield Mesh(dp=devices // pp, pp=pp)
-
-
-def _read(
+def read_graphs(
     model: nn.Module,
     example_inputs: Any,
     boundaries: Sequence[str],
@@ -167,12 +211,14 @@ def _read(
     optimizer: str,
     tied: str,
     profile: bool | Mapping[str, float],
-) -> _Graphs:
+) -> Graphs:
     """Read the model and weigh its graph."""
     captured = capture(model, *example_arguments(example_inputs), boundaries=boundaries)
     notes: dict[fx.Node, Observed] = observe(captured)
     fold_shapes(captured, notes)
-    measured = measure_nodes(captured) if profile is True else profile or None
+    measured = measure_nodes(captured, training=training) if profile is True else None
+    if isinstance(profile, Mapping):
+        measured = Measured(profile)
     costs = Costs(hardware, training, optimizer, measured)
     free = build_flow_graph(captured, notes, costs)
     several = shared_parameters(free)
@@ -182,15 +228,19 @@ def _read(
     if tied != "shared" and several:
         flows["together"] = build_flow_graph(captured, notes, costs, together=several)
     constants = tuple(find_constants(captured, notes))
-    return _Graphs(captured, notes, costs, constants, frozenset(model.state_dict(keep_vars=True)), flows)
+    return Graphs(captured, notes, costs, constants, frozenset(model.state_dict(keep_vars=True)), flows)
 
 
-def _partition(name: str, graphs: _Graphs, settings: Settings, mesh: Mesh) -> Partition:
-    """The best partition for one mesh."""
-    settings.check(mesh)
+def _partition(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> Partition | None:
+    """The best partition for one mesh; None if none was found that fits into the memory."""
     stages = mesh.pp * settings.stages_per_device
-    flows = tuple(graphs.flows.values())
-    divisible = [flow for flow in flows if len(flow.work) >= stages]
+    ring = Ring(mesh.tp, settings.shared_link(mesh))
+    flows = graphs.lightened(ring)
+    divisible = [
+        (whole, flow)
+        for whole, flow in zip(graphs.flows.values(), flows, strict=True)
+        if len(flow.work) >= stages
+    ]
     if not divisible:
         largest = max(len(flow.work) for flow in flows)
         hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
@@ -199,19 +249,14 @@ def _partition(name: str, graphs: _Graphs, settings: Settings, mesh: Mesh) -> Pa
             f"graph of {name} has {largest} operations to divide between them{hint}"
         )
     request = settings.request(mesh)
-    ring = Ring(mesh.tp, settings.shared_link(mesh))
-    if mesh.tp > 1:
-        problem, labelling = graphs.shard(ring)
-        placed = place_collectives(problem, labelling)
-        divisible = [lighten(problem, labelling, flow, placed) for flow in divisible]
     found = []
-    for flow in divisible:
+    for whole, flow in divisible:
         cuts = choose_cuts(flow, request)
         if cuts is None:
             continue
         sharding = None
         if mesh.tp > 1:
-            flow, sharding = _shard_stages(graphs, flow, cuts, ring)
+            flow, sharding = _shard_stages(graphs, whole, cuts, ring)
         partition = assemble(
             name,
             graphs.captured,
@@ -225,15 +270,10 @@ def _partition(name: str, graphs: _Graphs, settings: Settings, mesh: Mesh) -> Pa
         )
         if max(stage.memory_bytes for stage in partition.stages) <= (request.memory_bytes or inf):
             found.append(partition)
-    if found:
-        return min(found, key=lambda partition: partition.step_seconds)
-    flow = max(divisible, key=lambda flow: len(flow.work))
-    raise StageMemoryError(_explain_memory(name, flow, settings, mesh))
+    return min(found, key=lambda partition: partition.step_seconds, default=None)
 
 
-def _shard_stages(
-    graphs: _Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring
-) -> tuple[FlowGraph, Sharding]:
+def _shard_stages(graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring) -> tuple[FlowGraph, Sharding]:
     """The shards once the stages are known, between which every tensor is whole."""
     _, stage_of = stages_of(flow, cuts)
     crossing = {
@@ -250,9 +290,11 @@ def _shard_stages(
     return lighten(problem, labelling, flow, placed), sharding
 
 
-def _explain_memory(name: str, flow: FlowGraph, settings: Settings, mesh: Mesh) -> str:
+def _explain_memory(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> str:
     """Which stage does not fit, by how much, and what would help."""
     request = settings.request(mesh)
+    flows = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)))
+    flow = max(flows, key=lambda flow: len(flow.work))
     limit = request.memory_bytes or 0
     smallest, stage = least_memory(flow, request)
     lines = [

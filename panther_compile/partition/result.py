@@ -19,6 +19,7 @@ from panther_compile.partition.schedule import Timeline
 from panther_compile.partition.shards import Sharding
 from panther_compile.partition.split import StagedModel, split
 from panther_compile.partition.stages import StageRequest, lower_bound
+from panther_compile.partition.traffic import Traffic, count_traffic
 from panther_compile.tables import render_table
 
 # The number of a layer in a name, as in blocks.3.mlp; alike layers are told in one line.
@@ -99,6 +100,13 @@ class Partition:
         return sum(stage.sent_bytes + stage.gradient_sent_bytes for stage in self.stages)
 
     @property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What all devices together send in a step, by purpose, inside nodes and between them."""
+        return count_traffic(
+            self.mesh, self.hardware, self.microbatches, self.stages, self.shared, self.collectives
+        )
+
+    @property
     def stage_of(self) -> dict[str, int]:
         """The stage of each graph node that belongs to one."""
         return {name: stage.index for stage in self.stages for name in stage.nodes}
@@ -137,6 +145,7 @@ class Partition:
             "bubble": self.bubble,
             "bottleneck_seconds": self.bottleneck_seconds,
             "cut_bytes": self.cut_bytes,
+            "traffic": [dataclasses.asdict(traffic) for traffic in self.traffic],
             "exact": self.exact,
             "stages": [dataclasses.asdict(stage) | {"seconds": stage.seconds} for stage in self.stages],
             "shared": [dataclasses.asdict(shared) for shared in self.shared],
@@ -179,6 +188,8 @@ class Partition:
             + ("optimal" if self.exact else f"best of {self.candidates} cuts")
             + " under the predicted costs",
         ]
+        if self.mesh.devices > 1:
+            footer.append(self._told_traffic())
         if self.sharding is not None:
             footer.extend(self._told_shards(self.sharding))
         for shared in self.shared:
@@ -189,6 +200,14 @@ class Partition:
         if self.unused:
             footer.append(f"not used by the graph, in no stage: {', '.join(self.unused)}")
         return render_table(self.title, columns, rows, footer)
+
+    def _told_traffic(self) -> str:
+        told = []
+        for where, name in (("inside nodes", "intra_node_bytes"), ("between nodes", "inter_node_bytes")):
+            sizes = {one.purpose: getattr(one, name) for one in self.traffic}
+            parts = ", ".join(f"{purpose} {size / 1e9:,.3f}" for purpose, size in sizes.items() if size)
+            told.append(f"{sum(sizes.values()) / 1e9:,.3f} GB {where}{f' ({parts})' if parts else ''}")
+        return f"sent in a step by all devices: {'; '.join(told)}"
 
     def _told_shards(self, sharding: Sharding) -> Iterator[str]:
         yield (

@@ -7,10 +7,13 @@ group. What it gives comes back as a list, one for each rank; what it raises is 
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
+from unittest import mock
 
 TIMEOUT = 60  # seconds, of the process group
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -20,6 +23,9 @@ _WORKERS = []  # process and pipe of each rank; a job of n ranks runs on the fir
 
 def _workers(count):
     """The processes of so many ranks; those that are missing are started."""
+    # The server knows no path but this variable, and passes over what it cannot import.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     while len(_WORKERS) < count:
         mine, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=serve, args=(theirs,), daemon=True)
@@ -70,22 +76,12 @@ class Ranks:
         return [result for _, result in answers]
 
 
-def cpu_seconds():
-    """Of all processes that were started, and of what they wait for in vain: user and system time."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    total = 0.0
-    for process, _ in _WORKERS:
-        with open(f"/proc/{process.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / ticks
-    return total
-
-
 def serve(pipe):
     """Run jobs until the pipe is closed."""
     import torch
     import torch.distributed as dist
 
+    assert "parallel.preload" in sys.modules
     torch.set_num_threads(1)
     while True:
         try:

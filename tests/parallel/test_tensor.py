@@ -40,7 +40,7 @@ def test_stages_of_shards(two):
 
 
 def test_four_ranks(four):
-    (count, kinds), *_ = four.run(tensor_jobs.check, name="bert")
+    (count, kinds), *_ = four.run(tensor_jobs.check, name="gpt2")
     assert count > 0
     assert {"column", "row"} <= kinds
 

