@@ -10,7 +10,7 @@ from torch import nn
 
 from panther_compile.factorize import factorize
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: it has an onnx.py
 from accuracy_report import Result, Store, report
 from peers import PEERS, aa_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four
 from peers.budget import count_numbers, pivoted_numbers, spend
