@@ -77,6 +77,7 @@ def compress(job: Job, subject: Subject, method: str, ratio: float) -> nn.Module
     options = dict(subject.options) | {"progress": False, "seed": job.seed} | OURS[method]
     if method in CALIBRATED:
         options["data"] = list(job.batches)
+        options["output"] = "logits" if subject.outputs == "classes" else "features"
     try:
         return pc.sketchify(job.model, ratio, **options)
     except ConfigTypeError as error:
