@@ -297,10 +297,15 @@ RECORD_ATTRIBUTE = "_panther_sketch"
 
 def keep_record(model: nn.Module, record: SketchRecord | None) -> None:
     """Keep the record on the model, and on copies of it; None takes it away."""
+    keep_attribute(model, RECORD_ATTRIBUTE, record)
+
+
+def keep_attribute(model: nn.Module, name: str, value: object | None) -> None:
+    """Keep a value on the model under a name, and on copies of it; None takes it away."""
     holders = [vars(model)]
     if isinstance(model, fx.GraphModule):  # a copy of a graph has no other attributes than these
         holders.append(model.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {}))
     for holder in holders:
-        holder.pop(RECORD_ATTRIBUTE, None)
-        if record is not None:
-            holder[RECORD_ATTRIBUTE] = record
+        holder.pop(name, None)
+        if value is not None:
+            holder[name] = value

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from panther_compile.candidates import Candidate, SignSketchCandidate
 from panther_compile.config import SketchConfig
 from panther_compile.cost import device_class
-from panther_compile.factorize_conv2d import conv_candidates, factorize_conv2d, is_depthwise
+from panther_compile.factorize_conv2d import (
+    ConvKernels,
+    conv_candidates,
+    factorize_conv2d,
+    is_depthwise,
+)
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.passes.base import (
@@ -87,7 +92,7 @@ class SketchConv2d:
             layer, method = _sketch_1x1(conv, site.name, choice, config)
         else:
             layer, method = _sketch_kernel(conv, site.name, choice, config)
-        error = _relative_error(conv.weight.detach(), layer.weight.detach())
+        error = relative_error(conv.weight.detach(), layer.weight.detach())
         return layer, {site.name: Fitted(layer.scheme, layer.ranks, method, error)}
 
 
@@ -108,19 +113,24 @@ def _sketch_kernel(
     weight = conv.weight.detach()
     if config.device is not None:
         weight = weight.to(config.device)
-    found = factorize_conv2d(
+    found = fit_kernel(weight, conv.groups, name, choice, config)
+    return SketchedConv2d.from_kernels(choice.scheme, found.kernels, conv), found.method
+
+
+def fit_kernel(weight: Tensor, groups: int, name: str, choice: Choice, config: SketchConfig) -> ConvKernels:
+    """Factorize a kernel (O, I / G, kh, kw) as chosen, with random numbers of its own."""
+    return factorize_conv2d(
         weight,
-        conv.groups,
+        groups,
         choice.scheme,
         choice.rank if choice.scheme == "tucker2" else choice.ranks[0],
         method=config.method,
         sketch=config.sketch,
         generator=generator_for(name, config, weight.device),
     )
-    return SketchedConv2d.from_kernels(choice.scheme, found.kernels, conv), found.method
 
 
-def _relative_error(weight: Tensor, stored: Tensor) -> float:
+def relative_error(weight: Tensor, stored: Tensor) -> float:
     """Of the kernel as stored; a kernel is small enough to be multiplied out."""
     size = torch.linalg.vector_norm(weight.double())
     distance = torch.linalg.vector_norm(weight.double() - stored.double())

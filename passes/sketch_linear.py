@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.cost import device_class
-from panther_compile.factorize import LowRank, probe_error
+from panther_compile.factorize import probe_error
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.passes.base import (
@@ -124,16 +124,15 @@ def sketch_matrix(
         device=weight.device,
         residual=low_rank.residual(weight),
     )
-    return layer, _fitted(layer, low_rank, weight, name, config)
+    error = matrix_error(layer, weight, name, config)
+    return layer, Fitted(layer.form, (layer.rank,), low_rank.method, error)
 
 
-def _fitted(
-    layer: SketchedLinear, low_rank: LowRank, weight: Tensor, name: str, config: SketchConfig
-) -> Fitted:
+def matrix_error(layer: SketchedLinear, weight: Tensor, name: str, config: SketchConfig) -> float:
+    """Relative error of a weight (O, I) as stored, estimated by Gaussian probes."""
     left, right = (factor.detach() for factor in layer.factors())
     generator = generator_for(name, config, weight.device)
-    error = probe_error(weight.detach(), left, right, generator=generator)
-    return Fitted(layer.form, (layer.rank,), low_rank.method, error)
+    return probe_error(weight.detach(), left, right, generator=generator)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -11,10 +11,9 @@ from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import RIDGE, MomentSums, thinned
 from panther_compile.calibration.whiten import root_of, solve
 from panther_compile.config import SketchConfig
-from panther_compile.factorize_conv2d import factorize_conv2d
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.passes.base import generator_for
+from panther_compile.passes.sketch_conv2d import fit_kernel
 from panther_compile.records import Choice
 
 
@@ -61,15 +60,7 @@ def fit_conv2d_to(
         if gradient is not None:
             outer = root_of(gradient)
             weight = torch.einsum("po,pihw->oihw", outer.factor, weight)
-    found = factorize_conv2d(
-        weight.contiguous(),
-        conv.groups,
-        choice.scheme,
-        choice.rank if choice.scheme == "tucker2" else choice.ranks[0],
-        method=config.method,
-        sketch=config.sketch,
-        generator=generator_for(name, config, weight.device),
-    )
+    found = fit_kernel(weight.contiguous(), conv.groups, name, choice, config)
     first, *between, last = found.kernels
     if inner is not None:
         first = torch.einsum("rihw,ij->rjhw", first.double(), inner.inverse)

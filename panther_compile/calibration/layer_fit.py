@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from panther_compile.calibration.fit_conv2d import fit_conv2d_to
@@ -14,11 +13,11 @@ from panther_compile.calibration.resume import FittedLayer, Folder
 from panther_compile.calibration.study import Study
 from panther_compile.calibration.targets import Target
 from panther_compile.config import SketchConfig
-from panther_compile.factorize import probe_error
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
-from panther_compile.passes.base import generator_for
+from panther_compile.passes.sketch_conv2d import relative_error
+from panther_compile.passes.sketch_linear import matrix_error
 from panther_compile.records import Choice, Fitted, SketchPlan
 
 METHOD = "calibrated"
@@ -120,13 +119,10 @@ class LayerFit:
         weight, _ = target.weight_and_bias()
         inputs = weight.shape[1]
         if isinstance(layer, SketchedLinear):
-            left, right = (factor.detach() for factor in layer.factors())
-            generator = generator_for(target.name, self._config, weight.device)
-            distance = probe_error(weight.detach(), left, right, generator=generator)
+            distance = matrix_error(layer, weight, target.name, self._config)
         else:
-            stored = layer.weight.detach().flatten(1).double()  # type: ignore[union-attr, operator]
-            size = float(torch.linalg.vector_norm(weight.detach().double())) or 1.0
-            distance = float(torch.linalg.vector_norm(weight.detach().double() - stored)) / size
+            stored: Tensor = layer.weight  # type: ignore[assignment]
+            distance = relative_error(weight.detach(), stored.detach().flatten(1))
         return Fitted(
             layer.scheme,
             layer.ranks,

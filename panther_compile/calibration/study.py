@@ -13,7 +13,7 @@ from panther_compile.calibration.lockstep import Side
 from panther_compile.calibration.moments import MomentSums
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.targets import Target
-from panther_compile.calibration.whiten import best_low_rank
+from panther_compile.calibration.whiten import best_low_rank, term_sizes
 from panther_compile.errors import DataError
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
@@ -86,19 +86,13 @@ def study_layers(
             moments = sums.moments(centred=bias is not None)
             gradient = study.weights[name].double() if name in study.weights else None
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
-            study.values[name] = _values(left, right, moments.square, gradient)
+            study.values[name] = term_sizes(left, right, moments.square, gradient)
             held += 4 * (left.numel() + right.numel())
             if held <= MAX_BYTES:
                 # Contiguous, as they are when read from a file: products then round alike.
                 parts = (left.float(), right.float(), moments.mean_x.float())
                 study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
     return study
-
-
-def _values(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
-    """Sizes of the terms of the whitened matrix, which are orthogonal in the metrics of both sides."""
-    outer = left if gradient is None else gradient @ left
-    return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
 
 
 def _outputs(target: Target) -> int:

@@ -37,25 +37,6 @@ def root_of(matrix: Tensor) -> Root:
     return Root(vectors * values, (vectors / values).T)
 
 
-def spectrum(weight: Tensor, moments: Moments, gradient: Tensor | None) -> Tensor:
-    """Singular values of G^½ W R (min(O, I),), descending: what each rank keeps of the output.
-
-    Args:
-        weight: W, float64 `(O, I)`.
-        moments: of the inputs, with x = z.
-        gradient: G, float64 `(O, O)`, or None for the identity.
-    """
-    if weight.shape[0] <= weight.shape[1]:
-        core = weight @ moments.square @ weight.T
-        root = None if gradient is None else root_of(gradient).factor
-    else:
-        core = weight.T @ (weight if gradient is None else gradient @ weight)
-        root = root_of(moments.square).factor
-    if root is not None:
-        core = root.T @ core @ root
-    return torch.linalg.eigvalsh(core).flip(0).clamp_min(0.0).sqrt()
-
-
 def best_low_rank(
     weight: Tensor, moments: Moments, gradient: Tensor | None, rank: int
 ) -> tuple[Tensor, Tensor]:
@@ -83,6 +64,19 @@ def best_low_rank(
     core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
     return whitened @ vectors, vectors.T @ root.inverse
+
+
+def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
+    """Singular values of G^½ W R (r,) from the factors of W, whose terms are orthogonal in both metrics.
+
+    Args:
+        left: `(O, r)`, of `best_low_rank` where x = z.
+        right: `(r, I)`, likewise.
+        square: S = R Rᵀ, float64 `(I, I)`.
+        gradient: G, float64 `(O, O)`, or None for the identity.
+    """
+    outer = left if gradient is None else gradient @ left
+    return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from tqdm import tqdm
 
 from panther_compile.calibration.batches import Data, record_calls
@@ -27,6 +26,7 @@ from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
 from panther_compile.layers.base import outermost
+from panther_compile.records import keep_attribute
 from panther_compile.substitute import copy_with
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -111,7 +111,7 @@ def heal(
             cache_bytes=cache_bytes,
         )
         report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
-    _keep_report(result, report)
+    keep_attribute(result, HEALING_ATTRIBUTE, report)
     return result  # type: ignore[return-value]
 
 
@@ -299,10 +299,3 @@ def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in trained)
         yield
-
-
-def _keep_report(model: nn.Module, report: HealReport) -> None:
-    """Keep the report on the model, and on copies of it."""
-    vars(model)[HEALING_ATTRIBUTE] = report
-    if isinstance(model, fx.GraphModule):  # a copy of a graph has no other attributes than these
-        model.meta.setdefault(_USER_PRESERVED_ATTRIBUTES_KEY, {})[HEALING_ATTRIBUTE] = report

@@ -5,7 +5,7 @@ import torch
 
 from panther_compile.calibration.fit_matrix import fit_matrix_to
 from panther_compile.calibration.moments import MomentSums
-from panther_compile.calibration.whiten import best_low_rank, output_error, root_of, solve, spectrum
+from panther_compile.calibration.whiten import best_low_rank, output_error, root_of, solve, term_sizes
 
 
 def problem(outputs, inputs, rows=400, seed=0):
@@ -72,7 +72,8 @@ def test_anchored_fit_beats_the_fit_to_dense_inputs():
 def test_spectrum_is_what_each_rank_keeps():
     weight, x, _, metric = problem(12, 20)
     moments = moments_of(x, x)
-    values = spectrum(weight, moments, metric)
+    left, right = best_low_rank(weight, moments, metric, 12)
+    values = term_sizes(left, right, moments.square, metric)
     root = root_of(metric).factor
     whole = torch.linalg.svdvals(root.T @ weight @ root_of(moments.square).factor)
     torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-9)
