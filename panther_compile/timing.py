@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from panther_compile.calibration.batches import Call, record_calls
 from panther_compile.calibration.targets import Target, find_targets, watch
 from panther_compile.errors import ConfigTypeError
-from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.embedding import SketchedEmbedding
-from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
-from panther_compile.passes.sketch_linear import weight_and_bias
+from panther_compile.passes.unfitted import unfitted_sketch
 from panther_compile.plan import PAYS, Timed, TimedSites
 from panther_compile.records import Choice, Site
 from panther_compile.sites import Found
@@ -154,44 +150,11 @@ class _LayerClock:
     def _seconds(self, run: _Run, choice: Choice) -> tuple[float, float]:
         key = (run.key, choice.scheme, choice.ranks)
         if key not in self._known:
-            sketch = _random_sketch(run.layer, choice)
+            weight: Tensor = run.layer.weight  # type: ignore[assignment]
+            sketch = unfitted_sketch(run.layer, choice, weight.device)
             seconds = self._timer(run.layer, sketch, run.x)
             if PAYS <= seconds[0] / seconds[1] < _CLEAR:
                 again = self._timer(run.layer, sketch, run.x)
                 seconds = min(seconds, again, key=lambda pair: pair[0] / pair[1])
             self._known[key] = seconds
         return self._known[key]
-
-
-def _random_sketch(layer: nn.Module, choice: Choice) -> SketchedLayer:
-    """A stand-in of the chosen scheme and rank, with its initial numbers."""
-    rank = choice.ranks[0]
-    if isinstance(layer, nn.Conv2d):
-        return SketchedConv2d(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            choice.ranks if choice.scheme == "tucker2" else rank,
-            scheme=choice.scheme,
-            stride=layer.stride,  # type: ignore[arg-type]
-            padding=layer.padding,  # type: ignore[arg-type]
-            dilation=layer.dilation,  # type: ignore[arg-type]
-            groups=layer.groups,
-            bias=layer.bias is not None,
-            padding_mode=layer.padding_mode,
-            device=layer.weight.device,
-            dtype=layer.weight.dtype,
-        )
-    if isinstance(layer, nn.Embedding):
-        rows, columns = layer.weight.shape
-        return SketchedEmbedding(rows, columns, rank, device=layer.weight.device, dtype=layer.weight.dtype)
-    weight, bias = weight_and_bias(layer)
-    return (SketchedLinear if isinstance(layer, nn.Linear) else SketchedConv1D)(
-        weight.shape[1],
-        weight.shape[0],
-        rank,
-        bias=bias is not None,
-        form=choice.scheme,
-        device=weight.device,
-        dtype=weight.dtype,
-    )

@@ -8,14 +8,11 @@ from torch import nn
 
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
-from panther_compile.layers.attention import projection_weights
+from panther_compile.layers.attention import dense_projection, projection_weights
 from panther_compile.layers.base import SketchedLayer, take_over
-from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.embedding import SketchedEmbedding
-from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.passes.base import SharingPass
-from panther_compile.passes.sketch_linear import weight_and_bias
+from panther_compile.passes.unfitted import unfitted_sketch
 from panther_compile.plan import make_plan
 from panther_compile.records import Choice, Fitted
 from panther_compile.sites import find_sites
@@ -80,50 +77,9 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
 
 def _empty_sketch(module: nn.Module, name: str, choice: Choice) -> SketchedLayer:
     """A layer without numbers, of the scheme and rank chosen for one weight of a module."""
-    layer: SketchedLayer
-    rank, dtype = choice.ranks[0], next(module.parameters()).dtype
-    if isinstance(module, nn.Conv2d):
-        layer = SketchedConv2d(
-            module.in_channels,
-            module.out_channels,
-            module.kernel_size,  # type: ignore[arg-type]
-            choice.ranks if choice.scheme == "tucker2" else rank,
-            scheme=choice.scheme,
-            stride=module.stride,  # type: ignore[arg-type]
-            padding=module.padding,  # type: ignore[arg-type]
-            dilation=module.dilation,  # type: ignore[arg-type]
-            groups=module.groups,
-            bias=module.bias is not None,
-            padding_mode=module.padding_mode,
-            device="meta",
-            dtype=dtype,
-        )
-    elif isinstance(module, nn.Embedding):
-        layer = SketchedEmbedding(
-            module.num_embeddings,
-            module.embedding_dim,
-            rank,
-            padding_idx=module.padding_idx,
-            scale_grad_by_freq=module.scale_grad_by_freq,
-            sparse=module.sparse,
-            device="meta",
-            dtype=dtype,
-        )
-    else:
-        if isinstance(module, nn.MultiheadAttention):
-            layer_type, (weight, bias) = SketchedLinear, projection_weights(module)[name.rpartition(".")[2]]
-        else:
-            layer_type = SketchedLinear if isinstance(module, nn.Linear) else SketchedConv1D
-            weight, bias = weight_and_bias(module)
-        out_features, in_features = weight.shape
-        layer = layer_type(
-            in_features,
-            out_features,
-            rank,
-            bias=bias is not None,
-            form=choice.scheme,
-            device="meta",
-            dtype=dtype,
-        )
+    dense = module
+    if isinstance(module, nn.MultiheadAttention):
+        dense = dense_projection(*projection_weights(module)[name.rpartition(".")[2]])
+    layer = unfitted_sketch(dense, choice, "meta")
     take_over(layer, module, next(module.parameters()).requires_grad)
     return layer
