@@ -1,16 +1,19 @@
-"""Whole models, dense and sketched, eager and compiled: latency, compile seconds, memory, file size.
+"""Whole models, dense and sketched: latency, and if asked for compile times, compiled latency and memory.
 
-    python benchmarks/models.py [--quick] [--models bert-base vit ...] [--output docs/benchmarks/models.md]
+    python benchmarks/models.py [--quick] [--models bert-base vit ...] [--compile] [--memory]
+                                [--results build/models.json] [--output docs/benchmarks/models.md]
 
 BERT-base at batch 8 and sequence 128, random weights, and the models of the test zoo, which are so small that
-a sketch has little to gain: they show what compiling costs, and where it loses. Rows that lose are printed
-like the others, and so are models that cannot be measured, with the reason. "For latency" is the model that
-`objective="latency"` makes, which keeps dense what does not pay, run eagerly; where nothing pays it is the
-dense model. Each model has a process of its own, and memory is the peak of another one that loads the model
-and runs it eagerly.
+a sketch has little to gain: they show where it loses. Rows that lose are printed like the others, and so are
+models that cannot be measured, with the reason. "For latency" is the model that `objective="latency"` makes,
+which keeps dense what does not pay, run eagerly; where nothing pays it is the dense model. The dense model
+has two turns in each round: how far their times are apart is the noise of the row. Each model has a process
+of its own, and memory is the peak of another one that loads the model and runs it eagerly. A model that is in
+the file of results is not measured again, so that a run that was cut short goes on.
 """
 
 import argparse
+import functools
 import json
 import platform
 import resource
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +38,19 @@ from zoo import ZOO, call  # noqa: E402
 RATIO = 0.5
 QUICK = ("bert-2-layers", "vit", "mixer")
 BERT = {"bert-base": 12, "bert-2-layers": 2}
-NOISE = 1.02  # of two times of one model
-HEADS = ("model", "dense ms", "sketched ms", "dense compiled ms", "sketched compiled ms")
-HEADS += ("speed-up", "speed-up compiled", "weights sketched for latency", "ms", "speed-up for latency")
-HEADS += ("dense compile s", "sketched compile s", "ratio")
-HEADS += ("dense peak MiB", "sketched peak MiB", "dense file MiB", "sketched file MiB")
+MARGIN = 1.03  # what is slower by more than this, and by more than the noise of its row, has lost
+MOST_TURNS = 500
+CALM, PATIENCE = 1.01, 4.0  # the noise at which a row is done, and how much longer it may take else
+HEADS = ("model", "dense ms", "sketched ms", "speed-up", "noise")
+HEADS += (
+    "weights sketched for latency",
+    "for latency ms",
+    "speed-up for latency",
+    "file, sketched / dense MiB",
+)
+COMPILED = ("dense compiled ms", "sketched compiled ms", "speed-up compiled")
+COMPILED += ("dense compile s", "sketched compile s", "ratio")
+MEMORY = ("dense peak MiB", "sketched peak MiB")
 
 
 def load(name: str) -> tuple[nn.Module, Any]:
@@ -68,17 +79,22 @@ def sketch_for_latency(model: nn.Module, inputs: Any) -> tuple[nn.Module, int]:
     return fast, len(pc.sketch_report(fast).sketched)
 
 
-def best_seconds(runs: list[Callable[[], Any]], budget: float) -> list[float]:
-    """The fastest of many turns of each, one after the other."""
+def best_seconds(runs: Mapping[str, Callable[[], Any]], budget: float) -> dict[str, float]:
+    """The fastest of many turns of each, one after the other.
+
+    Goes on for up to `PATIENCE` times the budget while two times of the dense model are far apart.
+    """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    best = [float("inf")] * len(runs)
-    deadline, turns = time.perf_counter() + budget, 0
-    while turns < 4 or (time.perf_counter() < deadline and turns < 300):
-        for place, run in enumerate(runs):
-            begin = clock()
+    best = dict.fromkeys(runs, float("inf"))
+    begin, turns, patience = time.perf_counter(), 0, 1.0
+    while turns < 4 or (time.perf_counter() - begin < patience * budget and turns < patience * MOST_TURNS):
+        for name, run in runs.items():
+            run()  # the caches hold this model then, whichever had its turn before
+            start = clock()
             run()
-            best[place] = min(best[place], clock() - begin)
+            best[name] = min(best[name], clock() - start)
         turns += 1
+        patience = 1.0 if noise(best) <= CALM else PATIENCE
     return best
 
 
@@ -103,28 +119,27 @@ def file_bytes(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def measure(name: str, seconds: float) -> dict[str, float]:
+def measure(name: str, seconds: float, with_compiled: bool) -> dict[str, Any]:
     """All but the memory; in a process of its own."""
-    # A compiler started once before is not part of anybody's compile time.
-    compile_seconds(nn.Linear(4, 4), (torch.ones(1, 4),), "inductor")
     model, inputs = load(name)
     try:
         small = sketch(model)
     except pc.PantherError as error:
-        return {"error": str(error).splitlines()[0]}  # type: ignore[dict-item]
-    dense_compile, dense_compiled = compile_seconds(model, inputs, "inductor")
-    small_compile, small_compiled = compile_seconds(small, inputs, "panther")
+        return {"error": str(error).splitlines()[0]}
     fast, layers = sketch_for_latency(model, inputs)
-    models = (model, small, dense_compiled, small_compiled, fast)
-    times = best_seconds([lambda each=each: call(each, inputs) for each in models], seconds)
-    keys = ("dense", "sketched", "dense_compiled", "sketched_compiled", "for_latency")
-    return dict(zip(keys, times, strict=True)) | {
+    found = {
         "for_latency_layers": layers,
-        "dense_compile": dense_compile,
-        "sketched_compile": small_compile,
         "dense_bytes": file_bytes(model),
         "sketched_bytes": file_bytes(small),
     }
+    models = {"dense": model, "sketched": small, "for_latency": fast, "dense_again": model}
+    if with_compiled:
+        # A compiler started once before is not part of anybody's compile time.
+        compile_seconds(nn.Linear(4, 4), (torch.ones(1, 4),), "inductor")
+        found["dense_compile"], models["dense_compiled"] = compile_seconds(model, inputs, "inductor")
+        found["sketched_compile"], models["sketched_compiled"] = compile_seconds(small, inputs, "panther")
+    runs = {kind: functools.partial(call, each, inputs) for kind, each in models.items()}
+    return best_seconds(runs, seconds) | found
 
 
 def worker(arguments: list[str]) -> dict[str, Any]:
@@ -170,77 +185,139 @@ def memory(name: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def row(name: str, found: dict[str, Any]) -> str:
+def row(name: str, found: dict[str, Any], heads: tuple[str, ...]) -> str:
     """A line of the table."""
     if "error" in found:
-        return f"| {name} | {found['error'].split(': wanted')[0]} |" + " |" * (len(HEADS) - 2)
-    ms = [found[key] * 1e3 for key in ("dense", "sketched", "dense_compiled", "sketched_compiled")]
-    seconds = found["dense_compile"], found["sketched_compile"]
-    cells = [f"{value:.2f}" for value in ms]
-    cells += [_speed(ms[0] / ms[1]), _speed(ms[2] / ms[3])]
+        return f"| {name} | {found['error'].split(': wanted')[0]} |" + " |" * (len(heads) - 2)
+    dense, sketched, fast = (found[key] * 1e3 for key in ("dense", "sketched", "for_latency"))
+    sizes = " / ".join(f"{found[key] / 2**20:.2f}" for key in ("sketched_bytes", "dense_bytes"))
+    cells = [f"{dense:.2f}", f"{sketched:.2f}", _speed(dense / sketched), f"{noise(found) - 1:.1%}"]
     if found["for_latency_layers"]:
-        fast = found["for_latency"] * 1e3
-        cells += [f"{found['for_latency_layers']}", f"{fast:.2f}", _speed(ms[0] / fast)]
+        cells += [f"{found['for_latency_layers']}", f"{fast:.2f}", _speed(dense / fast)]
     else:
-        cells += ["none", cells[0], "1, is dense"]
-    cells += [*(f"{value:.1f}" for value in seconds), _cost(seconds[1] / seconds[0])]
-    cells += [f"{found[key] / 2**20:.1f}" for key in ("dense_peak", "sketched_peak")]
-    cells += [f"{found[key] / 2**20:.2f}" for key in ("dense_bytes", "sketched_bytes")]
+        cells += ["none", "", "1, is dense"]
+    cells.append(sizes)
+    if "dense compiled ms" in heads:
+        compiled = [found[key] * 1e3 for key in ("dense_compiled", "sketched_compiled")]
+        seconds = found["dense_compile"], found["sketched_compile"]
+        cells += [f"{value:.2f}" for value in compiled] + [_speed(compiled[0] / compiled[1])]
+        cells += [*(f"{value:.1f}" for value in seconds), _cost(seconds[1] / seconds[0])]
+    if "dense peak MiB" in heads:
+        cells += [f"{found[key] / 2**20:.1f}" for key in ("dense_peak", "sketched_peak")]
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
+def noise(found: dict[str, Any]) -> float:
+    """The slower of the two times of the dense model over the faster one."""
+    times = sorted(found[key] for key in ("dense", "dense_again"))
+    ratio: float = times[1] / times[0]
+    return ratio
+
+
 def _speed(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}** slower"
+    return f"{ratio:.2f}" if ratio >= 0.995 else f"**{ratio:.2f}** slower"
 
 
 def _cost(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio <= 1.3 else f"**{ratio:.2f}**"
 
 
-def report(names: list[str], seconds: float) -> Iterator[str]:
+class Results:
+    """What was measured, by model, kept in a file if one is named.
+
+    Args:
+        path: of the file, JSON.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: dict[str, Any] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {}
+        )
+
+    def find(self, name: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
+        """What is known of a model, if it has all of the keys or could not be measured."""
+        found: dict[str, Any] | None = self._rows.get(name)
+        return (
+            found if found is not None and ("error" in found or all(key in found for key in keys)) else None
+        )
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        """Remember a model, and write all to the file."""
+        self._rows[name] = found
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._rows, indent=1), encoding="utf-8")
+
+
+def report(names: list[str], options: argparse.Namespace, seconds: float) -> Iterator[str]:
     """The lines of the report."""
     threads = torch.get_num_threads()
     clock = "processor time of one core" if threads == 1 else f"wall time, {threads} threads"
+    heads = HEADS + (COMPILED if options.compile else ()) + (MEMORY if options.memory else ())
+    compiled = (
+        "Compiled: dense by Inductor, sketched by `panther`, which hands it to Inductor; caches off; compile "
+        "times are processor time. "
+    )
+    peaks = "Peak memory is what a process needs beyond its imports to load the model and run it eagerly. "
     yield "# Speed of whole models"
     yield ""
     yield (
-        f"{platform.machine()} CPU ({_cpu()}), {clock}; processor time for compiling, float32, PyTorch "
-        f"{torch.__version__}, ratio {RATIO}, inference. The fastest of many turns taken side by side. "
-        "Bert-base has batch 8 and sequence 128, the others are the small models of `tests/zoo.py`, sketched "
-        "from 512 numbers a weight. Compiled: dense by Inductor, sketched by `panther`, which hands it to "
-        "Inductor; caches off. For latency: run eagerly, made with `objective='latency'` on the same inputs. "
-        "Peak memory is what a process needs beyond its imports to load the model and run it eagerly. Made "
-        "by `benchmarks/models.py`."
+        f"{platform.machine()} CPU ({_cpu()}), {clock}, float32, PyTorch {torch.__version__}, ratio {RATIO}, "
+        "inference, eager. The fastest of many turns taken side by side. Bert-base has batch 8 and sequence "
+        "128, the others are the small models of `tests/zoo.py`, sketched from 512 numbers a weight. For "
+        "latency: made with `objective='latency'` on the same inputs. Noise: how far two times of the dense "
+        "model in the same turns are apart. "
+        + compiled * options.compile
+        + peaks * options.memory
+        + "Made by `benchmarks/models.py`."
     )
     yield ""
-    yield "| " + " | ".join(HEADS) + " |"
-    yield "|" + "---|" * len(HEADS)
+    yield "| " + " | ".join(heads) + " |"
+    yield "|" + "---|" * len(heads)
+    results = Results(options.results)
+    keys = ("dense_again", *(("dense_compile",) * options.compile), *(("dense_peak",) * options.memory))
     rows = []
     for name in names:
-        found = worker(["--measure", "--models", name, "--seconds", str(seconds), "--threads", str(threads)])
-        if "error" not in found:
-            with tempfile.TemporaryDirectory() as folder:
-                found |= memory(name, Path(folder))
+        found = results.find(name, keys)
+        if found is None:
+            wanted = ["--measure", "--models", name, "--seconds", str(seconds), "--threads", str(threads)]
+            found = worker([*wanted, *(["--compile"] if options.compile else [])])
+            if "error" not in found and options.memory:
+                with tempfile.TemporaryDirectory() as folder:
+                    found |= memory(name, Path(folder))
+            results.keep(name, found)
         rows.append(found)
-        yield row(name, found)
+        yield row(name, found, heads)
     yield ""
     yield summary([found for found in rows if "error" not in found], len(rows))
 
 
 def summary(rows: list[dict[str, Any]], total: int) -> str:
     """How many rows gain and lose, in a sentence."""
-    slower = sum(found["sketched"] > found["dense"] for found in rows)
-    slower_compiled = sum(found["sketched_compiled"] > found["dense_compiled"] for found in rows)
     fast = [found for found in rows if found["for_latency_layers"]]
-    lost = sum(found["for_latency"] > NOISE * found["dense"] for found in fast)
-    ratios = sorted(found["sketched_compile"] / found["dense_compile"] for found in rows)
-    middle = f"{ratios[len(ratios) // 2]:.2f}" if ratios else "nan"
-    return (
-        f"Of {total} models {len(rows)} were measured: {slower} are slower sketched in eager mode, "
-        f"{slower_compiled} compiled; of {len(fast)} that are sketched for latency {lost} are more than "
-        f"{NOISE - 1:.0%} slower, the others stay dense; {sum(ratio > 1.3 for ratio in ratios)} take over "
-        f"1.3 times as long to compile, the median ratio is {middle}."
+    lost = sum(_has_lost(found, "for_latency") for found in fast)
+    text = (
+        f"Of {total} models {len(rows)} were measured. Sketched for size, "
+        f"{sum(_has_lost(found, 'sketched') for found in rows)} are more than {MARGIN - 1:.0%}, and more "
+        f"than their noise, slower than dense. For latency {len(fast)} are sketched, of which {lost} are "
+        "slower by that measure; in the others nothing pays, and they stay dense."
     )
+    compiled = [found for found in rows if "dense_compile" in found]
+    if compiled:
+        ratios = sorted(found["sketched_compile"] / found["dense_compile"] for found in compiled)
+        slower = sum(found["sketched_compiled"] > MARGIN * found["dense_compiled"] for found in compiled)
+        text += (
+            f" Compiled, {slower} of {len(compiled)} are more than {MARGIN - 1:.0%} slower; "
+            f"{sum(ratio > 1.3 for ratio in ratios)} take over 1.3 times as long to compile, the median "
+            f"ratio is {ratios[len(ratios) // 2]:.2f}."
+        )
+    return text
+
+
+def _has_lost(found: dict[str, Any], key: str) -> bool:
+    times = [found["dense"], found["dense_again"]]
+    return bool(found[key] > MARGIN * min(times) and found[key] > max(times))
 
 
 def _cpu() -> str:
@@ -257,8 +334,13 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="three models, fewer turns")
     parser.add_argument("--models", nargs="+", choices=[*BERT, *ZOO], help="the default is all of them")
+    parser.add_argument(
+        "--compile", action="store_true", help="also compile; a minute or more for each model"
+    )
+    parser.add_argument("--memory", action="store_true", help="also measure peak memory")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, help="of timing for each model")
+    parser.add_argument("--results", type=Path, help="a file of results, to go on from and to add to")
     parser.add_argument("--output", type=Path, help="also write the report here")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
@@ -266,19 +348,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1  # the compilers are children then, whose time is known
-    seconds = options.seconds or (2.0 if options.quick else 10.0)
+    seconds = options.seconds or (2.0 if options.quick else 4.0)
     if options.measure:
-        print(json.dumps(measure(options.models[0], seconds)))
+        print(json.dumps(measure(options.models[0], seconds, options.compile)))
         return
     if options.run:
         print(json.dumps(run_saved(options.run)))
         return
     names = options.models or (list(QUICK) if options.quick else ["bert-base", *ZOO])
     lines = []
-    for line in report(names, seconds):
+    for line in report(names, options, seconds):
         print(line, flush=True)
         lines.append(line)
-        if options.output is not None:  # as far as it got: the whole takes long
+        if options.output is not None:  # as far as it got
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -10,15 +10,19 @@ torch finds `panther` through the entry point `torch_dynamo_backends`, without a
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._subclasses import FakeTensor
 
 from panther_compile.api import plan_sketch, sketchify
+from panther_compile.backend_data import ModelFits, model_being_called
+from panther_compile.calibration.batches import Data
 from panther_compile.config import SketchConfig, selectors
 from panther_compile.errors import BackendError, NoTargetError, SelectorError
 from panther_compile.factor_cache import FactorCache, Snapshot
@@ -33,6 +37,9 @@ _log = logging.getLogger(__name__)
 Compiled: TypeAlias = Callable[..., Any]
 # Dynamo calls a backend anew for each graph and each recompilation: what they share can stand nowhere else.
 _FACTORS = FactorCache()
+_FITS = ModelFits()
+# Arguments of sketchify that have no meaning for a graph, or ask for work that a compiler should not do.
+_OF_SKETCHIFY = ("inplace", "example_inputs", "resume", "max_drop", "evaluate")
 
 
 def panther(
@@ -47,18 +54,21 @@ def panther(
     Args:
         graph_module: the graph, with its weights among the inputs.
         example_inputs: real or fake, one for each input.
-        options: "inner" (backend that compiles the result), "passes" (a sequence of `GraphPass`), and the
-            fields of `SketchConfig` but `inplace`.
+        options: "inner" (backend that compiles the result), "passes" (a sequence of `GraphPass`), "data"
+            (inputs of the model, as `sketchify` takes them), and the fields of `SketchConfig` but `inplace`.
         mode: not supported.
 
     Raises:
-        BackendError: an option is unknown, or the model is dense and to be trained.
+        BackendError: an option is unknown, the model is dense and to be trained, or data are given for what
+            is sketched already or no model.
         ConfigError, ConfigTypeError: an option is not what is wanted.
     """
     if mode is not None:
         raise BackendError(f"{mode=}: the panther backend has no modes, give it options={{'inner': ...}}")
     settings = Settings.read(options or {})
     sketched = _holds_sketched_layers(graph_module)
+    if sketched and settings.data is not None:
+        raise BackendError("data= is given, but the model is sketched already: give data= to sketchify")
     weights = [node is not None for node in liftable(graph_module, example_inputs)]
     if torch.is_grad_enabled() and any(
         value.requires_grad for value, lifted in zip(example_inputs, weights, strict=True) if lifted
@@ -78,18 +88,26 @@ class Settings:
     Attributes:
         inner: name of the backend that compiles the result, or the backend itself.
         passes: the user's own.
-        sketch: the arguments of `sketchify`.
+        data: inputs of the model to fit its layers to; None for weights alone.
+        sketch: the options of `sketchify`.
     """
 
     inner: str | Callable[..., Any] = "inductor"
     passes: tuple[GraphPass, ...] = ()
+    data: Data | None = None
     sketch: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
         """Check the options of `torch.compile`."""
-        own = {"inner", "passes"}
+        own = {"inner", "passes", "data"}
         known = own | {one.name for one in fields(SketchConfig)} - {"inplace"}
+        alone = [name for name in _OF_SKETCHIFY if name in options]
+        if alone:
+            raise BackendError(
+                f"{', '.join(alone)}: for sketchify alone, not for a backend; call "
+                f"panther_compile.sketchify(model, {alone[0]}=...) first and compile its result"
+            )
         unknown = sorted(set(options) - known)
         if unknown:
             raise BackendError(
@@ -97,7 +115,9 @@ class Settings:
                 f"{', '.join(sorted(known))}"
             )
         sketch = {"progress": False} | {name: value for name, value in options.items() if name not in own}
-        SketchConfig(**sketch)
+        config, data = SketchConfig(**sketch), _read_data(options)
+        if config.refine != "none" and data is None:
+            raise BackendError(f"refine={config.refine!r} needs data=, inputs of the model to heal it on")
         inner = options.get("inner", "inductor")
         if isinstance(inner, str) and inner not in torch._dynamo.list_backends(exclude_tags=()):
             names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
@@ -108,13 +128,26 @@ class Settings:
         wrong = next((one for one in passes if not isinstance(one, GraphPass)), None)
         if wrong is not None:
             raise BackendError(f"passes: {wrong!r} is a {type(wrong).__name__}, wanted a GraphPass")
-        return cls(inner, passes, sketch)
+        return cls(inner, passes, data, sketch)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """By the inner backend."""
         inner: Any = lookup_backend(self.inner)
         compiled: Compiled = inner(graph_module, example_inputs)
         return compiled
+
+
+def _read_data(options: Mapping[str, Any]) -> Data | None:
+    """The data, which will be read for each new set of weights."""
+    data: Any = options.get("data")
+    if isinstance(data, Iterator):
+        raise BackendError(
+            "data is an iterator, which can be read but once; it is read again when weights change: "
+            "give a list, or a loader"
+        )
+    if callable(data) and not isinstance(data, Iterable):
+        raise BackendError("data is a function; a backend takes a list of batches, or a loader")
+    return data  # type: ignore[no-any-return]
 
 
 class _CompiledGraph:
@@ -124,6 +157,7 @@ class _CompiledGraph:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, *, sketch: bool
     ) -> None:
         self._settings, self._sketch = settings, sketch
+        self._model = None if settings.data is None else weakref.ref(model_being_called())
         self._template = _without_meta(graph_module)
         inputs = enumerate(liftable(graph_module, example_inputs))
         self._lifted = [place for place, node in inputs if node is not None]
@@ -144,15 +178,29 @@ class _CompiledGraph:
 
     def _prepare(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, bool]:
         """The graph to compile, and whether it is more than another form of the one given."""
-        sketch = functools.partial(sketch_dense, settings=self._settings, weights=self._weights(inputs))
         lift = GraphPass(functools.partial(lift_parameters, example_inputs=inputs), exact=True)
-        passes = improve(
-            sketch=GraphPass(sketch, exact=False) if self._sketch else None, extra=self._settings.passes
-        )
+        sketch = GraphPass(self._sketch_pass(inputs), exact=False) if self._sketch else None
+        if self._model is None:
+            passes = improve(sketch=sketch, extra=self._settings.passes)
+        else:  # before anything is folded: layers are told by the weights that the model has
+            assert sketch is not None
+            passes = (sketch, *improve(extra=self._settings.passes))
         with torch.inference_mode(False), torch.no_grad():
             normal = run_passes(graph_module, (lift, *NORMALIZE)).graph_module
             improved = run_passes(normal, passes)
             return run_passes(improved.graph_module, CLEAN_UP).graph_module, improved.changed > 0
+
+    def _sketch_pass(self, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], PassResult]:
+        settings = self._settings
+        if self._model is None:
+            others = [value for place, value in enumerate(inputs) if place not in self._lifted]
+            return functools.partial(
+                sketch_dense, settings=settings, weights=self._weights(inputs), inputs=others
+            )
+        model = self._model()
+        assert model is not None  # it is being called
+        assert settings.data is not None
+        return functools.partial(_FITS.put_into, model=model, data=settings.data, options=settings.sketch)
 
     def _variant_for(self, weights: list[Tensor], inputs: Sequence[Any]) -> "_Variant":
         """What is compiled for these weights as they are now: known, brought up to date, or made."""
@@ -216,8 +264,17 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def sketch_dense(graph_module: fx.GraphModule, *, settings: Settings, weights: list[Tensor]) -> PassResult:
-    """Replace dense layers in place; approximate. Counts the layers."""
+def sketch_dense(
+    graph_module: fx.GraphModule, *, settings: Settings, weights: list[Tensor], inputs: Sequence[Any]
+) -> PassResult:
+    """Replace dense layers in place; approximate. Counts the layers.
+
+    Args:
+        graph_module: a normalized graph.
+        settings: how.
+        weights: that it holds.
+        inputs: one for each placeholder, on which layers are timed where that is asked for.
+    """
     dense = [
         (name, repr(module))
         for name, module in graph_module.named_modules()
@@ -226,16 +283,20 @@ def sketch_dense(graph_module: fx.GraphModule, *, settings: Settings, weights: l
     key = (dense, settings.sketch)
     layers = _FACTORS.find(weights, key)
     if layers is None:
-        layers = _sketched_layers(graph_module, settings)
+        layers = _sketched_layers(graph_module, settings, inputs)
         _FACTORS.keep(weights, key, layers)
     for name, layer in layers.items():
         graph_module.set_submodule(name, layer)
     return PassResult(graph_module, len(layers))
 
 
-def _sketched_layers(graph_module: fx.GraphModule, settings: Settings) -> dict[str, nn.Module]:
+def _sketched_layers(
+    graph_module: fx.GraphModule, settings: Settings, inputs: Sequence[Any]
+) -> dict[str, nn.Module]:
+    example = _example(inputs) if settings.sketch.get("objective") == "latency" else None
+    options = _without_head(graph_module, settings.sketch)
     try:
-        sketchify(graph_module, inplace=True, **_without_head(graph_module, settings.sketch))
+        sketchify(graph_module, inplace=True, example_inputs=example, **options)
     except (NoTargetError, SelectorError) as error:
         # A selector may well match nothing in one of several graphs of a model.
         _log.log(logging.WARNING if isinstance(error, SelectorError) else logging.INFO, "%s", error)
@@ -243,6 +304,13 @@ def _sketched_layers(graph_module: fx.GraphModule, settings: Settings) -> dict[s
     layers = set(outermost(graph_module))
     named = graph_module.named_modules(remove_duplicate=False)
     return {name: module for name, module in named if module in layers}
+
+
+def _example(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of a graph to run it on: sizes that may vary are those of the call being compiled."""
+    if any(isinstance(value, FakeTensor) for value in inputs):
+        raise BackendError("objective='latency' times layers on the inputs of the call, which are fake here")
+    return tuple(value.node.hint if isinstance(value, SymInt) else value for value in inputs)
 
 
 def _without_head(graph_module: fx.GraphModule, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +339,8 @@ def _refuse_dense_training(
         lifted = lift_parameters(graph_module, example_inputs).graph_module
         try:
             normal = run_passes(lifted, NORMALIZE).graph_module
-            plan = plan_sketch(normal, **_without_head(normal, settings.sketch))
+            options = dict(settings.sketch) | {"objective": "size"}  # nothing need be timed to tell
+            plan = plan_sketch(normal, **_without_head(normal, options))
         except (NoTargetError, SelectorError):
             return
     if plan.sketched:

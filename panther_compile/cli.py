@@ -27,6 +27,7 @@ from panther_compile.report import sketch_report
 from panther_compile.sketches import SKETCH_KINDS
 
 try:
+    from panther_compile.onnx_data import read_batches
     from panther_compile.onnx_sketch import sketch_onnx
 except ModuleNotFoundError:  # the extra is not installed
     sketch_onnx = None  # type: ignore[assignment]
@@ -62,6 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
     onnx.add_argument("source", help="the ONNX file to read")
     onnx.add_argument("target", help="the ONNX file to write")
+    onnx.add_argument(
+        "--data",
+        metavar="FILE.npz",
+        help="inputs to fit the weights to: an array for each input, by its name, samples first",
+    )
+    onnx.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="samples of --data run at once (default 8)"
+    )
+    onnx.add_argument(
+        "--sequential", action="store_true", help="with --data: fit weights one after the other, for longer"
+    )
+    onnx.add_argument("--no-verify", action="store_true", help="do not run the result beside the source")
     for command in (plan, sketch, onnx):
         _add_options(command)
     for command in (plan, sketch):
@@ -108,9 +121,19 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
 def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     if sketch_onnx is None:
         raise ConfigError('sketch-onnx needs more packages: pip install "panther-compile[onnx]"')
-    report = sketch_onnx(options.source, options.target, **_sketch_options(options))
+    data = None if options.data is None else read_batches(options.data, options.batch_size)
+    given = _sketch_options(options)
+    report = sketch_onnx(
+        options.source,
+        options.target,
+        data=data,
+        sequential=options.sequential,
+        verify=not options.no_verify,
+        **given,
+    )
     sizes = {"dense_bytes": report.dense_bytes, "sketched_bytes": report.sketched_bytes}
-    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes
+    errors = {"output_errors": dict(report.output_errors)}
+    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes | errors
     return {"text": f"{report}\nsaved to {options.target}", "json": document}
 
 

@@ -23,6 +23,10 @@ class Snapshot:
                 return False
         return True
 
+    def __len__(self) -> int:
+        """How many tensors there are."""
+        return len(self._states)
+
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, whatever their values."""
         return all(

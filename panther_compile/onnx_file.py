@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from glob import escape
 from pathlib import Path
 
@@ -71,13 +72,10 @@ def write_model(
         OnnxInvalidError: the model is not sound.
     """
     path = Path(path)
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
-    external = external or sum(tensor.nbytes for tensor in tensors if tensor is not None) > LARGEST_INLINE
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as scratch:
             draft = Path(scratch, path.name)
-            data = _save_with_data(model, draft) if external else _save(model, draft)
+            data = _save_with_data(model, draft) if _is_large(model) else _save(model, draft)
             _check(draft)
             if check is not None:
                 check(draft)
@@ -93,11 +91,40 @@ def write_model(
     return size
 
 
+@contextmanager
+def saved_copy(model: ir.Model, folder: Path) -> Iterator[Path]:
+    """A file of the model for a while, its weights with it; it need be no sound one.
+
+    Args:
+        model: its weights may stand in another file.
+        folder: in which it is written.
+
+    Raises:
+        OnnxFileError: the file cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-"))
+            path = Path(scratch, "model.onnx")
+            ir.save(model, path, format="protobuf", external_data="weights" if _is_large(model) else None)
+        except OSError as error:
+            raise OnnxFileError(f"cannot write to {folder}: {error}") from error
+        yield path
+
+
 def stored_bytes(model: ir.Model, path: Path) -> int:
     """The size of a file that was read, and of the weights beside it."""
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     beside = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
     return path.stat().st_size + beside
+
+
+def _is_large(model: ir.Model) -> bool:
+    """Whether weights go into a file of their own: too large for one, or they came from another one."""
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
+        return True
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LARGEST_INLINE
 
 
 def _save(model: ir.Model, draft: Path) -> tuple[Path, ...]:

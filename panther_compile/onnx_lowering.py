@@ -9,6 +9,7 @@ A dense node keeps its name, its output and its bias; what is new gets names tha
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
@@ -18,10 +19,60 @@ from torch import Tensor, nn
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.onnx_sites import OnnxWeight, Use, unique_name
+from panther_compile.onnx_patterns import is_onnx
+from panther_compile.onnx_sites import OnnxWeight, Use, to_torch, unique_name
 
 # From this opset on, Split takes the sizes as an input.
 _SPLIT_TAKES_INPUT = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A constant (O,), or (1, O), that is added to what a product makes.
+
+    Attributes:
+        node: that adds it: the product itself, or an Add behind it.
+        index: which of the node's inputs it is.
+        scale: of the product's matrix, over that of the bias: alpha / beta of a Gemm.
+    """
+
+    node: ir.Node
+    index: int
+    scale: float
+
+    @property
+    def value(self) -> ir.Value:
+        """The constant."""
+        value = self.node.inputs[self.index]
+        assert value is not None
+        return value
+
+
+def bias_of(use: Use, outputs: int) -> Bias | None:
+    """The bias of a product that reads a weight; None if there is none that is a constant of one row.
+
+    Args:
+        use: the product.
+        outputs: O.
+    """
+    node = use.node
+    if node.op_type == "MatMul":
+        consumers = node.outputs[0].consumers()
+        if len(consumers) != 1 or node.outputs[0].is_graph_output() or not is_onnx(consumers[0], "Add"):
+            return None
+        node = consumers[0]
+        index = 1 if node.inputs[0] is use.node.outputs[0] else 0
+    else:
+        index = 2
+    value = node.inputs[index] if index < len(node.inputs) else None
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if value is None or tensor is None or value.is_graph_input() or (use.index == 0 and not use.is_conv):
+        return None
+    shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
+    if tensor.size != outputs or not shape or shape[-1] != outputs:
+        return None
+    scales = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+    return Bias(node, index, scales[0] / scales[1]) if scales[1] else None
 
 
 class GraphWriter:
@@ -91,6 +142,20 @@ def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None
             assert isinstance(layer, SketchedLinear)
             _lower_matrix(use, layer, factors, writer)
     _remove_unused(weight.value)
+
+
+def shift_bias(use: Use, shift: Tensor, writer: GraphWriter) -> None:
+    """Add to what a product makes (O,), by its bias."""
+    bias = bias_of(use, len(shift))
+    assert bias is not None
+    old = bias.value
+    tensor = to_torch(old.const_value or ir.convenience.get_const_tensor(old))  # type: ignore[arg-type]
+    moved = (tensor.double() + bias.scale * shift.double().reshape(tensor.shape)).to(tensor.dtype)
+    producer = old.producer()
+    graph = old.graph if producer is None else producer.graph
+    assert isinstance(graph, ir.Graph)
+    bias.node.replace_input_with(bias.index, writer.weight(graph, f"{old.name or 'bias'}.shifted", moved))
+    _remove_unused(old)
 
 
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from panther_compile.errors import OnnxMismatchError
 
 # Largest difference of an output, over its largest magnitude.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
-_RUNTIME_ERRORS = (
+RUNTIME_ERRORS = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
     ort_errors.InvalidGraph,
@@ -43,7 +43,7 @@ def verify_export(
     Raises:
         OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
     """
-    session = _load(path, "the model")
+    session = load_session(path, "the model")
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     for case in _cases(leaves, exported):
         new_args, new_kwargs = pytree.tree_unflatten(case, structure)
@@ -56,11 +56,16 @@ def verify_export(
         _compare(session, case, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
 
 
-def compare_files(source: Path, target: Path) -> dict[str, float]:
-    """Run two files of one interface on the same random inputs.
+def compare_files(source: Path, target: Path, feed: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """Run two files of one interface on the same inputs, random ones unless some are given.
 
-    Numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that. Sizes
-    that the file leaves free are all alike, the first of `_SIZES` that the source takes.
+    Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that.
+    Sizes that the file leaves free are all alike, the first of `_SIZES` that the source takes.
+
+    Args:
+        source: the dense file.
+        target: the sketched one.
+        feed: an array for each input.
 
     Returns:
         Of each output the Frobenius norm of the difference over that of the source's, where the source's is
@@ -71,13 +76,16 @@ def compare_files(source: Path, target: Path) -> dict[str, float]:
         OnnxMismatchError: ONNX Runtime cannot load or run one of the files, or an output has another shape or
             type, or is not finite where the source's is.
     """
-    dense, sketched = _load(source, str(source)), _load(target, "the sketched model")
-    feed, wanted = _first_that_runs(dense, str(source))
+    dense, sketched = load_session(source, str(source)), load_session(target, "the sketched model")
+    if feed is None:
+        feed, wanted = _first_that_runs(dense, str(source))
+    else:
+        wanted = dense.run(None, feed)
     names = [one.name for one in dense.get_outputs()]
     shapes = ", ".join(f"{array.shape}" for array in feed.values())
     try:
         found = sketched.run(names, feed)
-    except _RUNTIME_ERRORS as error:
+    except RUNTIME_ERRORS as error:
         raise OnnxMismatchError(
             f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {_brief(error)}"
         ) from error
@@ -99,7 +107,7 @@ def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str
         feed = _random_inputs(session, size, what)
         try:
             return feed, session.run(None, feed)
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             last = error
     raise OnnxMismatchError(
         f"ONNX Runtime cannot run {what} on random inputs: {_brief(last)}; "
@@ -117,8 +125,7 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
     feed = {}
     for one in session.get_inputs():
         shape = [axis if isinstance(axis, int) else size for axis in one.shape]
-        kind = re.fullmatch(r"tensor\((\w+)\)", one.type)
-        dtype = _DTYPES.get(kind[1]) if kind else None
+        dtype = numpy_dtype(one)
         if dtype is None:
             raise OnnxMismatchError(
                 f"{what}: input {one.name!r} is a {one.type}, of which nothing random can be made; "
@@ -128,6 +135,12 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
         values = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
         feed[one.name] = np.asarray(values).astype(dtype)
     return feed
+
+
+def numpy_dtype(value: ort.NodeArg) -> Any:
+    """The dtype of an input; None where NumPy has none for it."""
+    kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
+    return _DTYPES.get(kind[1]) if kind else None
 
 
 # By ONNX Runtime's names.
@@ -156,12 +169,17 @@ def _relative_error(what: str, found: Any, wanted: Any) -> float:
     return float(distance / length) if distance else 0.0
 
 
-def _load(path: Path, what: str) -> ort.InferenceSession:
+def load_session(path: Path, what: str) -> ort.InferenceSession:
+    """A session on the CPU.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot load the file, which the message calls `what`.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except _RUNTIME_ERRORS as error:
+    except RUNTIME_ERRORS as error:
         raise OnnxMismatchError(
             f"ONNX Runtime cannot load {what}: {_brief(error)}; verify=False writes the file all the same"
         ) from error
@@ -248,7 +266,7 @@ def _compare(session: ort.InferenceSession, case: list[Any], wanted: list[Tensor
     feed = {name: _array(tensor) for name, tensor in zip(names, inputs, strict=True)}
     try:
         found = [torch.from_numpy(array) for array in session.run(outputs, feed)]
-    except _RUNTIME_ERRORS as error:
+    except RUNTIME_ERRORS as error:
         raise OnnxMismatchError(f"ONNX Runtime cannot run inputs {shapes}: {_brief(error)}") from error
     for name, one, other in zip(outputs, found, wanted, strict=True):
         if one.shape != other.shape:

@@ -1,0 +1,391 @@
+"""Fit the weights of an ONNX model to what reaches them on data: no training, no gradients.
+
+A weight's inputs x have second moments S = E[x xᵀ], about their mean where its nodes have a bias. A matrix is
+cut in the metric of S (calibration/whiten.py), a kernel in that of its input channels
+(calibration/fit_conv2d.py); the bias makes up for the mean. Errors at the outputs of a node count alike.
+Where weights are fitted one by one, the inputs z of the model with what was fitted before stand beside x.
+"""
+
+# I in_features or in_channels, O out_features, N rows
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from panther_compile.calibration.fit_conv2d import channel_rows, fit_conv2d_to
+from panther_compile.calibration.fit_matrix import fit_matrix_to
+from panther_compile.calibration.layer_fit import METHOD, matrix_layer
+from panther_compile.calibration.lockstep import Arrival
+from panther_compile.calibration.moments import Moments, MomentSums
+from panther_compile.calibration.outputs import kept_rows
+from panther_compile.calibration.whiten import best_low_rank, term_sizes
+from panther_compile.config import SketchConfig
+from panther_compile.errors import DataError
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.onnx_data import Feed, ObservedModel
+from panther_compile.onnx_lowering import bias_of
+from panther_compile.onnx_sites import OnnxFound, OnnxWeight, Use
+from panther_compile.passes.sketch_conv2d import relative_error
+from panther_compile.passes.sketch_linear import matrix_error
+from panther_compile.plan import hides_progress
+from panther_compile.records import Choice, Fitted
+
+MAX_BYTES = (
+    2 << 30
+)  # of moments, or of the inputs of kernels, held at once; more takes more runs of the model
+MASK = "attention_mask"  # name of the input (batch, length) that is 0 where a position is padding
+
+
+@dataclass(frozen=True, slots=True)
+class FittedWeights:
+    """What was fitted, by the name of the weight.
+
+    Attributes:
+        ready: sketched layers, and what came of each.
+        shifts: what is to be added to the bias of a weight's nodes (O,).
+    """
+
+    ready: dict[str, tuple[SketchedLayer, Fitted]] = field(default_factory=dict)
+    shifts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What data are run through.
+
+    Attributes:
+        feeds: the data.
+        dense: the model.
+        sketched: the model with some weights sketched; None for the dense one.
+    """
+
+    feeds: Sequence[Feed]
+    dense: ObservedModel
+    sketched: ObservedModel | None = None
+
+    def __call__(self, values: Sequence[ir.Value]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """For each batch the values by name, in the dense model and in the sketched one."""
+        names = list(dict.fromkeys(str(value.name) for value in values))
+        dense = self.dense.run(self.feeds, names)
+        if self.sketched is None:
+            return ((found, found) for found in dense)
+        return zip(dense, self.sketched.run(self.feeds, names), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A weight whose inputs data show: those of all its nodes."""
+
+    weight: OnnxWeight
+    module: nn.Linear | nn.Conv2d
+
+    @property
+    def is_kernel(self) -> bool:
+        return isinstance(self.module, nn.Conv2d) and (
+            self.module.kernel_size != (1, 1) or self.module.groups > 1
+        )
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight (O, I)."""
+        return self.module.weight.detach().flatten(1)
+
+    @property
+    def has_bias(self) -> bool:
+        return all(bias_of(use, len(self.matrix)) is not None for use in self.weight.uses)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for weights that are given the same rows."""
+        stride = self.module.stride if isinstance(self.module, nn.Conv2d) else None
+        return tuple((_data_of(use).name, use.index, _is_flipped(use), stride) for use in self.weight.uses)
+
+    def rows(self, use: Use, x: Tensor, kept: Tensor | None) -> Tensor:
+        """What one of its nodes reads, as rows (N, I)."""
+        if isinstance(self.module, nn.Conv2d):
+            return channel_rows(self.module, x)
+        if use.index == 0:  # M x: the columns of x
+            return (x if _is_flipped(use) else x.transpose(-1, -2)).reshape(-1, self.module.in_features)
+        return kept_rows(x.t() if _is_flipped(use) else x, kept)
+
+
+class WeightFit:
+    """Fits the weights of a model, but for those that are given what a subgraph makes: it cannot be seen.
+
+    Args:
+        model: as it was read; is not changed.
+        sites: of the model.
+        config: the options.
+    """
+
+    def __init__(self, model: ir.Model, sites: OnnxFound, config: SketchConfig) -> None:
+        self._config = config
+        self._seen: dict[str, _Seen] = {}
+        for site, _ in sites.found.sites:
+            weight = sites.weights[site.name]
+            if all(_graph_of(_data_of(use)) is model.graph for use in weight.uses):
+                assert isinstance(site.module, nn.Linear | nn.Conv2d)
+                self._seen[site.name] = _Seen(weight, site.module)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the weights that data can fit, in the order of the graph."""
+        return list(self._seen)
+
+    def values(self, names: Sequence[str]) -> list[ir.Value]:
+        """What the nodes of some weights read."""
+        return [_data_of(use) for name in names for use in self._seen[name].weight.uses]
+
+    def spectra(self, runs: Runs) -> dict[str, Tensor]:
+        """Singular values of each matrix in the metric of the data, float64, by its name.
+
+        Raises:
+            DataError: ONNX Runtime cannot run a batch, or NaN or Inf reaches a weight.
+        """
+        found = {}
+        names = [name for name, seen in self._seen.items() if not seen.is_kernel]
+        for name, moments in self._moments(names, runs, "moments"):
+            dense = self._seen[name].matrix.double()
+            factors = best_low_rank(dense, moments, None, min(dense.shape))
+            found[name] = term_sizes(*factors, moments.square, None)
+        return found
+
+    def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """The weights in their order, in groups of which none hangs on another of its group.
+
+        The graph may be changed in between, where the weights of earlier groups are read.
+        """
+        step: list[str] = []
+        nodes: set[ir.Node] = set()
+        for name in names:
+            uses = self._seen[name].weight.uses
+            if step and any(_hangs_on(_data_of(use), nodes) for use in uses):
+                yield step
+                step, nodes = [], set()
+            step.append(name)
+            nodes.update(use.node for use in uses)
+        if step:
+            yield step
+
+    def fit(self, choices: Mapping[str, Choice], runs: Runs) -> FittedWeights:
+        """Fit some weights, as chosen; those that no row of the data reaches are left out.
+
+        Raises:
+            DataError: ONNX Runtime cannot run a batch, or NaN or Inf reaches a weight.
+        """
+        fitted = FittedWeights()
+        matrices = [name for name in choices if not self._seen[name].is_kernel]
+        for name, moments in self._moments(matrices, runs, "fit"):
+            self._fit_matrix(name, choices[name], moments, fitted)
+        kernels = [name for name in choices if self._seen[name].is_kernel]
+        for name, arrivals in self._arrivals(kernels, runs):
+            self._fit_kernel(name, choices[name], arrivals, fitted)
+        return fitted
+
+    def _moments(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Moments]]:
+        """Of each matrix; those that are given the same rows share the sums."""
+        owners = {self._seen[name].key: name for name in reversed(names)}
+        sizes = {name: 8 * self._seen[name].matrix.shape[1] ** 2 for name in owners.values()}
+        for group in _groups([name for name in names if name in sizes], sizes):
+            sums = {
+                self._seen[name].key: MomentSums(self._seen[name].matrix.shape[1], torch.device("cpu"))
+                for name in group
+            }
+            for name, x, z in self._rows(group, runs, what):
+                if len(x):  # else all of it is padding
+                    sums[self._seen[name].key].add(x, z)
+            for name in names:
+                found = sums.get(self._seen[name].key)
+                if found is not None and found.rows:
+                    yield name, found.moments(centred=self._seen[name].has_bias)
+
+    def _rows(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+        uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
+        hidden, feeds = hides_progress(self._config), runs.feeds
+        pairs = runs(self.values(names))
+        for place, (xs, zs) in enumerate(
+            tqdm(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
+        ):
+            mask = feeds[place].get(MASK)
+            kept = torch.from_numpy(mask) > 0 if mask is not None and mask.ndim == 2 else None
+            for name, use in uses:
+                x, z = (
+                    self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
+                )
+                yield name, x, x if xs is zs else z
+
+    def _arrivals(self, names: Sequence[str], runs: Runs) -> Iterator[tuple[str, list[Arrival]]]:
+        """What reaches each kernel (N, I, H, W), padded; one for each batch and node."""
+        if not names:
+            return
+        first, _ = next(runs(self.values(names)))
+        sizes = {
+            name: 2 * len(runs.feeds) * sum(first[str(value.name)].nbytes for value in self.values([name]))
+            for name in names
+        }
+        for group in _groups(names, sizes):
+            arrivals: dict[str, list[Arrival]] = {name: [] for name in group}
+            for place, (xs, zs) in enumerate(runs(self.values(group))):
+                for name in group:
+                    for use in self._seen[name].weight.uses:
+                        x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
+                        if x.numel():
+                            arrivals[name].append(Arrival(place, x, x if xs is zs else z))
+            for name in group:
+                if arrivals[name]:
+                    yield name, arrivals.pop(name)
+
+    def _fit_matrix(self, name: str, choice: Choice, moments: Moments, fitted: FittedWeights) -> None:
+        seen = self._seen[name]
+        weight, zeros = seen.matrix, torch.zeros(seen.matrix.shape[0])
+        found = fit_matrix_to(
+            weight,
+            zeros if seen.has_bias else None,
+            moments,
+            None,
+            choice.rank,
+            pivoted=choice.scheme == "pivoted",
+            dtype=weight.dtype,
+        )
+        layer = matrix_layer(seen.module, replace(found, bias=None))
+        self._keep(name, layer, found.bias, found.output_error, moments.rows, fitted)
+
+    def _fit_kernel(
+        self, name: str, choice: Choice, arrivals: Sequence[Arrival], fitted: FittedWeights
+    ) -> None:
+        seen = self._seen[name]
+        dense = seen.module
+        assert isinstance(dense, nn.Conv2d)
+        kernel = dense.weight.detach()
+        dtype = torch.promote_types(kernel.dtype, torch.float32)
+        conv = nn.Conv2d(
+            dense.in_channels,
+            dense.out_channels,
+            dense.kernel_size,  # type: ignore[arg-type]
+            dense.stride,  # type: ignore[arg-type]
+            0,  # the inputs are padded
+            dense.dilation,  # type: ignore[arg-type]
+            dense.groups,
+            bias=seen.has_bias,
+            device="meta",
+            dtype=dtype,
+        )
+        conv = conv.to_empty(device="cpu").requires_grad_(False)
+        conv.weight.copy_(kernel)
+        if conv.bias is not None:
+            conv.bias.zero_()
+        given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
+        found, error = fit_conv2d_to(conv, name, choice, self._config, given, None)
+        stages = [getattr(found, stage).weight for stage in ("down", "core", "up") if hasattr(found, stage)]
+        layer = SketchedConv2d.from_kernels(choice.scheme, tuple(stages), dense)
+        shift = None if found.up.bias is None else found.up.bias.detach()
+        pixels = sum(one.x.numel() // one.x.shape[1] for one in arrivals)
+        self._keep(name, layer, shift, error, pixels, fitted)
+
+    def _keep(
+        self,
+        name: str,
+        layer: SketchedLayer,
+        shift: Tensor | None,
+        error: float,
+        rows: int,
+        fitted: FittedWeights,
+    ) -> None:
+        weight = self._seen[name].matrix
+        if isinstance(layer, SketchedLinear):
+            distance = matrix_error(layer, weight, name, self._config)
+        else:
+            stored: Any = layer.weight
+            distance = relative_error(weight, stored.detach().flatten(1))
+        few = f"fewer samples ({rows:,}) than inputs ({weight.shape[1]:,}): regularised"
+        note = few if rows < weight.shape[1] else ""
+        came_of_it = Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
+        fitted.ready[name] = layer, came_of_it
+        if shift is not None:
+            fitted.shifts[name] = shift
+
+
+def _data_of(use: Use) -> ir.Value:
+    """The other operand of a product."""
+    value = use.node.inputs[1 - use.index]
+    assert value is not None
+    return value
+
+
+def _finite(found: Mapping[str, Any], use: Use, name: str, place: int) -> Tensor:
+    """What a node read in one run."""
+    tensor = torch.from_numpy(found[str(_data_of(use).name)])
+    if not bool(tensor.isfinite().all()):
+        raise DataError(f"batch {place} of data: NaN or Inf reaches {name}")
+    return tensor
+
+
+def _hangs_on(value: ir.Value, nodes: set[ir.Node]) -> bool:
+    """Whether a value is computed from what one of the nodes makes."""
+    left, seen = [value], set()
+    while left:
+        node = left.pop().producer()
+        if node is None or node in seen:
+            continue
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        # A branch or a loop may read any value of the graph around it.
+        if node in nodes or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}:
+            return True
+        seen.add(node)
+        left.extend(one for one in node.inputs if one is not None)
+    return False
+
+
+def _graph_of(value: ir.Value) -> object:
+    producer = value.producer()
+    return value.graph if producer is None else producer.graph
+
+
+def _is_flipped(use: Use) -> bool:
+    """Whether a Gemm transposes its data."""
+    return use.node.op_type == "Gemm" and bool(
+        use.node.attributes.get_int("transA" if use.index else "transB", 0)
+    )
+
+
+def _groups(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names in groups of at most `MAX_BYTES`, the order kept."""
+    group: list[str] = []
+    for name in names:
+        if group and sum(sizes[one] for one in group) + sizes[name] > MAX_BYTES:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
+
+
+def _padded(x: Tensor, node: ir.Node) -> Tensor:
+    """The input of a convolution with its padding done."""
+    axes = len(x.shape) - 2
+    assert node.inputs[1] is not None
+    assert node.inputs[1].shape is not None
+    kernel = [int(size) for size in node.inputs[1].shape][2:]  # type: ignore[arg-type]
+    strides = node.attributes.get_ints("strides", [1] * axes)
+    dilations = node.attributes.get_ints("dilations", [1] * axes)
+    begins, ends = [0] * axes, [0] * axes
+    how = node.attributes.get_string("auto_pad", "NOTSET")
+    if how == "NOTSET":
+        pads = list(node.attributes.get_ints("pads", [0] * 2 * axes))
+        begins, ends = pads[:axes], pads[axes:]
+    elif how != "VALID":
+        for axis, size in enumerate(x.shape[2:]):
+            reach = dilations[axis] * (kernel[axis] - 1) + 1
+            steps = math.ceil(size / strides[axis]) - 1
+            total = max(0, steps * strides[axis] + reach - size)
+            begins[axis] = total // 2 if how == "SAME_UPPER" else total - total // 2
+            ends[axis] = total - begins[axis]
+    return F.pad(x, [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair])

@@ -1,0 +1,381 @@
+"""sketch_onnx(data=...): what reaches the weights decides what is kept of them."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx_models import OPTIONS, make, node, random, run, sketch
+from zoo import ZOO
+
+import panther_compile as pc
+from panther_compile import onnx_fit
+from panther_compile.errors import ConfigError, ConfigTypeError, DataError, OnnxMismatchError
+from panther_compile.onnx_data import ObservedModel
+
+RNG = np.random.default_rng(1)
+MIX = np.random.default_rng(2).standard_normal((5, 48))
+ALL = {"include": "*", "min_params": 0}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_any_order(monkeypatch):
+    monkeypatch.setattr("onnx_models.RNG", np.random.default_rng(0))
+    monkeypatch.setattr(f"{__name__}.RNG", np.random.default_rng(1))
+
+
+def rows(*shape, mean=0.0, mix=MIX):
+    """Inputs (..., I) of a low dimension, about a mean."""
+    x = RNG.standard_normal((*shape, len(mix))) @ mix
+    return (x + mean * np.arange(mix.shape[1]) / mix.shape[1]).astype(np.float32)
+
+
+def images(count, channels=16, size=9):
+    """Of which the channels are mixtures of three."""
+    mix = np.random.default_rng(3).standard_normal((channels, 3))
+    return (np.einsum("ck,nkhw->nchw", mix, RNG.standard_normal((count, 3, size, size))) + 0.5).astype("f")
+
+
+def batches(make_one, number=8):
+    return [{"x": make_one()} for _ in range(number)]
+
+
+def error(source, target, x):
+    """Relative, over all outputs."""
+    pairs = list(zip(run(source, x), run(target, x), strict=True))
+    lost = sum(float(np.square(one - other).sum()) for one, other in pairs)
+    return (lost / sum(float(np.square(one).sum()) for one, _ in pairs)) ** 0.5
+
+
+def both_errors(source, data, x, **options):
+    """Without data and with it, on other inputs."""
+    _, target = sketch(source, **(ALL | options))
+    without = error(source, target, x)
+    report, target = sketch(source, data=data, **(ALL | options))
+    assert {fitted.method for fitted in report.fitted.values()} == {"calibrated"}
+    return without, error(source, target, x)
+
+
+BIAS = {"b": random(32)}
+W = random(48, 32)
+MATRICES = {
+    "MatMul": ([node("MatMul", ["x", "w"], ["y"])], {"w": W}, 0.0),
+    "MatMul, Add": (
+        [node("MatMul", ["x", "w"], ["m"]), node("Add", ["m", "b"], ["y"])],
+        {"w": W} | BIAS,
+        3.0,
+    ),
+    "Add first": ([node("MatMul", ["x", "w"], ["m"]), node("Add", ["b", "m"], ["y"])], {"w": W} | BIAS, 3.0),
+    "Gemm": ([node("Gemm", ["x", "w", "b"], ["y"], alpha=0.7, beta=0.4)], {"w": W} | BIAS, 3.0),
+    "Gemm, transB": ([node("Gemm", ["x", "w", "b"], ["y"], transB=1)], {"w": W.T.copy()} | BIAS, 3.0),
+    "Gemm, transA": (
+        [node("Transpose", ["x"], ["t"], perm=[1, 0]), node("Gemm", ["t", "w", "b"], ["y"], transA=1)],
+        {"w": W} | BIAS,
+        3.0,
+    ),
+    "Gemm without C": ([node("Gemm", ["x", "w"], ["y"])], {"w": W}, 0.0),
+    "left": ([node("MatMul", ["w", "x"], ["y"])], {"w": W.T.copy()}, 0.0),
+    "left Gemm, transB": ([node("Gemm", ["w", "x"], ["y"], transB=1)], {"w": W.T.copy()}, 0.0),
+    "behind a Transpose": (
+        [node("Transpose", ["w"], ["t"], perm=[1, 0]), node("MatMul", ["x", "t"], ["y"])],
+        {"w": W.T.copy()},
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_a_matrix_keeps_what_the_data_shows(case, tmp_path):
+    """Data of five dimensions, about a mean where there is a bias: the rank is enough for all of it."""
+    nodes, weights, mean = MATRICES[case]
+    columns = case == "left"
+    source = make(tmp_path / "in.onnx", nodes, weights, x=(48, "n") if columns else ("n", 48))
+
+    def inputs(count):
+        return rows(count, mean=mean).T if columns else rows(count, mean=mean)
+
+    without, found = both_errors(source, batches(lambda: inputs(16)), inputs(64))
+    assert without > 0.3
+    assert found < 0.02
+
+
+CONVS = {
+    "3 x 3": ((24, 16, 3, 3), {"pads": [1, 1, 1, 1]}),
+    "uneven": ((24, 16, 3, 3), {"pads": [0, 1, 2, 0], "strides": [2, 1], "dilations": [1, 2]}),
+    "same, upper": ((24, 16, 3, 2), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
+    "same, lower": ((24, 16, 2, 3), {"auto_pad": "SAME_LOWER"}),
+    "valid": ((24, 16, 3, 3), {"auto_pad": "VALID"}),
+    "1 x 1, stride": ((24, 16, 1, 1), {"strides": [2, 2]}),
+    "groups": ((24, 8, 3, 3), {"group": 2}),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", CONVS)
+def test_a_kernel_keeps_what_the_data_shows(case, bias, tmp_path):
+    shape, attributes = CONVS[case]
+    weights = {"w": random(*shape)} | ({"b": random(shape[0])} if bias else {})
+    nodes = [node("Conv", ["x", *weights], ["y"], **attributes)]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 9, 9))
+    without, found = both_errors(source, batches(lambda: images(6)), images(12))
+    assert found < (0.95 if case == "groups" else 0.5) * without
+
+
+@pytest.mark.parametrize("kind", ["Gemm", "Conv"])
+def test_the_bias_makes_up_for_the_mean(kind, tmp_path):
+    """A rank that is too small leaves an error, but none on average."""
+    if kind == "Gemm":
+        nodes, weights, _ = MATRICES["Gemm"]
+        source, mix = make(tmp_path / "in.onnx", nodes, weights), RNG.standard_normal((48, 48))
+        data, axes = batches(lambda: rows(64, mean=40.0, mix=mix)), (0,)
+    else:
+        weights = {"w": random(24, 16, 3, 3), "b": random(24)}
+        source = make(
+            tmp_path / "in.onnx", [node("Conv", ["x", "w", "b"], ["y"])], weights, x=("n", 16, 9, 9)
+        )
+        data, axes = batches(lambda: (RNG.standard_normal((16, 16, 9, 9)) + 3).astype("f")), (0, 2, 3)
+    _, target = sketch(source, data=data, ratio=0.3, **ALL)
+    x = np.concatenate([batch["x"] for batch in data])
+    (wanted,), (found,) = run(source, x), run(target, x)
+    lost = found - wanted
+    assert np.sqrt(np.square(lost).mean()) > 0.5
+    assert np.abs(lost.mean(axes)).max() < 0.03
+
+
+def test_weights_and_biases_that_several_nodes_read(tmp_path):
+    nodes = [
+        node("Gemm", ["x", "w", "b"], ["p"]),
+        node("Gemm", ["x2", "w", "b2"], ["q"]),
+        node("MatMul", ["x", "v"], ["m"]),
+        node("Add", ["m", "b"], ["y"]),
+        node("Add", ["p", "q"], ["z"]),
+    ]
+    weights = {"w": random(48, 32), "v": random(48, 32), "b": random(32), "b2": random(32)}
+    other = helper.make_tensor_value_info("x2", TensorProto.FLOAT, ("n", 48))
+    z = helper.make_tensor_value_info("z", TensorProto.FLOAT, ("n", 32))
+    source = make(tmp_path / "in.onnx", nodes, weights, inputs=[other], outputs=[z])
+    mix = RNG.standard_normal((5, 48))
+    both = lambda: (rows(16, mean=2.0), rows(16, mean=-1.0, mix=mix))  # noqa: E731
+    data = [both() for _ in range(8)]
+    report, target = sketch(source, data=data, ratio=0.7, **ALL)
+    assert error(source, target, list(both())) < 0.05
+    left = {tensor.name for tensor in onnx.load(target).graph.initializer}
+    assert not {"w", "v", "b", "b2"} & left
+    assert "on the last batch of the data" in str(report)
+
+
+def test_what_is_read_in_a_branch_is_sketched_without(tmp_path):
+    branches = [
+        helper.make_graph(
+            [node("Relu", ["h"], [f"{name}_r"]), node("MatMul", [f"{name}_r", "own"], [f"{name}_y"])],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(random(32, 32), "own")],
+        )
+        for name in ("then", "else")
+    ]
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        node("Less", ["sum", "zero"], ["negative"]),
+        node("If", ["negative"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, {"w": W, "zero": np.array(0, np.float32)})
+    report, _ = sketch(source, data=batches(lambda: rows(16)), **ALL)
+    notes = {name: fitted.note for name, fitted in report.fitted.items()}
+    assert notes == {"w": "", "own": "data never reached it", "own_2": "data never reached it"}
+
+
+def test_padded_positions_do_not_count(tmp_path):
+    mask = helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ("n", 6))
+    kept = helper.make_tensor_value_info("kept", TensorProto.INT64, ("n", 6))
+    nodes = [node("MatMul", ["x", "w"], ["y"]), node("Identity", ["attention_mask"], ["kept"])]
+    source = make(tmp_path / "in.onnx", nodes, {"w": W}, x=("n", 6, 48), inputs=[mask], outputs=[kept])
+    hides = np.array([[1] * 6, [1, 1, 1, 0, 0, 0]], np.int64)
+    data = [(rows(2, 6), hides) for _ in range(12)]
+    noise = [(np.where(hides[..., None] == 1, x, 9 * random(2, 6, 48)), hides) for x, _ in data]
+    hidden = (9 * random(2, 6, 48), np.zeros_like(hides))
+    found = [sketch(source, data=one, **ALL)[1].read_bytes() for one in (data, [hidden, *noise])]
+    assert found[0] == found[1]
+    report, _ = sketch(source, data=[hidden], **ALL)
+    assert report.fitted["w"].note == "data never reached it"
+
+
+def test_a_value_that_is_an_input_or_an_output_already(tmp_path):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r"]), node("MatMul", ["r", "v"], ["y"])]
+    r = helper.make_tensor_value_info("r", TensorProto.FLOAT, ("n", 32))
+    source = make(tmp_path / "in.onnx", nodes, {"w": W, "v": random(32, 48)}, outputs=[r])
+    without, found = both_errors(source, batches(lambda: rows(32)), rows(64))
+    assert found < 0.6 * without
+
+
+def test_sums_and_inputs_are_held_in_groups(tmp_path, monkeypatch):
+    nodes = [
+        node("Conv", ["x", "k"], ["h"], pads=[1, 1, 1, 1]),
+        node("Conv", ["h", "l"], ["g"], pads=[1, 1, 1, 1]),
+        node("Conv", ["g", "m"], ["f"]),
+        node("Conv", ["f", "n"], ["y"]),
+    ]
+    weights = {"k": random(16, 16, 3, 3), "l": random(16, 16, 3, 3)}
+    weights |= {"m": random(16, 16, 1, 1), "n": random(16, 16, 1, 1)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 9, 9))
+    data = batches(lambda: images(3), 3)
+    whole = sketch(source, data=data, **ALL)[1].read_bytes()
+    monkeypatch.setattr(onnx_fit, "MAX_BYTES", 1)
+    assert sketch(source, data=data, **ALL)[1].read_bytes() == whole
+
+
+def chain(path, layers=6):
+    """A deep model, whose errors add up."""
+    weights = {f"w{i}": random(48, 48) / 5 for i in range(layers)} | {
+        f"b{i}": random(48) for i in range(layers)
+    }
+    nodes = []
+    for i in range(layers):
+        before, after = f"h{i - 1}" if i else "x", "y" if i == layers - 1 else f"h{i}"
+        nodes += [node("Gemm", [before, f"w{i}", f"b{i}"], [f"g{i}"]), node("Relu", [f"g{i}"], [after])]
+    return make(path, nodes, weights)
+
+
+def test_one_by_one_is_closer_in_a_deep_model(tmp_path):
+    source, x = chain(tmp_path / "in.onnx"), rows(256)
+    data = batches(lambda: rows(64))
+    found = []
+    for sequential in (False, True):
+        report, target = sketch(source, data=data, sequential=sequential, **ALL)
+        assert {fitted.method for fitted in report.fitted.values()} == {"calibrated"}
+        found.append(error(source, target, x))
+    assert found[1] < 0.9 * found[0]
+
+
+def test_weights_that_do_not_hang_on_one_another_are_one_step(tmp_path, monkeypatch):
+    nodes = [node("MatMul", ["x", name], [f"x{name}"]) for name in "qkv"]
+    nodes += [node("Sum", ["xq", "xk", "xv"], ["s"]), node("Conv", ["x4", "c"], ["z"])]
+    nodes += [
+        node("MatMul", ["s", "o"], ["y"]),
+        node("Relu", ["y"], ["r"]),
+        node("MatMul", ["r", "e"], ["end"]),
+    ]
+    extra = helper.make_tensor_value_info("x4", TensorProto.FLOAT, ("n", 16, 9, 9))
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("z", "end")]
+    weights = {name: random(48, 48) for name in "qkvoe"} | {"c": random(24, 16, 3, 3)}
+    source = make(tmp_path / "in.onnx", nodes, weights, inputs=[extra], outputs=outputs)
+    shown = []
+
+    class Observed(ObservedModel):
+        def __init__(self, model, values, folder):
+            shown.append([value.name for value in values])
+            super().__init__(model, values, folder)
+
+    monkeypatch.setattr("panther_compile.onnx_sketch.ObservedModel", Observed)
+    sketch(source, data=[(rows(16), images(4)) for _ in range(4)], sequential=True, **ALL)
+    assert shown == [["x", "x", "x", "x4", "s", "r"], ["s"], ["r"]]
+
+
+def test_external_weights_and_no_file_left_behind(tmp_path):
+    source = make(tmp_path / "in.onnx", *MATRICES["MatMul, Add"][:2])
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    before = source.read_bytes(), (tmp_path / "weights.bin").read_bytes()
+    (tmp_path / "there").mkdir()
+    target = tmp_path / "there" / "out.onnx"
+    pc.sketch_onnx(source, target, 0.5, data=batches(lambda: rows(16)), **(OPTIONS | ALL))
+    assert error(source, target, rows(32)) < 0.02
+    assert (source.read_bytes(), (tmp_path / "weights.bin").read_bytes()) == before
+    assert {path.name.split("-")[0] for path in target.parent.iterdir()} == {"out.onnx"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in.onnx", "weights.bin", "there"}
+
+
+def test_half_precision(tmp_path):
+    kind = TensorProto.FLOAT16
+    nodes, weights, _ = MATRICES["Gemm"]
+    weights = {name: array.astype(np.float16) for name, array in weights.items()}
+    source = make(tmp_path / "in.onnx", nodes, weights, dtype=kind)
+    data = [rows(16).astype(np.float16) for _ in range(8)]
+    _, target = sketch(source, data=data, **ALL)
+    assert error(source, target, rows(32).astype(np.float16)) < 0.05
+    assert {
+        tensor.data_type for tensor in onnx.load(target).graph.initializer if np.prod(tensor.dims) > 2
+    } == {kind}
+
+
+# ------------------------------------------------------------------------------------------ bad data
+
+
+def test_one_by_one_needs_data(tmp_path):
+    with pytest.raises(ConfigError, match="sequential=True needs data="):
+        pc.sketch_onnx(chain(tmp_path / "in.onnx"), tmp_path / "out.onnx", sequential=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        ([], DataError, "data holds no batch"),
+        ({"x": random(4, 48)}, ConfigTypeError, "data is a dict, wanted a list of batches"),
+        (random(4, 48), ConfigTypeError, "data is a ndarray"),
+        (3, ConfigTypeError, "data is a int"),
+        ([3], ConfigTypeError, "batch 0 of data is a int"),
+        ([{"z": random(4, 48)}], DataError, r"arrays for \['z'\], the model's inputs are \['x'\]"),
+        ([{"x": random(4, 48), "labels": random(4)}], DataError, r"arrays for \['labels', 'x'\]"),
+        ([(random(4, 48), random(4))], DataError, "has 2 arrays, the model 1 inputs"),
+        (
+            [random(4, 48), random(4, 47)],
+            DataError,
+            r"batch 1 of data: input 'x' has shape \(4, 47\), wanted",
+        ),
+        ([random(4, 3, 48)], DataError, r"shape \(4, 3, 48\)"),
+        ([np.zeros((4, 48))], DataError, "is float64, wanted float32"),
+        ([{"x": [[0.0] * 48]}], ConfigTypeError, "input 'x' is a list, wanted an array"),
+        ([np.full((4, 48), np.nan, np.float32)], DataError, "input 'x' holds NaN"),
+        ([np.full((4, 48), 3e38, np.float32)], DataError, "batch 0 of data: NaN or Inf reaches v"),
+    ],
+)
+def test_bad_data_is_told(data, kind, message, tmp_path):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["h", "v"], ["y"])]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 64), "v": random(64, 48)})
+    with pytest.raises(kind, match=message):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def test_what_onnx_runtime_cannot_run(tmp_path):
+    nodes = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
+    source = make(tmp_path / "in.onnx", nodes, {"w": W, "shape": np.array([16, -1, 48])})
+    with pytest.raises(DataError, match="batch 0 of data: ONNX Runtime cannot run it"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=[rows(7)], **(OPTIONS | ALL))
+    unknown = [node("MatMul", ["x", "w"], ["h"]), node("Own", ["h"], ["y"], domain="own")]
+    make(source, unknown, {"w": W}, y=("n", 32), domains=[helper.make_opsetid("own", 1)])
+    with pytest.raises(OnnxMismatchError, match="ONNX Runtime cannot load the model"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=[rows(7)], **(OPTIONS | ALL))
+
+
+# ------------------------------------------------------------------------------------------- the zoo
+
+
+@pytest.mark.parametrize("name", ["gpt2", "convnext"])
+def test_zoo_models_stay_closer(name, tmp_path):
+    entry = ZOO[name]
+    inputs = entry.inputs()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    source = tmp_path / "in.onnx"
+    pc.export_onnx(entry.build(), args, source, kwargs=kwargs, verify=False)
+    given = [*args, *kwargs.values()]
+
+    def batch():
+        generator = torch.Generator().manual_seed(int(RNG.integers(2**31)))
+        return [
+            torch.randint(int(value.max()) + 1, value.shape, generator=generator)
+            if value.max() > 1 and not value.is_floating_point()
+            else value * (1 + torch.rand(1, generator=generator))
+            if value.is_floating_point()
+            else value
+            for value in given
+        ]
+
+    data = [batch() for _ in range(24)]
+    others = [[value.numpy() for value in batch()] for _ in range(4)]
+    errors = []
+    for some in (None, data):
+        _, target = sketch(source, data=some)
+        errors.append(sum(error(source, target, x) for x in others))
+    assert errors[1] < 0.8 * errors[0]
