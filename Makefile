@@ -1,6 +1,7 @@
 # make test   check everything         make demo    compress a sentence-embedding model
 # make bench  time the layers          make clean   remove what was built; .venv stays
 # make bench-accuracy   what compression costs in accuracy, beside other methods
+# make test-slow        what takes long: large models, many processes, thousands of graphs
 #
 # The first run makes .venv and fills it; later runs start at once.
 # Another Python:  make test PYTHON=python3.13 VENV=.venv313

@@ -10,6 +10,7 @@ scaling.md and scaling.png.
 import argparse
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from torch import nn
 
 from panther_compile.errors import PartitionError
 from panther_compile.partition import Partition, sketch_skeleton
@@ -27,25 +27,12 @@ from panther_compile.partition.assemble import Settings
 from panther_compile.partition.hardware import H100
 from panther_compile.partition.partition import read_graphs, search_meshes
 
-TOKENS = 4096  # of a microbatch: one sequence
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from large_models import TOKENS, llama_70b
+
+SEQUENCES = 1024  # of a step on any mesh: 4 million tokens
 KINDS = ("dense", "sketched at .5")
 DEVICES = (1, 8, 16, 32, 64, 128, 256, 512)
-
-
-def llama(layers: int) -> nn.Module:
-    """The shape of Llama-70B, in bfloat16 and without data."""
-    config = transformers.LlamaConfig(
-        hidden_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-        vocab_size=128256,
-        max_position_embeddings=TOKENS,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class Result:
         """Over all replicas; 0 where the model does not fit."""
         if self.part is None:
             return 0.0
-        return self.part.mesh.dp * self.part.microbatches * TOKENS / self.part.step_seconds
+        return self.part.microbatches_per_second * TOKENS
 
     def cells(self) -> list[str]:
         """A line of the table."""
@@ -77,7 +64,7 @@ class Result:
         return [
             *head,
             str(part.mesh),
-            str(part.mesh.dp * part.microbatches),
+            str(part.microbatches),
             f"{part.step_seconds:,.2f}",
             f"{self.tokens_per_second:,.0f}",
             f"{self.tokens_per_second / self.devices:,.0f}",
@@ -91,7 +78,16 @@ class Result:
 
 
 HEAD = [
-    *("model", "devices", "mesh", "sequences a step", "step s", "tokens/s", "tokens/s a device", "stages ms"),
+    *(
+        "model",
+        "devices",
+        "mesh",
+        "microbatches a replica",
+        "step s",
+        "tokens/s",
+        "tokens/s a device",
+        "stages ms",
+    ),
     *("bubble", "memory GB a device", "NVLink TB a step", "network TB a step", "CPU s to find"),
 ]
 
@@ -99,13 +95,14 @@ HEAD = [
 def study(kind: str, layers: int, counts: Sequence[int]) -> Iterator[Result]:
     """One result for each number of devices."""
     start = time.process_time()
-    model = llama(layers)
+    model, example = llama_70b(layers)
     if kind != KINDS[0]:
         model = sketch_skeleton(model, ratio=0.5, progress=False)
-    example = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long, device="meta")}
     graphs = read_graphs(model, example, (), H100, True, "adam", "auto", False)
     print(f"{kind}: read in {time.process_time() - start:.0f} s of CPU time", flush=True)
-    settings = Settings(H100, H100.memory_bytes, None, "1f1b", 1, training=True, recompute=False)
+    settings = Settings(
+        H100, H100.memory_bytes, None, "1f1b", 1, training=True, recompute=False, global_batch=SEQUENCES
+    )
     for devices in counts:
         start = time.process_time()
         try:
@@ -141,10 +138,11 @@ _TEXT = """\
 
 Made by `benchmarks/scaling.py`. **Every number is predicted, none was measured on a GPU**: the `h100` preset
 (data sheets), bf16, Adam with float32 states, {layers} layers of the shape of Llama-70B, microbatches of one
-sequence of {tokens:,} tokens, four a stage, 1F1B, no recomputation, transfers that overlap with nothing.
-dp x pp x tp is chosen for the most tokens per second; a step has as many sequences as the mesh needs, so that
-steps of different meshes are not alike. Stages and memory are from the smallest to the largest. NVLink and
-network: what all devices together send in a step, inside nodes of eight and between them. Sketched is
+sequence of {tokens:,} tokens, 1F1B, no recomputation, transfers that overlap with nothing. A step is of
+{sequences:,} sequences ({step:.1f} million tokens) on any number of devices, {sequences:,} / dp microbatches
+through each replica, and dp x pp x tp is chosen for the fastest step. Stages and memory are from the smallest
+to the largest. NVLink and network: what all devices together send in a step, inside nodes of eight and
+between them. Sketched is
 `sketch_skeleton(model, ratio=.5)`, whose ranks are chosen without knowing any weights.
 
 {table}
@@ -176,6 +174,8 @@ def main() -> None:
     text = _TEXT.format(
         layers=arguments.layers,
         tokens=TOKENS,
+        sequences=SEQUENCES,
+        step=SEQUENCES * TOKENS / 1e6,
         table="\n".join(lines),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
         peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,

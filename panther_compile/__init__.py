@@ -29,6 +29,7 @@ __all__ = [
     "heal",
     "heal_report",
     "load_sketched",
+    "measure_hardware",
     "parallelize_model",
     "partition_model",
     "plan_sketch",
@@ -36,6 +37,7 @@ __all__ = [
     "save_sketched",
     "sketch_onnx",
     "sketch_report",
+    "sketch_skeleton",
     "sketchify",
 ]
 
@@ -57,6 +59,7 @@ _HOME_OF = {
     "heal": "panther_compile.healing.healer",
     "heal_report": "panther_compile.healing.report",
     "load_sketched": "panther_compile.checkpoint",
+    "measure_hardware": "panther_compile.partition",
     "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
@@ -64,6 +67,7 @@ _HOME_OF = {
     "save_sketched": "panther_compile.checkpoint",
     "sketch_onnx": "panther_compile.onnx_sketch",
     "sketch_report": "panther_compile.report",
+    "sketch_skeleton": "panther_compile.partition",
     "sketchify": "panther_compile.api",
 }
 
@@ -88,7 +92,7 @@ if TYPE_CHECKING:
         parallelize_model,
         read_state_dict,
     )
-    from panther_compile.partition import Hardware, partition_model
+    from panther_compile.partition import Hardware, measure_hardware, partition_model, sketch_skeleton
     from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report
 else:

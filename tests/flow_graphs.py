@@ -3,9 +3,9 @@
 import itertools
 import random
 
+from panther_compile.partition.chains import StageRequest
 from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
 from panther_compile.partition.hardware import Link
-from panther_compile.partition.stages import StageRequest
 
 LINK = Link(bytes_per_second=1e3, latency_seconds=0.01)
 

@@ -2,14 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _resolve_process_group
 
 from panther_compile.errors import CommunicationError, ProcessGroupError, RankMismatchError
 from panther_compile.partition import Partition
@@ -62,6 +65,7 @@ def digest(model: nn.Module, part: Partition, options: Mapping[str, Any]) -> byt
         "shards": [
             {key: shard[key] for key in ("node", "kind", "parameters", "blocks")} for shard in plan["shards"]
         ],
+        "sequence": plan["sequence"],
         "tensors": [
             (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()
         ],
@@ -97,11 +101,12 @@ def find_timeout(device: torch.device) -> timedelta:
 
 
 @contextmanager
-def named_failures(where: str) -> Iterator[None]:
-    """Turn a collective that another rank left unanswered into an error that says where it happened.
+def named_failures(where: str, told: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turn what another rank left unanswered into an error that says where it happened, and in what.
 
     Args:
         where: rank, stage and step, as "rank 1 (stage 1), step 3".
+        told: what a schedule of torch has last asked of other ranks, and waits for.
 
     Raises:
         CommunicationError: with the error of torch as its cause.
@@ -112,10 +117,67 @@ def named_failures(where: str) -> Iterator[None]:
         silence = _find_silence(error)
         if silence is None:
             raise
+        operation = find_operation(error, told)
         raise CommunicationError(
-            f"{where}: another rank did not answer within the timeout of the process group, or has failed; "
-            f"look for the first error of the other ranks. Here: {silence}"
+            f"{where}{f', in {operation}' if operation else ''}: another rank did not answer within the "
+            "timeout of the process group, or has failed; look for the first error of the other ranks. "
+            f"Here: {silence}"
         ) from error
+
+
+def find_operation(error: BaseException, told: Callable[[], str]) -> str:
+    """The communication that an error came from; empty where torch's C++ started it, as DDP does.
+
+    torch's flight recorder sees no sends and receives of gloo, and has to be turned on before the process
+    group is made. The frames that the error went through are there in any case.
+
+    Args:
+        error: of torch.
+        told: what a schedule of torch waits for.
+    """
+    innermost: FrameType | None = None
+    caller: FrameType | None = None
+    link: BaseException | None = error
+    while link is not None:
+        before: FrameType | None = None
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            name = frame.f_globals.get("__name__", "")
+            if name.startswith("torch.distributed.") and name != "torch.distributed.c10d_logger":
+                innermost, caller = frame, before
+            elif not name.startswith("torch."):
+                before = frame
+        link = link.__cause__
+    if innermost is None:
+        return ""
+    module, function = innermost.f_globals["__name__"], innermost.f_code.co_name
+    if module == dist.distributed_c10d.__name__:
+        return _describe(function, innermost.f_locals)
+    if (
+        function == "wait_tensor" and caller is not None
+    ):  # functional collectives wait for what is named outside
+        return _describe(caller.f_code.co_name.lstrip("_"), caller.f_locals)
+    return told() if module.startswith("torch.distributed.pipelining") else f"{module}.{function}"
+
+
+def _describe(function: str, values: Mapping[str, Any]) -> str:
+    """A call of torch.distributed from what its variables hold."""
+    told = [function]
+    tensor = next((value for value in values.values() if isinstance(value, Tensor)), None)
+    if tensor is not None:
+        told.append(f"of {describe_tensor(tensor)}")
+    group = values.get("group")
+    if isinstance(group, str):  # as functional collectives take it
+        group = _resolve_process_group(values["group"])
+    ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
+    for name, way in (("group_src", "from"), ("group_dst", "to")):
+        if isinstance(values.get(name), int):
+            told.append(f"{way} rank {ranks[values[name]]}")
+    return f"{' '.join(told)} between the ranks {ranks}"
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Shape and dtype, as "(4, 8) float32"."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _find_silence(error: BaseException) -> str | None:

@@ -125,7 +125,7 @@ class ParallelEngine:
         self._steps += 1
         step = f"step {self._steps}"
         self._shared.set_aside()
-        with self._named(f"{step}, forward and backward: {self._exchanges()}"):
+        with self._named(f"{step}, forward and backward: {self._exchanges()}", self._runner.waits_for):
             loss = self._runner.train(batch, targets)
         with self._named(f"{step}, all-reduce of gradients"):
             if self._averages:
@@ -210,19 +210,24 @@ class ParallelEngine:
         """What the ranks exchange in a forward and a backward, for errors."""
         shape, found = self.devices.shape, []
         if shape.pp > 1:
-            found.append("send and receive along pp")
+            found.append(f"send and receive along pp{self._among('pp')}")
         if shape.tp > 1:
-            found.append("all-reduce and all-gather along tp")
+            found.append(f"all-reduce and all-gather along tp{self._among('tp')}")
         if shape.dp > 1 and not self._averages:
             is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
-            found.append(("all-gather and reduce-scatter" if is_sharded else "all-reduce") + " along dp")
+            kind = "all-gather and reduce-scatter" if is_sharded else "all-reduce"
+            found.append(f"{kind} along dp{self._among('dp')}")
         return ", ".join(found)
 
-    def _named(self, action: str) -> AbstractContextManager[None]:
+    def _among(self, axis: str) -> str:
+        return f" (ranks {', '.join(map(str, dist.get_process_group_ranks(self.devices.group(axis))))})"
+
+    def _named(self, action: str, told: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
         stages = ", ".join(map(str, self.stages))
         return named_failures(
             f"rank {self.devices.rank} (stage {stages}; dp {self.devices.dp}, pp {self.devices.pp}, "
-            f"tp {self.devices.tp}), {action}"
+            f"tp {self.devices.tp}), {action}",
+            told,
         )
 
     # -------------------------------------------------------------------------------- parameters

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from panther_compile.errors import ConfigError, ParallelError, ScheduleError
+from panther_compile.parallel.agreement import describe_tensor
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.partition import Partition, TensorSpec
@@ -52,6 +53,9 @@ class Runner(Protocol):
 
     def forward(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
         """Forward alone; the outputs of each microbatch on the rank of the last stage, else None."""
+
+    def waits_for(self) -> str:
+        """What the schedule has last asked of other ranks, for errors."""
 
 
 def check_schedule(schedule: str, part: Partition) -> None:
@@ -135,6 +139,10 @@ class SingleStage:
         _reshard([self._stage])
         return outputs
 
+    def waits_for(self) -> str:
+        """Nothing: there is no schedule."""
+        return ""
+
 
 class _WithLoss(nn.Module):
     """The loss is the output, so that DDP sees which parameters it depends on."""
@@ -147,6 +155,40 @@ class _WithLoss(nn.Module):
     def forward(self, target: Any, *inputs: Tensor) -> Tensor:
         """The loss of one microbatch."""
         return self._loss(self.stage(*inputs), target)
+
+
+class _TellingStage(PipelineStage):
+    """Remembers what it last asked to be sent and received."""
+
+    asked: dict[str, str]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Of torch."""
+        return self._remember("activations", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Of torch."""
+        return self._remember("gradients", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Of torch."""
+        return self._remember("activations", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Of torch."""
+        return self._remember("gradients", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _remember(self, what: str, microbatch: int, asked: list[dist.P2POp]) -> list[dist.P2POp]:
+        if asked:
+            way = "receive" if asked[0].op is dist.irecv else "send"
+            tensors = ", ".join(describe_tensor(one.tensor) for one in asked)
+            peers = ", ".join(str(peer) for peer in sorted({one.peer for one in asked}))
+            towards = "from" if way == "receive" else "to"
+            self.asked[way] = (
+                f"{way} {what} of microbatch {microbatch} {towards} rank {peers} "
+                f"(stage {self.stage_index}; {tensors})"
+            )
+        return asked
 
 
 class Pipeline:
@@ -167,6 +209,7 @@ class Pipeline:
         self._count = part.microbatches
         self._devices = devices
         self._targets: Sequence[Any] = ()
+        self._asked: dict[str, str] = {}
         self._loss = loss
         # Two directions between the same two ranks are two groups: the order of one cannot block the other.
         several = len(places) > devices.shape.pp
@@ -191,7 +234,7 @@ class Pipeline:
         record = part.stages[index]
         # Without gradients of inputs there is nothing to do first: the backward is not divided.
         whole = None if any(spec.requires_grad for spec in record.inputs) or not index else _nothing_left
-        return PipelineStage(
+        made = _TellingStage(
             module,
             index,
             len(part.stages),
@@ -201,6 +244,8 @@ class Pipeline:
             group=self._up,
             dw_builder=whole,
         )
+        made.asked = self._asked
+        return made
 
     def _nth_loss(self, outputs: Sequence[Tensor], number: Tensor) -> Tensor:
         return self._loss(outputs, self._targets[int(number)])
@@ -208,6 +253,7 @@ class Pipeline:
     def train(self, batch: Sequence[Tensor], targets: Sequence[Any]) -> Tensor | None:
         """Run the schedule."""
         self._targets = targets
+        self._asked.clear()
         losses: list[Tensor] = []
         is_first, is_last = 0 in self._stages, len(self._places) - 1 in self._stages
         self._schedule.step(
@@ -246,6 +292,10 @@ class Pipeline:
             work.wait()
         _reshard(self._stages.values())
         return outputs if len(self._places) - 1 in self._stages else None
+
+    def waits_for(self) -> str:
+        """The last receive and the last send; torch tells of only one of them that it did not end."""
+        return " and ".join(self._asked[way] for way in ("receive", "send") if way in self._asked)
 
     def _link(self, index: int) -> tuple[dist.ProcessGroup, int, int]:
         """Group, sender and receiver of what a stage sends to the next."""

@@ -1,13 +1,7 @@
 """Shards of a stage over the tp axis: plain local parameters, and collectives where the plan has them.
 
-The graph of a stage is written anew for one rank. Where a tensor lies otherwise than an operation needs it,
-one of four functions stands between them, each with the other's transpose as its gradient:
-
-    has           needs                   forward         backward
-    sharded       whole                   all-gather      own shard
-    whole         sharded                 own shard       all-gather
-    whole         whole, by column        nothing         all-reduce      f of Megatron-LM
-    (row layer)   whole                   all-reduce      nothing         g of Megatron-LM
+The graph of a stage is written anew for one rank. Where a tensor lies otherwise than an operation needs it, a
+function of `shard_functions` stands between them.
 
 Before, a column layer, a row layer and a sum:
 
@@ -16,33 +10,50 @@ After, with w1, b1 and w2 cut to what this rank has:
     x ──► sum_gradients ──► linear(w1, b1) ──► gelu ──► linear_1(w2) ──► sum_shards ──► + b2 ──► add(., x)
 
 Nothing in the result is a DTensor: DDP and `fully_shard` take it as any module. All ranks of a group must
-draw the same random numbers (`share_random_state`): whole tensors are dropped out alike on each.
+draw the same random numbers (`share_random_state`): whole tensors are dropped out alike on each, and shards
+each by its part of the mask of the whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import getitem
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from panther_compile.errors import MeshError
+from panther_compile.parallel.shard_functions import (
+    embed_vocabulary,
+    gather_shards,
+    join_gradients,
+    pivoted_columns,
+    pivoted_rows,
+    scatter_gradients,
+    scatter_shards,
+    sum_gradients,
+    sum_shards,
+    take_shard,
+)
 from panther_compile.partition.capture import attribute
-from panther_compile.partition.label import SHARDED, Labelling, Step, tensor_key
-from panther_compile.partition.layout_rules import aten, has_shape, local_arguments, shape
+from panther_compile.partition.label import SEQUENCE, SHARDED, Labelling, Step
+from panther_compile.partition.layout_rules import (
+    argument,
+    aten,
+    has_shape,
+    local_arguments,
+    shape,
+)
 from panther_compile.partition.layouts import Layout, State, Whole
 from panther_compile.partition.result import Partition
+from panther_compile.partition.sharding_problem import tensor_key
 from panther_compile.partition.sharding_sites import COLUMN, VOCABULARY, Site, local_pivots
 from panther_compile.partition.shards import layout_of
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-# Torch 2.13 has a new name for it.
-_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 def shard_stage(
@@ -159,135 +170,6 @@ def share_random_state(device: torch.device, tp: dist.ProcessGroup) -> None:
         module.set_rng_state(same(module.get_rng_state(device)), device)
 
 
-# ------------------------------------------------------------------------------- functions of the graphs
-
-
-def _all_reduce(tensor: Tensor, group: Any) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group))
-
-
-def _all_gather(tensor: Tensor, dim: int, blocks: int, group: Any) -> Tensor:
-    """The whole of a tensor whose axis `dim` is sharded in blocks."""
-    parts = tensor.unflatten(dim, (blocks, -1)).contiguous()
-    whole = _gather(parts, dim + 1, group)
-    return collectives.wait_tensor(whole).flatten(dim, dim + 1)
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-class _SumShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
-        ctx.place = Layout(dim, blocks), tp, rank
-        return _all_gather(tensor, dim, blocks, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        layout, tp, rank = ctx.place
-        return layout.shard(gradients[0], tp, rank), None, None, None, None, None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
-        ctx.place = dim, blocks, group
-        return Layout(dim, blocks).shard(tensor, tp, rank)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_gather(gradients[0], *ctx.place), None, None, None, None, None
-
-
-def sum_gradients(tensor: Tensor, group: str) -> Tensor:
-    """The tensor itself, of which every rank will have a term of the gradient."""
-    return _SumGradients.apply(tensor, group)
-
-
-def sum_shards(tensor: Tensor, group: str) -> Tensor:
-    """The sum of the terms that the ranks have."""
-    return _SumShards.apply(tensor, group)
-
-
-def gather_shards(tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
-    """The whole of the shards that the ranks have."""
-    return _Gather.apply(tensor, dim, blocks, tp, rank, group)
-
-
-def take_shard(tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
-    """This rank's shard of what every rank has."""
-    return _Take.apply(tensor, dim, blocks, tp, rank, group)
-
-
-def embed_vocabulary(indices: Tensor, table: Tensor, first: int, padding_index: int) -> Tensor:
-    """Rows of a part of a table; zero for indices of other parts.
-
-    Args:
-        indices: of the whole table, any shape.
-        table: (rows, features), this rank's.
-        first: index of its first row.
-        padding_index: row that gets no gradient, of the whole table; -1 if there is none.
-    """
-    own = indices - first
-    outside = (own < 0) | (own >= table.shape[0])
-    padding = padding_index - first if first <= padding_index < first + table.shape[0] else None
-    found = F.embedding(own.masked_fill(outside, 0), table, padding)
-    return found.masked_fill(outside.unsqueeze(-1), 0.0)
-
-
-def pivoted_rows(
-    x: Tensor, weight: Tensor, near: Sequence[int], far: Sequence[int], columns: Sequence[int], offset: int
-) -> Tensor:
-    """This rank's term of z = x1 + C x2, of the features that it has.
-
-    Args:
-        x: (..., features of this rank).
-        weight: C, whole, (rank, features of x2).
-        near: first and last but one of the features that belong to x1.
-        far: likewise to x2.
-        columns: of C, for the latter.
-        offset: place in x1 of the former.
-    """
-    pivots = x[..., near[0] : near[1]]
-    after = weight.shape[0] - offset - pivots.shape[-1]
-    product = F.linear(x[..., far[0] : far[1]], weight[:, columns[0] : columns[1]])
-    return product + F.pad(pivots, (offset, after))
-
-
-def pivoted_columns(x: Tensor, weight: Tensor, first: int, others: Sequence[int]) -> Tensor:
-    """This rank's features of z = x1 + C x2.
-
-    Args:
-        x: (..., features).
-        weight: this rank's rows of C.
-        first: feature of x for the first of them.
-        others: first and last but one feature of x2.
-    """
-    product = F.linear(x[..., others[0] : others[1]], weight)
-    return x[..., first : first + weight.shape[0]] + product
-
-
-# ----------------------------------------------------------------------------------------- the rewriting
-
-
 class _Rewriter:
     """Writes the graph of one stage for one rank."""
 
@@ -307,14 +189,17 @@ class _Rewriter:
 
     def module(self) -> fx.GraphModule:
         """The stage of this rank."""
+        self._join()
         for node in self._stage.graph.nodes:
             step = self._labelling.steps.get(node.name) if node.name in self._own else None
             if node.name in self._own and node.name in self._labelling.absorbed:
                 continue
             if step is None:
+                if node.op == "get_attr" and (tensor_key(node), Whole.SAME) in self._made:
+                    continue
                 made = self._graph.node_copy(node, lambda operand: self._get(operand, Whole.SAME))
                 self._read(node)
-            elif step.kind == SHARDED:
+            elif step.kind in (SHARDED, SEQUENCE):
                 made = self._sharded(node, step)
             else:
                 made = self._layer(node, step)
@@ -327,6 +212,26 @@ class _Rewriter:
             if leaf in self._stage.get_submodule(owner)._non_persistent_buffers_set:
                 module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
         return module
+
+    def _join(self) -> None:
+        """Read the parameters that are used on a sequence: the gradients of all come in one message."""
+        joined: dict[torch.dtype, dict[str, fx.Node]] = {}
+        for node in self._stage.graph.nodes:
+            step = self._labelling.steps.get(node.name) if node.name in self._own else None
+            if step is None:
+                continue
+            for operand in node.all_input_nodes:
+                if step.needs.get(operand.name) is Whole.JOINED:
+                    dtype = attribute(self._stage, str(operand.target)).dtype
+                    joined.setdefault(dtype, {})[tensor_key(operand)] = operand
+        for reads in joined.values():
+            for key, node in reads.items():
+                self._read(node)
+                self._made[key, self._lies(node) or Whole.SAME] = self._graph.node_copy(node)
+            wholes = tuple(self._get(node, Whole.SAME) for node in reads.values())
+            results = self._graph.call_function(join_gradients, (wholes, self._group))
+            for place, key in enumerate(reads):
+                self._made[key, Whole.JOINED] = self._graph.call_function(getitem, (results, place))
 
     def _lies(self, node: fx.Node) -> Layout | None:
         return layout_of(self._labelling, node) if node.op == "get_attr" or node.name in self._own else None
@@ -357,7 +262,11 @@ class _Rewriter:
             arguments = (self._made[key, lies], lies.dim, lies.blocks, *place)
             self._made[key, Whole.SAME] = self._graph.call_function(gather_shards, arguments)
         whole = self._made[key, Whole.SAME]
-        if state is Whole.SUMMED:
+        if state is Whole.SUMMED and lies is not None and self._labelling.lies_on_sequence(node):
+            layout = lies.dim, lies.blocks, self._tp, self._group
+            own = self._made[key, lies]
+            self._made[key, state] = self._graph.call_function(scatter_gradients, (whole, own, *layout))
+        elif state is Whole.SUMMED:
             self._made[key, state] = self._graph.call_function(sum_gradients, (whole, self._group))
         elif isinstance(state, Layout):
             arguments = (whole, state.dim, state.blocks, *place)
@@ -371,6 +280,13 @@ class _Rewriter:
         args, kwargs = fx.node.map_arg(
             (arguments, node.kwargs), lambda operand: self._get(operand, step.needs[operand.name])
         )
+        if node.target is aten.dropout.default and argument(node, 1, "p") > 0:
+            # The mask of the whole, of which this rank takes its part: other parts are dropped otherwise.
+            ones = self._graph.call_function(aten.new_ones.default, (args[0], shape(node)))
+            mask = self._graph.call_function(node.target, (ones, *args[1:]), kwargs)
+            place = (step.out.dim, step.out.blocks, self._tp, self._rank, self._group)
+            args, kwargs = (args[0], self._graph.call_function(take_shard, (mask, *place))), {}
+            return self._graph.create_node(node.op, aten.mul.Tensor, args, kwargs, node.name)
         # A view of the whole need not be one of a shard.
         target = aten.reshape.default if node.target in _VIEWS else node.target
         return self._graph.create_node(node.op, target, args, kwargs, node.name)
@@ -398,7 +314,11 @@ class _Rewriter:
             term = self._graph.call_function(pivoted_rows, (x, weight, *bounds, offset))
         else:
             term = self._product(site, x, weight)
-        summed = self._graph.call_function(sum_shards, (term, self._group))
+        if step.out is None:
+            summed = self._graph.call_function(sum_shards, (term, self._group))
+        else:
+            place = (step.out.dim, step.out.blocks, self._tp, self._group)
+            summed = self._graph.call_function(scatter_shards, (term, *place))
         return summed if bias is None else self._graph.call_function(aten.add.Tensor, (summed, bias))
 
     def _column(

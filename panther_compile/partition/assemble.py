@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from panther_compile.errors import MeshError
 from panther_compile.partition.capture import Captured, attribute
+from panther_compile.partition.chains import StageRequest
 from panther_compile.partition.flow import FlowGraph, Holding
 from panther_compile.partition.hardware import NO_LINK, Hardware, Link
 from panther_compile.partition.mesh_search import Setting
@@ -16,9 +19,9 @@ from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import Action, Timeline, count_in_flight, order_actions, simulate
 from panther_compile.partition.shards import Sharding
 from panther_compile.partition.split import crossing_names
-from panther_compile.partition.stages import StageCuts, StageRequest
+from panther_compile.partition.stages import StageCuts
 
-_MICROBATCHES_PER_DEVICE = 4
+_MICROBATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,13 @@ class Settings:
     Attributes:
         hardware: of the cluster.
         memory_bytes: of each device.
-        microbatches: of a step; None for four for each device of the pipeline.
+        microbatches: of a step, through each replica; None for four for each device of the pipeline.
         schedule: its name.
         stages_per_device: 1 unless interleaved.
         training: whether there is a backward.
         recompute: whether activations are computed again in it.
+        samples: of a microbatch.
+        global_batch: samples of a step over all replicas, in place of microbatches.
     """
 
     hardware: Hardware
@@ -42,13 +47,25 @@ class Settings:
     stages_per_device: int
     training: bool
     recompute: bool
+    samples: int = 1
+    global_batch: int | None = None
 
     def microbatches_of(self, mesh: Mesh) -> int:
         """Of one step, through each replica."""
-        return _MICROBATCHES_PER_DEVICE * mesh.pp if self.microbatches is None else self.microbatches
+        if self.global_batch is not None:
+            return self.global_batch // (mesh.dp * self.samples)
+        return _MICROBATCHES_PER_STAGE * mesh.pp if self.microbatches is None else self.microbatches
 
     def check(self, mesh: Mesh) -> None:
-        """Refuse what the schedule cannot run."""
+        """Refuse what cannot be divided into microbatches, and what the schedule cannot run."""
+        batch = self.global_batch
+        if batch is not None and (
+            not isinstance(batch, int) or batch < 1 or batch % (mesh.dp * self.samples)
+        ):
+            raise MeshError(
+                f"global_batch={batch!r} is not divisible by dp={mesh.dp} x {self.samples} samples of a "
+                "microbatch"
+            )
         count = self.microbatches_of(mesh)
         if not isinstance(count, int) or count < 1:
             raise MeshError(f"microbatches={count!r}; it must be a whole number, 1 or more")
@@ -129,6 +146,16 @@ class Settings:
             for place in places:
                 spent[place] += _ring_seconds(parameter.gradient_bytes, len(places), link)
         return spent
+
+
+def count_samples(example_inputs: Any) -> int:
+    """Samples of a microbatch: the first dimension of the first input that has one.
+
+    Args:
+        example_inputs: of one microbatch: a tensor, a tuple, or a mapping of keywords.
+    """
+    tensors = (leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor))
+    return next((tensor.shape[0] for tensor in tensors if tensor.ndim and tensor.shape[0]), 1)
 
 
 def _ring_seconds(size: int, members: int, link: Link) -> float:

@@ -128,7 +128,7 @@ class Energy:
         Args:
             limit: on the number of cuts, where one is not enough.
         """
-        clauses = self._all_clauses()
+        clauses = _merge(self._all_clauses())
         turned = _balance(clauses, len(self))
         if turned is not None:
             values = self.complete(_cut(clauses, turned, len(self)))
@@ -163,6 +163,20 @@ class Energy:
     def _all_clauses(self) -> dict[tuple[Literal, ...], int]:
         infinite = sum(self.clauses.values()) + 1
         return self.clauses | dict.fromkeys(self._forbidden, infinite)
+
+
+def _merge(clauses: Mapping[tuple[Literal, ...], int]) -> dict[tuple[Literal, ...], int]:
+    """The same cost in fewer clauses: what is paid for a and b, and for a and not b, is paid for a."""
+    merged = dict(clauses)
+    for key in clauses:
+        for kept, other in (key, key[::-1]) if len(key) == 2 else ():
+            opposite = tuple(sorted((kept, negate(other))))
+            both = min(merged[key], merged.get(opposite, 0))
+            if both:
+                merged[key] -= both
+                merged[opposite] -= both
+                merged[kept,] = merged.get((kept,), 0) + both
+    return {key: cost for key, cost in merged.items() if cost}
 
 
 def _simplify(

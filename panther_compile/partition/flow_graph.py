@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from panther_compile import cost
 from panther_compile.partition.capture import Captured, attribute
 from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
-from panther_compile.partition.hardware import Hardware
+from panther_compile.partition.hardware import Hardware, Rate
 from panther_compile.partition.measure import Measured
-from panther_compile.partition.observe import Observed
+from panther_compile.partition.observe import Observed, Operation
 
 # Bytes of state that an optimizer keeps for each trained number, in float32.
 OPTIMIZER_BYTES = {"adam": 8, "momentum": 4, "sgd": 0}
@@ -189,7 +189,9 @@ def _topological(working: Sequence[fx.Node], vertex_of: Mapping[fx.Node, str]) -
 
 
 def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work:
-    """Roofline time of a node; its backward runs each product again for every input that needs a gradient.
+    """Time of a node: measured, or by the measured rates of its operations, or by the roofline.
+
+    By the roofline a backward runs each product again for every input that needs a gradient.
 
     Args:
         node: of the graph.
@@ -197,6 +199,33 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
         costs: how seconds are counted.
         devices: that divide its operations and bytes evenly.
     """
+    if costs.hardware.rates:
+        forward = _by_rates(note.operations, "forward", costs.hardware.rates, devices)
+        backward = _by_rates(note.backward, "backward", costs.hardware.rates, devices) * costs.training
+    else:
+        forward, backward = _by_roofline(note, costs, devices)
+    measured = costs.measured
+    if measured is not None and node.name in measured.forward:
+        taken = measured.forward[node.name] / devices
+        if measured.backward is None:
+            backward = taken * (backward / forward if forward else 0.0)
+        elif costs.training:
+            backward = measured.backward.get(node.name, 0.0) / devices
+        forward = taken
+    return Work(forward, backward, note.saved_bytes // devices if costs.training else 0)
+
+
+def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate], devices: int) -> float:
+    of_kind = {rate.kind: rate for rate in rates if rate.phase == phase}
+    total = 0.0
+    for one in operations:
+        rate = of_kind[one.kind]
+        total += rate.launch_seconds
+        total += (one.macs * rate.seconds_per_mac + one.bytes * rate.seconds_per_byte) / devices
+    return total
+
+
+def _by_roofline(note: Observed, costs: Costs, devices: int) -> tuple[float, float]:
     device = costs.hardware.device
     products = tuple(
         cost.Stage(product.macs / devices, product.activations / devices, product.weights / devices)
@@ -216,15 +245,7 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
             for product in products
         )
         backward = cost.seconds(products, device, itemsize=1)
-    measured = costs.measured
-    if measured is not None and node.name in measured.forward:
-        taken = measured.forward[node.name] / devices
-        if measured.backward is None:
-            backward = taken * (backward / forward if forward else 0.0)
-        elif costs.training:
-            backward = measured.backward.get(node.name, 0.0) / devices
-        forward = taken
-    return Work(forward, backward, note.saved_bytes // devices if costs.training else 0)
+    return forward, backward
 
 
 def add_work(first: Work, second: Work) -> Work:

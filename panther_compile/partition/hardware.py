@@ -34,6 +34,25 @@ NO_LINK = Link(float("inf"), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """What one kind of operation takes on one device; of `measure_hardware`.
+
+    Attributes:
+        kind: of `observe.KINDS`.
+        phase: "forward" or "backward".
+        launch_seconds: however small it is.
+        seconds_per_mac: of its multiply-adds.
+        seconds_per_byte: that it reads and writes.
+    """
+
+    kind: str
+    phase: str
+    launch_seconds: float
+    seconds_per_mac: float
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A cluster of equal devices, several to a node.
 
@@ -47,6 +66,7 @@ class Hardware:
         devices_per_node: devices that share the fast links.
         launch_seconds: fixed time of one operation.
         weight_bytes_per_second: for weights, where they come faster than activations (from a cache).
+        rates: of kinds of operations, in place of a roofline of the numbers above, where measured.
     """
 
     name: str
@@ -58,6 +78,7 @@ class Hardware:
     devices_per_node: int = 8
     launch_seconds: float = 5e-6
     weight_bytes_per_second: float | None = None
+    rates: tuple[Rate, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("flops_per_second", "memory_bytes_per_second", "memory_bytes", "devices_per_node"):

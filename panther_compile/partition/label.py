@@ -1,41 +1,52 @@
-"""Which tensors and layers are sharded over the tp axis: a labelling of least cost, by a minimum cut.
+"""Which tensors and layers are sharded over the tp axis: a labelling of least cost, by minimum cuts.
 
-Every tensor that could lie on the devices in shards gets a label, whole or sharded, and so does the input
-side of every layer with a weight. Layers want their two sides to differ (column: whole in, sharded out; row:
-sharded in, whole out), everything else wants them alike, and where labels disagree a collective is paid:
+Every tensor that could lie on the devices in shards gets a label: whole, sharded along its features (or
+heads), or along a sequence. The input side of every layer with a weight is whole or sharded. Layers want
+their two sides to differ, everything else wants them alike, and where labels disagree a collective is paid:
 
     layer, both sides whole           work that tp devices all do, instead of a share each
     layer, both sides sharded         never
     layer by rows                     all-reduce of its result, forward
+        into a sequence               reduce-scatter, forward, and all-gather of the gradient, backward
     whole, used by column layers      all-reduce of its gradient, backward, once for all of them
     sharded, used whole               all-gather, forward, once
+    sequence, used by column layers   all-gather, forward, and reduce-scatter of the gradient, once
     whole, used sharded               all-gather of its gradient, backward, once
     other operation, whole            work that tp devices all do
+    parameters used on a sequence     all-reduce of their gradients, backward, in one message
 
-Seconds of collectives are those of rings. `energy` minimises the sum exactly in one cut wherever all paths
-from a tensor to another pass the same number of layers, modulo two, as in transformers and residual networks
-of pairs.
+Seconds of collectives are those of rings. Whole and sharded alone are minimised exactly by one cut wherever
+all paths from a tensor to another pass the same number of layers, modulo two, as in transformers and residual
+networks of pairs. The third label comes in by moves from there (`expansion`), so that it never costs more.
+
+No layer runs on a sequence: its weight would be whole on all devices and its gradient summed in every
+microbatch, which the dp axis does once a step.
 """
 
-from collections import deque
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import fx
 
-from panther_compile.partition.capture import Captured, attribute
-from panther_compile.partition.energy import Energy, Literal, Minimum, negate
-from panther_compile.partition.flow import Work
-from panther_compile.partition.flow_graph import Costs, weigh
-from panther_compile.partition.hardware import Link
-from panther_compile.partition.layout_rules import Rule, derive_rule, has_shape, shape
+from panther_compile.partition.energy import Minimum
+from panther_compile.partition.expansion import NO, YES, Labels, Statement, deny
+from panther_compile.partition.layout_rules import Rule, has_shape
 from panther_compile.partition.layouts import Layout, State, Whole
-from panther_compile.partition.observe import Observed
-from panther_compile.partition.sharding_sites import COLUMN, ROW, VOCABULARY, Site, find_sites
+from panther_compile.partition.sharding_problem import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Problem,
+    tensor_bytes,
+    tensor_key,
+)
+from panther_compile.partition.sharding_sites import COLUMN, ROW, VOCABULARY, Site
 
-SHARDED = "sharded"
+WHOLE, SHARDED, SEQUENCE = "whole", "sharded", "sequence"
 _UNITS_PER_SECOND = 10**12
-_MOST_BLOCKS = 8
+# Cuts of one move where one is not enough.
+_CUTS_OF_A_MOVE = 4
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,10 @@ class Step:
     """A node that runs on shards.
 
     Attributes:
-        kind: "column", "row", "vocabulary", or "sharded" for what is no layer with a weight.
+        kind: "column", "row", "vocabulary", or for what is no layer with a weight "sharded" or "sequence".
         out: layout of its result; None if that is whole.
         needs: of each operand, by the name of its node.
-        site: the layer, unless "sharded".
+        site: the layer, if it is one.
     """
 
     kind: str
@@ -54,31 +65,18 @@ class Step:
     needs: Mapping[str, State]
     site: Site | None = None
 
-
-@dataclass(frozen=True)
-class Ring:
-    """The devices of one stage, and what their collectives take.
-
-    Attributes:
-        tp: their number.
-        link: between them.
-    """
-
-    tp: int
-    link: Link
-
-    def seconds(self, kind: str, size: int) -> float:
-        """Of a collective on a tensor of so many bytes: rounds in which each device sends a piece."""
-        rounds = (self.tp - 1) * (2 if kind == "all_reduce" else 1)
-        return rounds * self.link.seconds(size / self.tp)
+    @property
+    def on_sequence(self) -> bool:
+        """Whether its result lies in shards of a sequence."""
+        return self.kind == SEQUENCE or (self.kind in (ROW, VOCABULARY) and self.out is not None)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A node reads a tensor in a state if a literal holds."""
+    """A node reads a tensor in a state if a statement holds."""
 
     state: State
-    reader: Literal | bool
+    reader: Statement | bool
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,8 @@ class Labelling:
         steps: of nodes that run on shards, by name.
         parameters: layouts of those that are stored in shards.
         absorbed: nodes that have become part of another's step.
-        gap: share of the cost by which a better labelling is not ruled out.
+        gap: share of the cost by which a better labelling is not ruled out; None if there is no bound, as
+            where sequences were tried.
         seconds: the cost.
     """
 
@@ -98,180 +97,50 @@ class Labelling:
     steps: Mapping[str, Step]
     parameters: Mapping[str, Layout]
     absorbed: frozenset[str]
-    gap: float
+    gap: float | None
     seconds: float
 
-
-@dataclass(frozen=True)
-class Problem:
-    """The choices in a graph and their costs.
-
-    Attributes:
-        graph_module: that is labelled.
-        whole: nodes whose results must be whole.
-        sites: layers, by their last node.
-        inner: the other nodes of layers that are more than one.
-        rules: of other nodes that can run on shards.
-        blocks: of the features that each layer gives, and of those that it takes.
-        whole_work: of each node if every device does all of it.
-        shared_work: of each node if the devices divide it.
-        ring: the devices.
-        training: whether there is a backward.
-    """
-
-    graph_module: fx.GraphModule
-    whole: frozenset[fx.Node]
-    sites: dict[fx.Node, Site]
-    inner: frozenset[fx.Node]
-    rules: dict[fx.Node, Rule]
-    blocks: dict[fx.Node, tuple[int, int]]
-    whole_work: dict[fx.Node, Work]
-    shared_work: dict[fx.Node, Work]
-    ring: Ring
-    training: bool
-
-    def is_parameter(self, node: fx.Node) -> bool:
-        """Whether a node reads a parameter."""
-        return node.op == "get_attr" and isinstance(
-            attribute(self.graph_module, str(node.target)), nn.Parameter
-        )
-
-    def layout_of(self, node: fx.Node) -> Layout | None:
-        """The layout that a node's result would have in shards."""
-        if node in self.whole:
-            return None
-        if node in self.sites:
-            column = self.sites[node].column(self.blocks[node][0], self.ring.tp)
-            return column[0] if column else None
-        return self.rules[node].out if node in self.rules else None
-
-
-def tensor_key(node: fx.Node) -> str:
-    """What all reads of one parameter have in common."""
-    return str(node.target) if node.op == "get_attr" else node.name
-
-
-def tensor_bytes(node: fx.Node) -> int:
-    """Of the whole tensor."""
-    tensor = node.meta["tensor"]
-    return int(tensor.numel() * tensor.element_size())
-
-
-def pose(
-    captured: Captured,
-    notes: Mapping[fx.Node, Observed],
-    costs: Costs,
-    ring: Ring,
-    constants: Collection[fx.Node] = (),
-    whole: Collection[str] = (),
-) -> Problem:
-    """Find what could be sharded, and what it costs.
-
-    Args:
-        captured: the model.
-        notes: of `observe`.
-        costs: how seconds are counted.
-        ring: the devices that share a stage.
-        constants: nodes that are the same whatever the inputs, and stay whole.
-        whole: names of nodes whose results must be whole, as those that other stages use.
-    """
-    graph_module, tp = captured.graph_module, ring.tp
-    written = {key for note in notes.values() for key in note.writes}
-    frozen = {node for node in graph_module.graph.nodes if notes[node].touches & written} | set(constants)
-    fixed = frozenset(node for node in graph_module.graph.nodes if node.name in whole or node in frozen)
-    sites = {
-        node: site
-        for node, site in find_sites(graph_module, fixed).items()
-        if frozen.isdisjoint(site.members)
-    }
-    problem = Problem(
-        graph_module,
-        fixed,
-        sites,
-        frozenset(member for site in sites.values() for member in site.members[:-1]),
-        {},
-        {},
-        {node: weigh(node, notes[node], costs) for node in notes},
-        {node: weigh(node, notes[node], costs, tp) for node in notes},
-        ring,
-        costs.training,
-    )
-    for node in graph_module.graph.nodes:
-        if node in sites:
-            problem.blocks[node] = _choose_blocks(problem, node)
-        elif node.op == "call_function" and node not in problem.inner and node not in fixed:
-            layouts = ((source, problem.layout_of(source)) for source in node.all_input_nodes)
-            found = (derive_rule(node, source, layout, tp) for source, layout in layouts if layout)
-            rule = next((rule for rule in found if rule is not None), None)
-            if rule is not None:
-                problem.rules[node] = rule
-    # The pieces of a split lie in shards if the split does, so all of them must be able to.
-    for node in list(problem.rules):
-        if not has_shape(node) and not all(user in problem.rules for user in node.users):
-            for dropped in (node, *node.users):
-                problem.rules.pop(dropped, None)
-    return problem
-
-
-def _choose_blocks(problem: Problem, node: fx.Node) -> tuple[int, int]:
-    """Blocks of a layer's outputs, by how far shards reach with them; and of its inputs, as they come."""
-    site = problem.sites[node]
-    source = problem.layout_of(site.x)
-    along_features = source is not None and source.dim == len(shape(site.x)) - 1
-    inputs = source.blocks if source is not None and along_features else 1
-    reached = {}
-    for blocks in range(1, _MOST_BLOCKS + 1):
-        column = site.column(blocks, problem.ring.tp)
-        if column is not None and node not in problem.whole:
-            reached[blocks] = _reach(problem, node, column[0])
-    best = max(reached.values(), default=0)
-    return next((blocks for blocks, reach in reached.items() if reach == best), 1), inputs
-
-
-def _reach(problem: Problem, start: fx.Node, layout: Layout) -> int:
-    """Nodes behind a layer that run on shards of its result, layers by rows included."""
-    known = {start: layout}
-    queue = deque([start])
-    while queue:
-        source = queue.popleft()
-        for user in source.users:
-            if user in known or user in problem.whole or user.op != "call_function":
-                continue
-            if user in problem.sites or user in problem.inner:
-                if known[source].dim == len(shape(source)) - 1:
-                    known[user] = known[source]
-                continue
-            rule = derive_rule(user, source, known[source], problem.ring.tp)
-            if rule is not None:
-                known[user] = rule.out
-                queue.append(user)
-    return len(known)
+    def lies_on_sequence(self, node: fx.Node) -> bool:
+        """Whether the result of a node lies in shards of a sequence."""
+        step = self.steps.get(node.name)
+        return step is not None and step.on_sequence
 
 
 def find_labelling(problem: Problem, limit: int = 64) -> Labelling:
-    """The labelling of least cost.
+    """The labelling of least cost of whole and sharded, and a better one with sequences if moves find it.
 
     Args:
         problem: of `pose`.
-        limit: on the number of cuts, where one is not enough.
+        limit: on the number of cuts of the first, where one is not enough.
     """
     builder = Builder(problem)
-    minimum = builder.energy.minimize(limit)
-    return builder.labelling(minimum)
+    labels, minimum = builder.solve(SHARDED, builder.labels.first(), limit, free=False)
+    if not any(SEQUENCE in options for options in builder.labels.options):
+        return builder.labelling(labels, minimum.gap)
+    turns, failed = itertools.cycle((SEQUENCE, WHOLE, SHARDED)), 0
+    while failed < 3:
+        moved, _ = builder.solve(next(turns), labels, _CUTS_OF_A_MOVE)
+        if builder.labels.cost(moved) < builder.labels.cost(labels):
+            labels, failed = moved, 0
+        elif SEQUENCE in labels:
+            failed += 1
+        else:
+            break
+    return builder.labelling(labels, None)
 
 
 class Builder:
-    """The energy of a problem, and steps from its choices."""
+    """The labels of a problem and their cost, and steps from them."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.energy = problem, Energy()
-        self.sharded: dict[str, Literal] = {}
-        self.by_rows: dict[fx.Node, Literal] = {}
+        self.problem, self.labels = problem, Labels()
+        self._made: dict[str, int] = {}
+        self._by_rows: dict[fx.Node, int] = {}
         self._demands: dict[str, list[Demand]] = {}
         self._reads: dict[str, fx.Node] = {}
+        self._stored: dict[str, Layout] = {}
         readers: dict[str, set[fx.Node]] = {}
         graph = problem.graph_module.graph
-        self._stored: dict[str, Layout] = {}
         for node in graph.nodes:
             for operand in node.all_input_nodes:
                 readers.setdefault(tensor_key(operand), set()).add(node)
@@ -283,128 +152,48 @@ class Builder:
                 self._other(node)
         self._tensors()
 
-    def _pay(self, seconds: float, *literals: Literal) -> None:
-        self.energy.pay(round(seconds * _UNITS_PER_SECOND), *literals)
+    def solve(
+        self, label: str, labels: list[str], limit: int, *, free: bool = True
+    ) -> tuple[list[str], Minimum]:
+        """The best labels that one move leads to.
 
-    def _demand(self, operand: fx.Node, state: State, reader: Literal | bool) -> None:
-        if has_shape(operand):
-            self._reads.setdefault(tensor_key(operand), operand)
-            self._demands.setdefault(tensor_key(operand), []).append(Demand(state, reader))
-
-    def _site(self, site: Site) -> None:
-        problem, tp = self.problem, self.problem.ring.tp
-        outputs, inputs = problem.blocks[site.node]
-        column, row = site.column(outputs, tp), site.row(inputs, tp)
-        if problem.layout_of(site.node) is None:
-            column = None
-        whole = sum(problem.whole_work[member].seconds for member in site.members)
-        shared = sum(problem.shared_work[member].seconds for member in site.members)
-        self._pay(shared)
-        ways = []
-        if column is not None:
-            literal = self.sharded[site.node.name] = self.energy.choice()
-            ways.append((literal, column[1]))
-        if row is not None:
-            literal = self.by_rows[site.node] = self.energy.choice()
-            ways.append((literal, row))
-            self._pay(problem.ring.seconds("all_reduce", tensor_bytes(site.node)), literal)
-        if len(ways) == 2:
-            self.energy.forbid(ways[0][0], ways[1][0])
-        self._pay(max(0.0, whole - shared), *(negate(literal) for literal, _ in ways))
-        for literal, needs in ways:
-            for operand, state in needs.items():
-                if not isinstance(state, Whole) or state is Whole.SUMMED:
-                    self._demand(operand, state, literal)
-        # A column layer and a whole one both read all of x; a row layer and a whole one, all of a bias.
-        not_row = negate(self.by_rows[site.node]) if row is not None else True
-        not_column = negate(self.sharded[site.node.name]) if column is not None else True
-        self._demand(site.x, Whole.SAME, not_row if site.form != "embedding" else True)
-        self._demand(site.weight, Whole.SAME, not_row if site.form == "embedding" else not_column)
-        if site.bias is not None:
-            self._demand(site.bias, Whole.SAME, not_column)
-
-    def _other(self, node: fx.Node) -> None:
-        problem = self.problem
-        whole, shared = problem.whole_work[node], problem.shared_work[node]
-        if node not in problem.rules:
-            self._pay(whole.seconds)
-            for operand in node.all_input_nodes:
-                self._demand(operand, Whole.SAME, True)
-            return
-        split = next((one for one in node.all_input_nodes if not has_shape(one)), None)
-        literal = self.sharded[split.name] if split is not None else self.energy.choice()
-        self.sharded[node.name] = literal
-        self._pay(shared.seconds)
-        self._pay(max(0.0, whole.seconds - shared.seconds), negate(literal))
-        for operand, state in problem.rules[node].needs.items():
-            self._demand(operand, state, literal)
-            self._demand(operand, Whole.SAME, True if isinstance(state, Whole) else negate(literal))
-
-    def _tensors(self) -> None:
-        """Collectives between those who make tensors and those who read them."""
-        problem, ring, energy = self.problem, self.problem.ring, self.energy
-        for key, demands in self._demands.items():
-            node = self._reads[key]
-            size = tensor_bytes(node)
-            trained = problem.training and node.meta["tensor"].requires_grad
-            own: Layout | None = problem.layout_of(node)
-            made: Literal | None = self.sharded.get(key)
-            if problem.is_parameter(node):
-                if key in self._single:
-                    demands = [demand for demand in demands if demand.state is Whole.SUMMED]
-                else:
-                    layouts = [demand.state for demand in demands if isinstance(demand.state, Layout)]
-                    own = next(iter(layouts), None)
-                    made = self.sharded[key] = energy.choice() if own else None  # type: ignore[assignment]
-                    if own is not None:
-                        self._stored[key] = own
-            by_state: dict[State, list[Literal]] = {}
-            for demand in demands:
-                if demand.reader is not True:
-                    by_state.setdefault(demand.state, []).append(demand.reader)  # type: ignore[arg-type]
-            gathers = [
-                reader
-                for state, readers in by_state.items()
-                if state is not Whole.SUMMED and state != own
-                for reader in readers
-            ]
-            if made is not None:
-                always = any(demand.reader is True and demand.state is Whole.SAME for demand in demands)
-                gather = ring.seconds("all_gather", size)
-                if always:
-                    self._pay(gather, made)
-                elif gathers:
-                    self._pay(gather, made, energy.follower(gathers))
-            if not trained:
+        Args:
+            label: offered to every variable that may have it; input sides of layers may take any.
+            labels: to begin with.
+            limit: on the number of cuts.
+            free: whether all other variables of two labels may take any, too.
+        """
+        offers: list[dict[int, str]] = []
+        tied = set[int]()
+        for node, rows in self._by_rows.items():
+            out = self._made.get(node.name)
+            if label == SEQUENCE and out is not None and SEQUENCE in self.labels.options[out]:
+                tied |= {out, rows}
+                if labels[out] != SEQUENCE:
+                    offers.append({out: SEQUENCE, rows: YES})
+        for variable, options in enumerate(self.labels.options):
+            if variable in tied or variable in self.labels.followers:
                 continue
-            for state, readers in by_state.items():
-                if state is Whole.SAME:
-                    continue
-                reader = energy.follower(readers)
-                if state is Whole.SUMMED:
-                    self._pay(ring.seconds("all_reduce", size), reader)
-                elif state != own or made is None:
-                    self._pay(ring.seconds("all_gather", size), reader)
-                else:
-                    self._pay(ring.seconds("all_gather", size), reader, negate(made))
+            is_free = NO in options or (free and len(options) == 2)
+            offers.extend(
+                {variable: one} for one in options if one != labels[variable] and (is_free or one == label)
+            )
+        return self.labels.move(labels, offers, limit)
 
-    def labelling(self, minimum: Minimum) -> Labelling:
-        """What the choices mean."""
+    def labelling(self, labels: Sequence[str], gap: float | None) -> Labelling:
+        """What labels mean."""
         problem = self.problem
-
-        def holds(literal: Literal | None) -> bool:
-            return literal is not None and minimum.values[literal[0]] == literal[1]
-
         steps: dict[fx.Node, Step] = {}
         for node in problem.graph_module.graph.nodes:
-            if node in problem.rules and holds(self.sharded[node.name]):
-                rule = problem.rules[node]
-                steps[node] = Step(SHARDED, rule.out, {one.name: need for one, need in rule.needs.items()})
-            elif node in problem.sites and holds(self.sharded.get(node.name)):
-                steps[node] = site_step(problem, problem.sites[node], COLUMN)
-            elif node in problem.sites and holds(self.by_rows.get(node)):
-                steps[node] = site_step(problem, problem.sites[node], ROW)
-        parameters = {key: layout for key, layout in self._stored.items() if holds(self.sharded[key])}
+            label = labels[self._made[node.name]] if node.name in self._made else WHOLE
+            if node in problem.sites:
+                is_row = node in self._by_rows and labels[self._by_rows[node]] == YES
+                if label != WHOLE or is_row:
+                    steps[node] = site_step(problem, problem.sites[node], label)
+            elif label != WHOLE:
+                rule = self._rules(node)[label]
+                steps[node] = Step(label, rule.out, {one.name: need for one, need in rule.needs.items()})
+        parameters = {key: layout for key, layout in self._stored.items() if labels[self._made[key]] != WHOLE}
         nodes = {node.name: node for node in problem.graph_module.graph.nodes}
         for name, need in (item for step in steps.values() for item in step.needs.items()):
             key = tensor_key(nodes[name])
@@ -417,20 +206,215 @@ class Builder:
             absorbed=frozenset(
                 member.name for step in steps.values() if step.site for member in step.site.members[:-1]
             ),
-            gap=minimum.gap,
-            seconds=minimum.cost / _UNITS_PER_SECOND,
+            gap=gap,
+            seconds=self.labels.cost(labels) / _UNITS_PER_SECOND,
         )
 
+    def _pay(self, seconds: float, *statements: Statement) -> None:
+        self.labels.pay(round(seconds * _UNITS_PER_SECOND), *statements)
 
-def site_step(problem: Problem, site: Site, kind: str) -> Step:
-    """A layer by columns or rows."""
+    def _demand(self, operand: fx.Node, state: State, reader: Statement | bool) -> None:
+        if has_shape(operand):
+            self._reads.setdefault(tensor_key(operand), operand)
+            self._demands.setdefault(tensor_key(operand), []).append(Demand(state, reader))
+
+    def _rules(self, node: fx.Node) -> dict[str, Rule]:
+        """The ways of a node that is no layer to run on shards."""
+        tables = {SHARDED: self.problem.rules, SEQUENCE: self.problem.positions.rules}
+        return {label: _joined(self.problem, table[node]) for label, table in tables.items() if node in table}
+
+    def _site(self, site: Site) -> None:
+        problem, ring = self.problem, self.problem.ring
+        outputs, inputs = problem.blocks[site.node]
+        column, row = site.column(outputs, ring.tp), site.row(inputs, ring.tp)
+        if problem.layout_of(site.node) is None:
+            column = None
+        along = problem.sequence_of(site.node)
+        whole = sum(problem.price(member, shared=False) for member in site.members)
+        shared = sum(problem.price(member, shared=True) for member in site.members)
+        self._pay(shared)
+        not_column: Statement | bool = True
+        not_row: Statement | bool = True
+        is_whole: Statement | bool = True
+        if column is not None or along is not None:
+            options = (WHOLE, *[SHARDED] * (column is not None), *[SEQUENCE] * (along is not None))
+            out = self._made[site.node.name] = self.labels.variable(*options)
+            is_whole = out, WHOLE, True
+        if column is not None:
+            not_column = out, SHARDED, False
+            for operand, state in column[1].items():
+                self._demand(operand, state, (out, SHARDED, True))
+        if row is not None:
+            rows = self._by_rows[site.node] = self.labels.variable(NO, YES)
+            not_row, is_row = (rows, NO, True), (rows, YES, True)
+            self._row(site, row, is_row)
+            if column is not None:
+                self.labels.forbid((out, SHARDED, True), is_row)
+        work = [one for one in (not_column, not_row) if not isinstance(one, bool)]
+        self._pay(max(0.0, whole - shared), *work)
+        # A column layer and a whole one both read all of x; a row layer and a whole one, all of a bias.
+        self._demand(site.x, Whole.SAME, not_row if site.form != "embedding" else True)
+        self._demand(site.weight, Whole.SAME, not_row if site.form == "embedding" else not_column)
+        if site.bias is not None:
+            self._demand(site.bias, Whole.SAME, is_whole)
+
+    def _row(self, site: Site, needs: Mapping[fx.Node, State], is_row: Statement) -> None:
+        """A layer by rows, and where its result goes."""
+        problem, ring, size = self.problem, self.problem.ring, tensor_bytes(site.node)
+        for operand, state in needs.items():
+            if state is not Whole.SAME:
+                self._demand(operand, state, is_row)
+        if problem.sequence_of(site.node) is None:
+            self._pay(ring.seconds(ALL_REDUCE, size), is_row)
+            return
+        on_sequence = self._made[site.node.name], SEQUENCE, True
+        self.labels.forbid(on_sequence, deny(is_row))
+        self._pay(ring.seconds(ALL_REDUCE, size), is_row, deny(on_sequence))
+        self._pay(ring.seconds(REDUCE_SCATTER, size), on_sequence)
+        if problem.is_trained(site.node):
+            self._pay(ring.seconds(ALL_GATHER, size), on_sequence)
+        if site.bias is not None:
+            self._demand(site.bias, _joined_state(problem, site.bias), on_sequence)
+
+    def _other(self, node: fx.Node) -> None:
+        problem, rules = self.problem, self._rules(node)
+        whole, shared = (problem.price(node, shared=way) for way in (False, True))
+        if not rules:
+            self._pay(whole)
+            for operand in node.all_input_nodes:
+                self._demand(operand, Whole.SAME, True)
+            return
+        split = next((one for one in node.all_input_nodes if not has_shape(one)), None)
+        if split is None:
+            self._made[node.name] = self.labels.variable(WHOLE, *rules)
+        else:
+            self._made[node.name] = self._made[split.name]
+        variable = self._made[node.name]
+        self._pay(shared)
+        self._pay(max(0.0, whole - shared), (variable, WHOLE, True))
+        for operand in node.all_input_nodes:
+            layouts = [label for label in rules if isinstance(rules[label].needs[operand], Layout)]
+            for label, rule in rules.items():
+                if rule.needs[operand] is not Whole.SAME:
+                    self._demand(operand, rule.needs[operand], (variable, label, True))
+            reader: Statement | bool = (variable, WHOLE, True) if len(layouts) > 1 else True
+            if len(layouts) == 1:
+                reader = variable, layouts[0], False
+            self._demand(operand, Whole.SAME, reader)
+
+    def _tensors(self) -> None:
+        """Collectives between those who make tensors and those who read them."""
+        problem, ring = self.problem, self.problem.ring
+        joined: list[Statement] = []
+        for key, demands in self._demands.items():
+            node = self._reads[key]
+            size = tensor_bytes(node)
+            lies = {SHARDED: problem.layout_of(node), SEQUENCE: problem.sequence_of(node)}
+            if problem.is_parameter(node):
+                if key in self._single:
+                    demands = [one for one in demands if one.state in (Whole.SUMMED, Whole.JOINED)]
+                else:
+                    layouts = [demand.state for demand in demands if isinstance(demand.state, Layout)]
+                    if layouts:
+                        self._stored[key] = lies[SHARDED] = layouts[0]
+                        self._made[key] = self.labels.variable(WHOLE, SHARDED)
+            made: dict[str, tuple[Layout, Statement]] = {}
+            if key in self._made:
+                variable = self._made[key]
+                made = {
+                    label: (layout, (variable, label, True))
+                    for label, layout in lies.items()
+                    if layout is not None and label in self.labels.options[variable]
+                }
+            by_state: dict[State, list[Statement]] = {}
+            for demand in demands:
+                if not isinstance(demand.reader, bool):
+                    by_state.setdefault(demand.state, []).append(demand.reader)
+            always = any(demand.reader is True and demand.state is Whole.SAME for demand in demands)
+            for own, is_own in made.values():
+                # What is read as a sum is demanded whole as well.
+                gathers = [
+                    reader
+                    for state, readers in by_state.items()
+                    if state not in (own, Whole.SUMMED, Whole.JOINED)
+                    for reader in readers
+                ]
+                if always:
+                    self._pay(ring.seconds(ALL_GATHER, size), is_own)
+                elif gathers:
+                    self._pay(ring.seconds(ALL_GATHER, size), is_own, self.labels.follower(gathers))
+            if problem.is_trained(node):
+                joined += self._gradients(size, made, by_state)
+        if joined:
+            seconds = ring.rounds(ALL_REDUCE) * ring.link.latency_seconds
+            self._pay(seconds, self.labels.follower(joined))
+
+    def _gradients(
+        self,
+        size: int,
+        made: Mapping[str, tuple[Layout, Statement]],
+        by_state: Mapping[State, Sequence[Statement]],
+    ) -> Iterator[Statement]:
+        """Collectives on the gradient of a tensor; those who want it summed with others.
+
+        Args:
+            size: bytes of the tensor.
+            made: by each label that it may be made in, the layout and the statement that it is.
+            by_state: who reads it in each state.
+        """
+        ring = self.problem.ring
+        of_layout = dict(made.values())
+        for state, readers in by_state.items():
+            if state is Whole.SAME:
+                continue
+            reader = self.labels.follower(readers)
+            if state is Whole.JOINED:
+                self._pay(ring.joined_seconds(size), reader)
+                yield reader
+            elif isinstance(state, Layout):
+                others = [deny(of_layout[state])] if state in of_layout else []
+                self._pay(ring.seconds(ALL_GATHER, size), reader, *others)
+            elif SEQUENCE in made:
+                on_sequence = made[SEQUENCE][1]
+                self._pay(ring.seconds(ALL_REDUCE, size), reader, deny(on_sequence))
+                self._pay(ring.seconds(REDUCE_SCATTER, size), reader, on_sequence)
+            else:
+                self._pay(ring.seconds(ALL_REDUCE, size), reader)
+
+
+def _joined(problem: Problem, rule: Rule) -> Rule:
+    """A rule in which gradients of parameters are summed together."""
+    needs = {
+        operand: _joined_state(problem, operand) if state is Whole.SUMMED else state
+        for operand, state in rule.needs.items()
+    }
+    return Rule(rule.out, needs)
+
+
+def _joined_state(problem: Problem, operand: fx.Node) -> State:
+    if not problem.is_parameter(operand):
+        return Whole.SUMMED
+    return Whole.JOINED if operand.meta["tensor"].requires_grad else Whole.SAME
+
+
+def site_step(problem: Problem, site: Site, label: str) -> Step:
+    """A layer by columns or rows.
+
+    Args:
+        problem: it is part of.
+        site: the layer.
+        label: of its result.
+    """
     outputs, inputs = problem.blocks[site.node]
-    if kind == COLUMN:
+    if label == SHARDED:
         column = site.column(outputs, problem.ring.tp)
         assert column is not None
         out, needs = column
         return Step(COLUMN, out, {node.name: state for node, state in needs.items()}, site)
     row = site.row(inputs, problem.ring.tp)
     assert row is not None
+    along = problem.sequence_of(site.node) if label == SEQUENCE else None
+    if along is not None and site.bias is not None:
+        row[site.bias] = _joined_state(problem, site.bias)
     kind = VOCABULARY if site.form == "embedding" else ROW
-    return Step(kind, None, {node.name: state for node, state in row.items()}, site)
+    return Step(kind, along, {node.name: state for node, state in row.items()}, site)

@@ -2,7 +2,7 @@
 
     operation          sharded along                 each operand                        result
     elementwise        any axis of the result        sharded alike; whole if broadcast   sharded alike
-    layer norm         an axis not normalised        weight and bias whole               sharded alike
+    layer, RMS norm    an axis not normalised        weight and bias whole               sharded alike
     softmax            an axis not summed                                                sharded alike
     mean, sum          an axis not summed                                                sharded alike
     view, unflatten    features or heads             heads must divide (`through_view`)  along the heads
@@ -306,6 +306,7 @@ _ELEMENTWISE = (
 _TABLE: dict[object, tuple[Derive, Localize]] = {
     **{getattr(aten, name): (_elementwise, _same_arguments) for name in _ELEMENTWISE},
     aten.layer_norm: (_layer_norm, _same_arguments),
+    aten.rms_norm: (_layer_norm, _same_arguments),
     aten.softmax: (_softmax, _same_arguments),
     aten.log_softmax: (_softmax, _same_arguments),
     aten.mean: (_reduce, _same_arguments),

@@ -53,10 +53,12 @@ class Whole(enum.Enum):
     Attributes:
         SAME: every device has all of the gradient.
         SUMMED: each device has a term of it: it is summed in the backward.
+        JOINED: likewise, of a parameter, together with others in one message.
     """
 
     SAME = "same"
     SUMMED = "summed"
+    JOINED = "joined"
 
 
 State = Layout | Whole

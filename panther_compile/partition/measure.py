@@ -55,7 +55,7 @@ def measure_nodes(
     module = captured.graph_module
     whole: list[tuple[float, float]] = []
     runs: list[_Stopwatch] = []
-    with torch.random.fork_rng(), _buffers_kept(module), torch.set_grad_enabled(training):
+    with torch.random.fork_rng(), buffers_kept(module), torch.set_grad_enabled(training):
         fewest, most = (_FEWEST_RUNS, _MOST_RUNS) if repeats is None else (repeats, repeats)
         deadline = time.process_time() + _SECONDS
         while len(runs) < fewest or (len(runs) < most and time.process_time() < deadline):
@@ -69,17 +69,19 @@ def measure_nodes(
     )
 
 
-class _Stopwatch(fx.Interpreter):
+class NodeByNode(fx.Interpreter):
     """Runs a graph once; every tensor that needs a gradient is a leaf to the node that takes it."""
 
-    def __init__(self, graph_module: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(graph_module)
-        self.forward: dict[str, float] = {}
-        self.backward: dict[str, float] = {}
-        self._device = device
+    def forward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Run the forward of a node."""
+        call()
+
+    def backward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Run the backward of a node."""
+        call()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run and time one node."""
+        """Run the forward and the backward of one node."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         run = getattr(self, n.op)
         if not n.op.startswith("call"):
@@ -92,14 +94,30 @@ class _Stopwatch(fx.Interpreter):
         if n.op == "call_module":
             leaves += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
         results: list[Any] = []
-        self.forward[n.name] = timed(lambda: results.append(run(n.target, args, kwargs)), self._device)
+        self.forward_of(n, lambda: results.append(run(n.target, args, kwargs)))
         made = [one for one in pytree.tree_leaves(results[0]) if _needs_gradient(one) and one.grad_fn]
         if made and torch.is_grad_enabled():
             ones = [torch.ones_like(one) for one in made]
-            self.backward[n.name] = timed(
-                lambda: torch.autograd.grad(made, leaves, ones, allow_unused=True), self._device
-            )
+            self.backward_of(n, lambda: torch.autograd.grad(made, leaves, ones, allow_unused=True))
         return pytree.tree_map(_as_leaf, results[0])
+
+
+class _Stopwatch(NodeByNode):
+    """Times each node."""
+
+    def __init__(self, graph_module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(graph_module)
+        self.forward: dict[str, float] = {}
+        self.backward: dict[str, float] = {}
+        self._device = device
+
+    def forward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Time the forward of a node."""
+        self.forward[node.name] = timed(call, self._device)
+
+    def backward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Time the backward of a node."""
+        self.backward[node.name] = timed(call, self._device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -156,7 +174,7 @@ def _level(runs: Sequence[Mapping[str, float]], total: float) -> dict[str, float
 
 
 @contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+def buffers_kept(module: torch.nn.Module) -> Iterator[None]:
     """Put back what the runs write, as the statistics of batch norms."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:

@@ -81,7 +81,9 @@ class Outline:
     def __init__(self, flow: FlowGraph, *, recompute: bool = False) -> None:
         self._recompute = recompute
         network = CutNetwork(flow)
-        self._forward_bytes, self._backward_bytes = network.crossing_bytes(network.order_prefixes())
+        self._forward_bytes, self._backward_bytes = network.crossing_bytes(
+            network.order_prefixes(), nested=True
+        )
 
     def expect(self, flow: FlowGraph, setting: Setting) -> Expectation:
         """What to expect of a mesh.

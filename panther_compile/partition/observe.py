@@ -5,7 +5,7 @@ do; for real where a module kept whole looks at values. Every operation below a 
 dispatched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from panther_compile.cost import Stage
 from panther_compile.errors import CaptureError
 from panther_compile.partition.capture import Captured
+from panther_compile.partition.measure import NodeByNode, buffers_kept
 
 _SHAPE_READS = {
     "shape",
@@ -35,7 +36,33 @@ _SHAPE_READS = {
     "element_size",
     "stride",
 }
+# Kinds of operations that take their time in different ways; "other" are sums, norms, copies and the like.
+KINDS = (
+    "product",
+    "convolution",
+    "grouped convolution",
+    "attention",
+    "pointwise",
+    "random",
+    "other",
+    "view",
+)
 _ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a node, as it was dispatched.
+
+    Attributes:
+        kind: of `KINDS`.
+        macs: multiply-adds.
+        bytes: read and written; 0 of a view.
+    """
+
+    kind: str
+    macs: float
+    bytes: float
 
 
 @dataclass
@@ -44,7 +71,9 @@ class Observed:
 
     Attributes:
         value: what it returned, a fake tensor or anything else.
-        products: its operations; activations and weights in bytes.
+        products: its operations without views; activations and weights in bytes.
+        operations: the same with views, by kind.
+        backward: operations of its backward; only of `observe_backward`.
         saved_bytes: kept for the backward, if no node before keeps it already.
         gradients: inputs that a gradient flows to, vectors not counted; 0 if nothing is to differentiate.
         writes: storages that it writes in place.
@@ -54,6 +83,8 @@ class Observed:
 
     value: Any = None
     products: list[Stage] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    backward: list[Operation] = field(default_factory=list)
     saved_bytes: int = 0
     gradients: int = 0
     writes: frozenset[int] = frozenset()
@@ -72,7 +103,8 @@ def observe(captured: Captured) -> dict[fx.Node, Observed]:
     except Exception as error:
         if any(value.device.type == "meta" for value in captured.example):
             raise CaptureError(f"the graph does not run on the meta device: {error}") from error
-        return _run(captured, captured.example, None)
+        with buffers_kept(captured.graph_module):
+            return _run(captured, captured.example, None)
 
 
 def _run(
@@ -127,6 +159,7 @@ class _Observer(fx.Interpreter):
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
             macs = sum(product.macs for product in note.products)
             note.products = [Stage(macs, sum(map(_bytes, (*used, *made))), 0)]
+            note.operations = [Operation("attention", macs, note.products[0].activations)]
             note.saved_bytes = sum(map(_bytes, (*used[:3], *made))) if note.gradients else 0
         return result
 
@@ -169,7 +202,7 @@ class _Observer(fx.Interpreter):
 class _Operations(TorchDispatchMode):
     """Writes each dispatched operation into the notes of the current node; views are free."""
 
-    def __init__(self, observer: _Observer) -> None:
+    def __init__(self, observer: "_Observer | _BackwardObserver") -> None:
         super().__init__()
         self._observer = observer
 
@@ -181,7 +214,12 @@ class _Operations(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         known = {storage(tensor) for tensor in inputs}
         is_view = bool(outputs) and all(storage(tensor) in known for tensor in outputs)
-        if func.namespace not in ("prim", "prims") and not (is_view and not func._schema.is_mutable):
+        note = self._observer.current
+        if func.namespace in ("prim", "prims"):
+            return result
+        if is_view and not func._schema.is_mutable:
+            note.operations.append(Operation("view", 0.0, 0.0))
+        else:
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=result) if count else 0
             is_held = [
@@ -191,8 +229,57 @@ class _Operations(TorchDispatchMode):
             moved = [_bytes(tensor) for tensor in inputs]
             weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
             activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
-            self._observer.current.products.append(Stage(flops / 2, activations, weights))
+            note.products.append(Stage(flops / 2, activations, weights))
+            note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights))
         return result
+
+
+class _BackwardObserver(NodeByNode):
+    """Takes notes of the backward of each node."""
+
+    def __init__(self, graph_module: fx.GraphModule, notes: Mapping[fx.Node, Observed]) -> None:
+        super().__init__(graph_module)
+        self.current = Observed()
+        self.parameters = frozenset[int]()
+        self._notes = notes
+
+    def backward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Take notes of what is dispatched."""
+        self.current = Observed()
+        with _Operations(self):
+            call()
+        note = self._notes[node]
+        note.backward = self.current.operations
+        if node.target in _ATTENTION:
+            # Scores are computed again, then two products for each of the forward's.
+            note.backward = [Operation("attention", 2.5 * one.macs, 2 * one.bytes) for one in note.operations]
+
+
+def observe_backward(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
+    """Run the backward of each node on its own and take notes of its operations.
+
+    Args:
+        captured: the model; its buffers stay as they are.
+        notes: of `observe`; added to.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        _run_backward(captured, notes, fake)
+    # As in `observe`: of the user's code in modules kept whole.
+    except Exception as error:
+        if any(value.device.type == "meta" for value in captured.example):
+            raise CaptureError(f"the backward does not run on the meta device: {error}") from error
+        with buffers_kept(captured.graph_module):
+            _run_backward(captured, notes, None)
+
+
+def _run_backward(captured: Captured, notes: Mapping[fx.Node, Observed], fake: FakeTensorMode | None) -> None:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake or nullcontext():
+        inputs = [
+            (fake.from_tensor(value) if fake else value).detach().requires_grad_(value.requires_grad)
+            for value in captured.example
+        ]
+        _BackwardObserver(captured.graph_module, notes).run(*inputs)
 
 
 def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
@@ -213,6 +300,20 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
 def storage(tensor: Tensor) -> int:
     """What tensors that share memory have in common."""
     return tensor.untyped_storage()._cdata
+
+
+def _kind(func: Any, args: tuple[Any, ...]) -> str:
+    """Of `KINDS`, by what torch says of an operation."""
+    name = str(func.overloadpacket)
+    if func.overloadpacket in flop_registry:
+        if "attention" in name:
+            return "attention"
+        if "convolution" not in name:
+            return "product"
+        return "convolution" if args[9 if "backward" in name else 8] == 1 else "grouped convolution"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    return "pointwise" if torch.Tag.pointwise in func.tags else "other"
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -11,11 +11,10 @@ from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
     MeshError,
-    PartitionError,
     StageCountError,
     StageMemoryError,
 )
-from panther_compile.partition.assemble import Settings, assemble, stages_of
+from panther_compile.partition.assemble import Settings, assemble, count_samples, stages_of
 from panther_compile.partition.capture import Captured, capture, example_arguments
 from panther_compile.partition.flow import FlowGraph
 from panther_compile.partition.flow_graph import (
@@ -26,13 +25,14 @@ from panther_compile.partition.flow_graph import (
     shared_parameters,
 )
 from panther_compile.partition.hardware import Hardware, find_hardware, read_bytes
-from panther_compile.partition.label import Labelling, Problem, Ring, find_labelling, pose
+from panther_compile.partition.label import Labelling, find_labelling
 from panther_compile.partition.measure import Measured, measure_nodes
 from panther_compile.partition.mesh_search import Expectation, Outline, find_meshes
-from panther_compile.partition.observe import Observed, fold_shapes, observe
+from panther_compile.partition.observe import Observed, fold_shapes, observe, observe_backward
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import SCHEDULES
+from panther_compile.partition.sharding_problem import Problem, Ring, pose
 from panther_compile.partition.shards import (
     Sharding,
     describe_shards,
@@ -44,8 +44,13 @@ from panther_compile.partition.split import crossing_names
 from panther_compile.partition.stages import StageCuts, choose_cuts, least_memory
 
 TIED = ("auto", "shared", "together")
+SEQUENCE_PARALLEL = ("auto", True, False)
 # Meshes that are expected to do less than the best that was cut, by this factor, are not cut.
 _CLOSE = 1.2
+# Of a step over all replicas, where devices are divided and no global batch is asked for.
+MICROBATCHES_PER_DEVICE = 2
+# Where memory is short, what the whole model keeps for its backward weighs so many times what it takes.
+_LEAN = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,41 @@ class Graphs:
     constants: tuple[fx.Node, ...]
     persistent: frozenset[str]
     flows: Mapping[str, FlowGraph]
-    _lightened: dict[Ring, tuple[FlowGraph, ...]] = field(default_factory=dict)
+    sequence_parallel: bool | str = "auto"
+    _lightened: dict[tuple[Ring, bool], tuple[FlowGraph, ...]] = field(default_factory=dict)
 
-    def lightened(self, ring: Ring) -> tuple[FlowGraph, ...]:
+    def leanings(self, tp: int) -> tuple[bool, ...]:
+        """Whether to save memory rather than time when sharding, in the order to be tried."""
+        if tp == 1:
+            return (False,)
+        return (False, True) if self.sequence_parallel == "auto" else (bool(self.sequence_parallel),)
+
+    def lightened(self, ring: Ring, *, lean: bool) -> tuple[FlowGraph, ...]:
         """The flow graphs as one device of a stage sees them, before the stages are known."""
         if ring.tp == 1:
             return tuple(self.flows.values())
-        if ring not in self._lightened:
-            problem, labelling = self.shard(ring)
+        if (ring, lean) not in self._lightened:
+            problem, labelling = self.shard(ring, lean=lean)
             placed = place_collectives(problem, labelling)
-            self._lightened[ring] = tuple(
+            self._lightened[ring, lean] = tuple(
                 lighten(problem, labelling, flow, placed) for flow in self.flows.values()
             )
-        return self._lightened[ring]
+        return self._lightened[ring, lean]
 
-    def shard(self, ring: Ring, whole: Collection[str] = ()) -> tuple[Problem, Labelling]:
+    def shard(self, ring: Ring, whole: Collection[str] = (), *, lean: bool) -> tuple[Problem, Labelling]:
         """How the model is sharded over the devices of a stage, where some results must be whole."""
-        problem = pose(self.captured, self.notes, self.costs, ring, self.constants, whole)
+        work = next(iter(self.flows.values())).work.values()
+        saved = sum(one.saved_bytes for one in work)
+        problem = pose(
+            self.captured,
+            self.notes,
+            self.costs,
+            ring,
+            self.constants,
+            whole,
+            sequence=bool(self.sequence_parallel),
+            byte_seconds=_LEAN * sum(one.seconds for one in work) / saved if lean and saved else 0.0,
+        )
         return problem, find_labelling(problem)
 
 
@@ -87,6 +110,7 @@ def partition_model(
     hardware: Hardware | str = "h100",
     memory_per_device: int | str | None = None,
     microbatches: int | None = None,
+    global_batch: int | None = None,
     schedule: str = "1f1b",
     stages_per_device: int | None = None,
     training: bool = True,
@@ -95,6 +119,7 @@ def partition_model(
     tied: str = "auto",
     profile: bool | Mapping[str, float] = False,
     boundaries: Sequence[str] = (),
+    sequence_parallel: bool | str = "auto",
 ) -> Partition:
     """Cut a model into pipeline stages, and the layers of a stage into shards, by minimum cuts.
 
@@ -105,11 +130,14 @@ def partition_model(
         model: any model whose graph can be read, also on the meta device.
         example_inputs: of one microbatch of one replica: a tensor, a tuple, or a mapping of keywords.
         mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp".
-        devices: without a mesh, the devices to divide into dp x pp x tp, as is predicted to be fastest; tp is
-            at most 8, and stays within a node.
+        devices: without a mesh, the devices to divide into dp x pp x tp, as is predicted to be fastest at the
+            global batch; tp is at most 8, and stays within a node.
         hardware: a preset, "cpu", "h100" or "h200", or your own.
         memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
         microbatches: of a step, through each replica; four for each device of the pipeline if None.
+        global_batch: samples of a step over all replicas, in place of microbatches: each replica gets
+            global_batch / (dp * the first dimension of the first example input) of them. With devices= and
+            without this, two microbatches for each device.
         schedule: "gpipe", "1f1b" or "interleaved".
         stages_per_device: for "interleaved"; 2 if None.
         training: count backward, gradients and optimizer states.
@@ -120,6 +148,9 @@ def partition_model(
         profile: True measures each node here on the example, forward and backward, in place of estimates; or
             seconds by node, forward.
         boundaries: modules to keep whole, where no graph can be read without.
+        sequence_parallel: whether norms, sums and the like run on shards of the sequence over "tp", between
+            layers that are sharded: "auto" where that is predicted to be faster, or where nothing else fits;
+            True wherever it saves memory; False nowhere.
 
     Raises:
         CaptureError: no graph can be read; the message names the construct.
@@ -133,11 +164,17 @@ def partition_model(
         ("schedule", schedule, SCHEDULES),
         ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
         ("tied", tied, TIED),
+        ("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL),
     ):
         if value not in allowed:
             raise ConfigError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
     if mesh is None and devices is None:
         raise MeshError("give mesh={'dp': 1, 'pp': 4} or devices=4")
+    if microbatches is not None and (global_batch is not None or mesh is None):
+        raise MeshError(
+            f"microbatches={microbatches} is of each replica; give global_batch= alone where devices= are "
+            "divided, and one of the two with mesh="
+        )
     if devices is not None and (not isinstance(devices, int) or devices < 1):
         raise MeshError(f"devices={devices!r}; it must be a whole number, 1 or more")
     if stages_per_device is not None and schedule != "interleaved" and stages_per_device != 1:
@@ -145,6 +182,9 @@ def partition_model(
             f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
         )
     chosen = find_hardware(hardware)
+    samples = count_samples(example_inputs)
+    if mesh is None and global_batch is None:
+        global_batch = MICROBATCHES_PER_DEVICE * (devices or 1) * samples
     settings = Settings(
         hardware=chosen,
         memory_bytes=chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device),
@@ -153,18 +193,26 @@ def partition_model(
         stages_per_device=(stages_per_device or 2) if schedule == "interleaved" else 1,
         training=training,
         recompute=recompute and training,
+        samples=samples,
+        global_batch=global_batch,
     )
     fixed = None
     if mesh is not None:
         fixed = Mesh.read(mesh, devices)
         settings.check(fixed)
-    graphs = read_graphs(model, example_inputs, boundaries, chosen, training, optimizer, tied, profile)
+    graphs = read_graphs(
+        model, example_inputs, boundaries, chosen, training, optimizer, tied, profile, sequence_parallel
+    )
     name = type(model).__name__
     if fixed is None:
         return search_meshes(name, graphs, settings, devices or 1)
     found = _partition(name, graphs, settings, fixed)
     if found is None:
         raise StageMemoryError(_explain_memory(name, graphs, settings, fixed))
+    sharding = found.sharding
+    if sequence_parallel != "auto" and sequence_parallel and sharding and not sharding.sequence_fits:
+        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in found.whole)
+        raise MeshError(f"sequence_parallel=True, and nothing of {name} can run on shards of it:{reasons}")
     return found
 
 
@@ -172,34 +220,39 @@ def search_meshes(name: str, graphs: Graphs, settings: Settings, devices: int) -
     """The best partition over all meshes of so many devices that may be the best."""
     outline = Outline(next(iter(graphs.flows.values())), recompute=settings.recompute)
     ranked: list[tuple[Expectation, Mesh]] = []
-    failure: PartitionError | None = None
+    left_out: list[tuple[Mesh, str]] = []
     most = max(len(flow.work) for flow in graphs.flows.values())
     for mesh in find_meshes(devices, settings.hardware):
         if mesh.pp > 1 and mesh.pp * settings.stages_per_device > most:
+            left_out.append((mesh, f"the graph has {most} operations to divide between the stages"))
             continue
         try:
             settings.check(mesh)
         except MeshError as error:
-            failure = error
+            left_out.append((mesh, str(error)))
             continue
-        flow = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)))[0]
-        ranked.append((outline.expect(flow, settings.setting(mesh)), mesh))
+        ring = Ring(mesh.tp, settings.shared_link(mesh))
+        for lean in graphs.leanings(mesh.tp):
+            expected = outline.expect(graphs.lightened(ring, lean=lean)[0], settings.setting(mesh))
+            if expected.room >= 1:
+                break
+        ranked.append((expected, mesh))
     if not ranked:
-        assert failure is not None
-        raise failure
+        reasons = "".join(f"\n  {mesh}: {reason}" for mesh, reason in left_out)
+        raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
     ranked.sort(key=lambda one: (one[0].room >= 1, one[0].per_second), reverse=True)
     best, reached = None, 0.0
     for expected, mesh in ranked:
         if expected.hopeless or expected.per_second * _CLOSE < reached:
             continue
         found = _partition(name, graphs, settings, mesh)
-        per_second = found.mesh.dp * found.microbatches / found.step_seconds if found is not None else 0.0
+        per_second = found.microbatches_per_second if found is not None else 0.0
         if per_second > reached:
             best, reached = found, per_second
     if best is None:
         roomiest = max(ranked, key=lambda one: one[0].room)[1]
         raise StageMemoryError(_explain_memory(name, graphs, settings, roomiest))
-    return best
+    return replace(best, left_out=tuple(left_out))
 
 
 def read_graphs(
@@ -211,11 +264,14 @@ def read_graphs(
     optimizer: str,
     tied: str,
     profile: bool | Mapping[str, float],
+    sequence_parallel: bool | str = "auto",
 ) -> Graphs:
     """Read the model and weigh its graph."""
     captured = capture(model, *example_arguments(example_inputs), boundaries=boundaries)
     notes: dict[fx.Node, Observed] = observe(captured)
     fold_shapes(captured, notes)
+    if hardware.rates and training:
+        observe_backward(captured, notes)
     measured = measure_nodes(captured, training=training) if profile is True else None
     if isinstance(profile, Mapping):
         measured = Measured(profile)
@@ -228,14 +284,21 @@ def read_graphs(
     if tied != "shared" and several:
         flows["together"] = build_flow_graph(captured, notes, costs, together=several)
     constants = tuple(find_constants(captured, notes))
-    return Graphs(captured, notes, costs, constants, frozenset(model.state_dict(keep_vars=True)), flows)
+    persistent = frozenset(model.state_dict(keep_vars=True))
+    return Graphs(captured, notes, costs, constants, persistent, flows, sequence_parallel)
 
 
 def _partition(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> Partition | None:
     """The best partition for one mesh; None if none was found that fits into the memory."""
+    found = (_fit(name, graphs, settings, mesh, lean=lean) for lean in graphs.leanings(mesh.tp))
+    return next((partition for partition in found if partition is not None), None)
+
+
+def _fit(name: str, graphs: Graphs, settings: Settings, mesh: Mesh, *, lean: bool) -> Partition | None:
+    """The best partition whose shards save time, or memory if lean."""
     stages = mesh.pp * settings.stages_per_device
     ring = Ring(mesh.tp, settings.shared_link(mesh))
-    flows = graphs.lightened(ring)
+    flows = graphs.lightened(ring, lean=lean)
     divisible = [
         (whole, flow)
         for whole, flow in zip(graphs.flows.values(), flows, strict=True)
@@ -256,7 +319,7 @@ def _partition(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> Par
             continue
         sharding = None
         if mesh.tp > 1:
-            flow, sharding = _shard_stages(graphs, whole, cuts, ring)
+            flow, sharding = _shard_stages(graphs, whole, cuts, ring, lean=lean)
         partition = assemble(
             name,
             graphs.captured,
@@ -273,19 +336,23 @@ def _partition(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> Par
     return min(found, key=lambda partition: partition.step_seconds, default=None)
 
 
-def _shard_stages(graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring) -> tuple[FlowGraph, Sharding]:
+def _shard_stages(
+    graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring, *, lean: bool
+) -> tuple[FlowGraph, Sharding]:
     """The shards once the stages are known, between which every tensor is whole."""
     _, stage_of = stages_of(flow, cuts)
     crossing = {
         name for names in crossing_names(graphs.captured, stage_of, len(cuts.prefixes) - 1) for name in names
     }
-    problem, labelling = graphs.shard(ring, crossing)
+    problem, labelling = graphs.shard(ring, crossing, lean=lean)
     placed = place_collectives(problem, labelling, stage_of)
     sharding = Sharding(
         labelling=labelling,
         shards=describe_shards(problem, labelling, placed),
         whole=explain_whole(problem, labelling),
         collectives=tuple(one.collective for one in placed),
+        sequence=tuple(step for step in labelling.steps if labelling.steps[step].on_sequence),
+        sequence_fits=any(map(problem.sequence_of, problem.graph_module.graph.nodes)),
     )
     return lighten(problem, labelling, flow, placed), sharding
 
@@ -293,7 +360,7 @@ def _shard_stages(graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring) 
 def _explain_memory(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> str:
     """Which stage does not fit, by how much, and what would help."""
     request = settings.request(mesh)
-    flows = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)))
+    flows = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)), lean=graphs.leanings(mesh.tp)[-1])
     flow = max(flows, key=lambda flow: len(flow.work))
     limit = request.memory_bytes or 0
     smallest, stage = least_memory(flow, request)

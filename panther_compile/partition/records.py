@@ -99,8 +99,8 @@ class Collective:
 
     Attributes:
         stage: it happens in.
-        tensor: graph node, or parameter, that is summed or gathered.
-        kind: "all_reduce" or "all_gather".
+        tensor: graph node, or parameter, that is summed or gathered; words for several in one message.
+        kind: "all_reduce", "all_gather" or "reduce_scatter".
         phase: "forward", or "backward" where the tensor's gradient is meant.
         bytes: of the whole tensor.
     """
@@ -114,11 +114,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A layer whose parameters are divided over the tp axis.
+    """A layer that is divided over the tp axis.
 
     Attributes:
         name: of the layer.
-        kind: "column", "row", "vocabulary", or "sharded" for parameters of other operations.
+        kind: "column", "row", "vocabulary"; of other operations with parameters "sharded", or "sequence" if
+            they run on shards of the sequence.
         node: of the graph.
         parameters: axis that each is sharded along; None for those that every device holds.
         blocks: parts of that axis that are sharded each, as queries, keys and values stored together.

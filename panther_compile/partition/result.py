@@ -12,13 +12,14 @@ from torch import fx
 
 from panther_compile.partition import plot
 from panther_compile.partition.capture import Captured
+from panther_compile.partition.chains import StageRequest
 from panther_compile.partition.flow import FlowGraph
 from panther_compile.partition.hardware import Hardware
 from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage
 from panther_compile.partition.schedule import Timeline
 from panther_compile.partition.shards import Sharding
 from panther_compile.partition.split import StagedModel, split
-from panther_compile.partition.stages import StageRequest, lower_bound
+from panther_compile.partition.stages import lower_bound
 from panther_compile.partition.traffic import Traffic, count_traffic
 from panther_compile.tables import render_table
 
@@ -43,6 +44,7 @@ class Partition:
         timeline: of one step, simulated.
         exact: whether no better stages exist under the predicted costs.
         candidates: cuts that were compared.
+        left_out: meshes that cannot run the model or the global batch, and why, where devices were divided.
     """
 
     model: str
@@ -63,6 +65,7 @@ class Partition:
     constants: tuple[fx.Node, ...] = field(repr=False)
     persistent: frozenset[str] = field(repr=False)
     sharding: Sharding | None = field(default=None, repr=False)
+    left_out: tuple[tuple[Mesh, str], ...] = ()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -80,9 +83,19 @@ class Partition:
         return self.sharding.collectives if self.sharding is not None else ()
 
     @property
+    def sequence(self) -> tuple[str, ...]:
+        """Graph nodes whose results lie on the tp axis in shards of the sequence."""
+        return self.sharding.sequence if self.sharding is not None else ()
+
+    @property
     def step_seconds(self) -> float:
         """Predicted time of a training step, the reduction of gradients included."""
         return self.timeline.seconds
+
+    @property
+    def microbatches_per_second(self) -> float:
+        """Predicted, over all replicas."""
+        return self.mesh.dp * self.microbatches / self.step_seconds
 
     @property
     def bubble(self) -> float:
@@ -152,6 +165,7 @@ class Partition:
             "unused": self.unused,
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
             "whole": [{"name": name, "reason": reason} for name, reason in self.whole],
+            "sequence": self.sequence,
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
         }
         return json.dumps(told, indent=2)
@@ -197,6 +211,9 @@ class Partition:
                 f"{shared.name} is held by stages {', '.join(map(str, shared.stages))}: its gradient "
                 f"({shared.gradient_bytes / 1e6:,.3f} MB) is summed over them once a step"
             )
+        if self.left_out:
+            mesh, reason = self.left_out[0]
+            footer.append(f"{len(self.left_out)} meshes are left out, as {mesh}: {reason}")
         if self.unused:
             footer.append(f"not used by the graph, in no stage: {', '.join(self.unused)}")
         return render_table(self.title, columns, rows, footer)
@@ -210,8 +227,9 @@ class Partition:
         return f"sent in a step by all devices: {'; '.join(told)}"
 
     def _told_shards(self, sharding: Sharding) -> Iterator[str]:
+        layers = sum(shard.kind != "sequence" for shard in sharding.shards)
         yield (
-            f"each stage is of {self.mesh.tp} devices, which divide {len(sharding.shards)} layers; "
+            f"each stage is of {self.mesh.tp} devices, which divide {layers} layers; "
             "seconds and bytes are of one of them"
         )
         told: dict[str, list[str]] = {}
@@ -230,5 +248,7 @@ class Partition:
             told.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
         for pattern, lines in told.items():
             yield f"  {lines[0]}" if len(lines) == 1 else f"  {len(lines)} x {pattern}"
+        if sharding.sequence:
+            yield f"  {len(sharding.sequence)} operations give shards of the sequence"
         if sharding.labelling.gap:
             yield f"  up to {sharding.labelling.gap:.1%} of a microbatch's time may be left in other shards"

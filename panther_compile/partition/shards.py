@@ -3,17 +3,27 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from panther_compile.partition.flow import FlowGraph, Work
 from panther_compile.partition.flow_graph import add_work
-from panther_compile.partition.label import Labelling, Problem, Step, tensor_bytes, tensor_key
+from panther_compile.partition.label import SEQUENCE, Labelling, Step
 from panther_compile.partition.layout_rules import aten, has_shape
 from panther_compile.partition.layouts import Layout, State, Whole
 from panther_compile.partition.records import Collective, Shard
+from panther_compile.partition.sharding_problem import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Problem,
+    tensor_bytes,
+    tensor_key,
+)
 from panther_compile.partition.sharding_sites import ROW, VOCABULARY, uneven_reason
 
-ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
+# The tensor of the collective that sums the gradients of all parameters which a stage uses on a sequence.
+JOINED_GRADIENTS = "parameters used on the sequence"
 _UNSHARDED_LAYERS = (aten.conv1d, aten.conv2d, aten.conv3d, aten.conv_transpose2d, aten.lstm, aten.gru)
 
 
@@ -26,12 +36,16 @@ class Sharding:
         shards: layers that are divided.
         whole: other layers, and why.
         collectives: of all stages.
+        sequence: nodes whose results lie in shards of a sequence.
+        sequence_fits: whether any could.
     """
 
     labelling: Labelling
     shards: tuple[Shard, ...]
     whole: tuple[tuple[str, str], ...]
     collectives: tuple[Collective, ...]
+    sequence: tuple[str, ...]
+    sequence_fits: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,15 @@ def place_collectives(
     stages = dict.fromkeys((node.name for node in graph.nodes), 0) if stage_of is None else dict(stage_of)
     stages["output"] = max(stages.values(), default=0)
     made: dict[tuple[int, str], set[State]] = {}
+    joined: dict[tuple[int, torch.dtype], dict[str, int]] = {}
+    first: dict[tuple[int, torch.dtype], fx.Node] = {}
     placed: list[Placed] = []
+
+    def place(stage: int, node: fx.Node, tensor: fx.Node, kind: str, phase: str) -> None:
+        if phase == "forward" or problem.is_trained(tensor):
+            size = tensor_bytes(tensor)
+            placed.append(Placed(Collective(stage, tensor_key(tensor), kind, phase, size), node))
+
     for node in graph.nodes:
         if node.name in labelling.absorbed or node.op in ("placeholder", "get_attr"):
             continue
@@ -68,17 +90,22 @@ def place_collectives(
         step = labelling.steps.get(node.name)
         for operand, state in operand_states(node, step):
             known = made.setdefault((stage, tensor_key(operand)), set())
-            lies = layout_of(labelling, operand)
-            for kind, phase, reached in _ways(lies, state):
-                if reached in known:
-                    continue
-                known.add(reached)
-                if phase == "forward" or (problem.training and operand.meta["tensor"].requires_grad):
-                    size = tensor_bytes(operand)
-                    placed.append(Placed(Collective(stage, tensor_key(operand), kind, phase, size), node))
+            if state is Whole.JOINED and problem.training:
+                message = stage, operand.meta["tensor"].dtype
+                joined.setdefault(message, {})[tensor_key(operand)] = tensor_bytes(operand)
+                first.setdefault(message, node)
+            lies, on_sequence = layout_of(labelling, operand), labelling.lies_on_sequence(operand)
+            for kind, phase, reached in _ways(lies, state, on_sequence=on_sequence):
+                if reached not in known:
+                    known.add(reached)
+                    place(stage, node, operand, kind, phase)
         if step is not None and step.kind in (ROW, VOCABULARY):
-            collective = Collective(stage, node.name, ALL_REDUCE, "forward", tensor_bytes(node))
-            placed.append(Placed(collective, node))
+            place(stage, node, node, REDUCE_SCATTER if step.on_sequence else ALL_REDUCE, "forward")
+            if step.on_sequence:
+                place(stage, node, node, ALL_GATHER, "backward")
+    for message, sizes in joined.items():
+        summed = Collective(message[0], JOINED_GRADIENTS, ALL_REDUCE, "backward", sum(sizes.values()))
+        placed.append(Placed(summed, first[message]))
     return placed
 
 
@@ -104,14 +131,14 @@ def layout_of(labelling: Labelling, node: fx.Node) -> Layout | None:
     return step.out if step is not None else None
 
 
-def _ways(lies: Layout | None, state: State) -> Iterator[tuple[str, str, State]]:
+def _ways(lies: Layout | None, state: State, *, on_sequence: bool) -> Iterator[tuple[str, str, State]]:
     """The collectives that bring a tensor to a state: (kind, phase, state reached)."""
     if state == lies:
         return
     if lies is not None:
         yield ALL_GATHER, "forward", Whole.SAME
     if state is Whole.SUMMED:
-        yield ALL_REDUCE, "backward", state
+        yield REDUCE_SCATTER if on_sequence else ALL_REDUCE, "backward", state
     elif isinstance(state, Layout):
         yield ALL_GATHER, "backward", state
 
@@ -148,7 +175,7 @@ def lighten(problem: Problem, labelling: Labelling, flow: FlowGraph, placed: lis
 
 
 def describe_shards(problem: Problem, labelling: Labelling, placed: list[Placed]) -> tuple[Shard, ...]:
-    """A record for each layer that is sharded, and for other parameters that are."""
+    """A record for each layer that is sharded, for other parameters that are, and for those on a sequence."""
     found, told = [], set[str]()
     for node in problem.graph_module.graph.nodes:
         step = labelling.steps.get(node.name)
@@ -156,7 +183,8 @@ def describe_shards(problem: Problem, labelling: Labelling, placed: list[Placed]
             continue
         reads = [operand for operand, _ in operand_states(node, step) if problem.is_parameter(operand)]
         names = [tensor_key(operand) for operand in reads]
-        if step.site is None and not any(name in labelling.parameters for name in names):
+        on_sequence = step.kind == SEQUENCE and names
+        if step.site is None and not on_sequence and not any(name in labelling.parameters for name in names):
             continue
         name = step.site.name if step.site else names[0].removesuffix(".weight")
         told.update(names)
@@ -187,9 +215,16 @@ def explain_whole(problem: Problem, labelling: Labelling) -> tuple[tuple[str, st
                 uneven += "; the other way costs more than it saves"
             found.append((site.name, uneven or "its collectives take longer than the work they divide"))
         elif getattr(node.target, "overloadpacket", None) in _UNSHARDED_LAYERS:
-            weights = [one for one in node.all_input_nodes if problem.is_parameter(one)]
-            name = tensor_key(weights[0]).removesuffix(".weight") if weights else node.name
-            found.append((name, f"{node.target} is not divided"))
+            found.append((_layer_name(problem, node), f"{node.target} is not divided"))
+        elif node in problem.positions.uneven and node.name not in labelling.steps:
+            sizes = " and ".join(map(str, problem.positions.uneven[node]))
+            found.append((_layer_name(problem, node), f"its axes of {sizes} do not divide by {tp}"))
         elif node.op == "call_module":
             found.append((str(node.target), "a module kept whole shows no operations to divide"))
     return tuple(dict.fromkeys(found))
+
+
+def _layer_name(problem: Problem, node: fx.Node) -> str:
+    """That of its first parameter, without the last part if this is `weight`."""
+    weights = [one for one in node.all_input_nodes if problem.is_parameter(one)]
+    return tensor_key(weights[0]).removesuffix(".weight") if weights else node.name

@@ -27,7 +27,7 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
 
     Spectra are not known without weights, so ranks are divided as `plan_sketch` does for the same model.
 
-        >>> part = pc.partition_model(sketch_skeleton(model, ratio=0.5), example, devices=512)
+        >>> part = pc.partition_model(pc.sketch_skeleton(model, ratio=0.5), example, devices=512)
 
     Args:
         model: on the meta device; left as it is.

@@ -1,34 +1,24 @@
-"""Prefixes chosen as the ends of pipeline stages: a dynamic program over nested cuts. No torch in here.
+"""Prefixes chosen as the ends of pipeline stages, by the program of `chains`. No torch in here.
 
-A stage between the prefixes P and Q takes, for one microbatch,
+Every prefix of the graph is a candidate where they are few: the result is then the optimum. Else there are
 
-    seconds = work(Q) - work(P) + transfer(P) + transfer(Q)            both ways, forward and backward
-    memory  = holdings used in Q - P, with gradients and optimizer states
-            + microbatches in flight * saved activations of Q - P + one buffer for each value at its ends
-
-and the slowest stage sets the pace. Over a fixed set of candidate prefixes the program finds the best nested
-chain exactly, in two rounds: the smallest slowest stage first, then the fewest bytes at that pace.
-
-    candidates = every prefix of the graph, where they are few: the result is then the optimum;
-                 else those of several orders of the vertices (PipeDream's program (SOSP 2019) sees one),
-                 the minimum cuts of the parametric sweep,
-                 and around each end found so far, minimum cuts in narrowing windows and single moves,
-                 until none of them helps.
+    those of several orders of the vertices (PipeDream's program (SOSP 2019) sees one),
+    the minimum cuts of the parametric sweep,
+    and around each end found so far, minimum cuts in narrowing windows and single moves,
+    until none of them helps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from panther_compile.partition.chains import Candidates, StageRequest, fastest, leanest
 from panther_compile.partition.cut import CutNetwork, Prefix
 from panther_compile.partition.flow import FlowGraph
-from panther_compile.partition.hardware import Link
 
 EXHAUSTIVE = 2500
-_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +50,6 @@ _EFFORTS = (
     _Effort(float("inf"), (0.25,), 1, 0, 16, False, 2),
 )
 
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class StageRequest:
-    """What the stages are to be.
-
-    Attributes:
-        links: between each stage and the next; so there are len(links) + 1 stages.
-        in_flight: microbatches that each stage holds at once.
-        memory_bytes: that a stage may take; None for no limit.
-        recompute: keep what a stage receives and compute the rest again, instead of keeping all of it.
-    """
-
-    links: tuple[Link, ...]
-    in_flight: tuple[int, ...]
-    memory_bytes: int | None = None
-    recompute: bool = False
-
-    @property
-    def count(self) -> int:
-        """Number of stages."""
-        return len(self.in_flight)
-
 
 @dataclass(frozen=True, slots=True)
 class StageCuts:
@@ -102,124 +68,6 @@ class StageCuts:
     cut_bytes: float
     exact: bool
     candidates: int
-
-
-class Candidates:
-    """Candidate prefixes, from empty to full, with what a stage between two of them takes."""
-
-    def __init__(
-        self, flow: FlowGraph, network: CutNetwork, prefixes: Prefix, *, chain: bool = False
-    ) -> None:
-        if not chain:
-            _, kept = np.unique(np.packbits(prefixes, axis=1), axis=0, return_index=True)
-            prefixes = prefixes[kept]
-            prefixes = prefixes[np.argsort(prefixes.sum(axis=1), kind="stable")]
-        self.prefixes = prefixes
-        self.count = len(prefixes)
-        self.forward_bytes, self.backward_bytes = network.crossing_bytes(prefixes)
-        self.cut_bytes = self.forward_bytes + self.backward_bytes
-        held = dict.fromkeys(network.vertices, 0.0)
-        index = {vertex: number for number, vertex in enumerate(network.vertices)}
-        shared = []
-        for holding in flow.holdings:
-            whole = holding.bytes + holding.trained_bytes
-            if len(holding.vertices) == 1:
-                held[holding.vertices[0]] += whole
-            elif holding.vertices:
-                users = [index[vertex] for vertex in holding.vertices]
-                shared.append((float(whole), prefixes[:, users].sum(axis=1)))
-        saved = [work.saved_bytes for work in flow.work.values()]
-        amounts = np.array([network.seconds, list(held.values()), saved], dtype=float).T
-        blocks = [prefixes[start : start + _BLOCK] @ amounts for start in range(0, self.count, _BLOCK)]
-        self.work, self._held, self._saved = np.concatenate(blocks).T
-        self._shared = shared
-        self._packed = None if chain else np.packbits(prefixes, axis=1)
-
-    def inside(self, end: int) -> NDArray[np.bool_]:
-        """Which of the candidates before one are proper subsets of it."""
-        if self._packed is None:
-            return np.ones(end, dtype=bool)
-        outside = ~self._packed[end]
-        return ~(self._packed[:end] & outside).any(axis=1)
-
-    def seconds(self, end: int, transfers: Floats) -> Floats:
-        """Time of each stage (rows) from each candidate (columns) to one; transfers is (stages + 1, C)."""
-        work = self.work[end] - self.work[:end]
-        result: Floats = work + transfers[:-1, :end] + transfers[1:, end, None]
-        return result
-
-    def memory(self, end: int, request: StageRequest) -> Floats:
-        """Memory of each stage (rows) from each candidate (columns) to one."""
-        held = self._held[end] - self._held[:end]
-        for whole, uses in self._shared:
-            held = held + whole * (uses[end] > uses[:end])
-        saved = self._saved[end] - self._saved[:end]
-        in_flight = np.array(request.in_flight, dtype=float)[:, None]
-        ends = self.forward_bytes[:end] + self.forward_bytes[end]
-        if request.recompute:
-            return held + saved + ends + (in_flight - 1) * self.forward_bytes[:end]
-        return held + ends + in_flight * saved
-
-    def transfers(self, links: Sequence[Link]) -> Floats:
-        """Time that each cut costs a stage at either side, at the end of each stage: (stages + 1, C)."""
-        result = np.zeros((len(links) + 2, self.count))
-        for number, link in enumerate(links):
-            for moved in (self.forward_bytes, self.backward_bytes):
-                result[number + 1] += moved / link.bytes_per_second + link.latency_seconds * (moved > 0)
-        return result
-
-
-def _best_chain(
-    candidates: Candidates,
-    stages: int,
-    costs: Callable[[int], Floats],
-    combine: Callable[[Floats, Floats], Floats],
-) -> tuple[float, list[int]]:
-    """The nested chain with the smallest combined cost; the list is empty if none has a finite one."""
-    count = candidates.count
-    best = np.full((stages + 1, count), np.inf)
-    best[0, 0] = 0.0
-    came_from = np.zeros((stages + 1, count), dtype=np.int32)
-    for end in range(1, count):
-        row = combine(best[:-1, :end], costs(end))
-        row[:, ~candidates.inside(end)] = np.inf
-        came_from[1:, end] = row.argmin(axis=1)
-        best[1:, end] = row[np.arange(stages), came_from[1:, end]]
-    value = float(best[stages, -1])
-    if not np.isfinite(value):
-        return value, []
-    chain = [count - 1]
-    for stage in range(stages, 0, -1):
-        chain.append(int(came_from[stage, chain[-1]]))
-    return value, chain[::-1]
-
-
-def fastest(
-    candidates: Candidates, request: StageRequest, *, fewest_bytes: bool = True
-) -> tuple[float, list[int]]:
-    """The chain with the smallest slowest stage within the memory, then with the fewest bytes."""
-    transfers = candidates.transfers(request.links)
-
-    def costs(end: int) -> Floats:
-        seconds = candidates.seconds(end, transfers)
-        if request.memory_bytes is not None:
-            seconds[candidates.memory(end, request) > request.memory_bytes] = np.inf
-        return seconds
-
-    value, chain = _best_chain(candidates, request.count, costs, np.maximum)
-    if not chain or not fewest_bytes:
-        return value, chain
-    pace = value * (1 + 1e-9)
-
-    def sent(end: int) -> Floats:
-        return np.where(costs(end) <= pace, candidates.cut_bytes[end], np.inf)
-
-    return value, _best_chain(candidates, request.count, sent, np.add)[1]
-
-
-def leanest(candidates: Candidates, request: StageRequest) -> tuple[float, list[int]]:
-    """The chain with the smallest largest memory of a stage."""
-    return _best_chain(candidates, request.count, lambda end: candidates.memory(end, request), np.maximum)
 
 
 def cut_network(flow: FlowGraph, request: StageRequest) -> CutNetwork:
@@ -293,7 +141,8 @@ def least_memory(flow: FlowGraph, request: StageRequest) -> tuple[float, int]:
     candidates = Candidates(flow, network, network.order_prefixes(), chain=True)
     value, chain = leanest(candidates, request)
     sizes = [
-        candidates.memory(end, request)[stage, start] for stage, (start, end) in enumerate(pairwise(chain))
+        candidates.memory(end, np.array([start]), slice(stage, stage + 1), request).item()
+        for stage, (start, end) in enumerate(pairwise(chain))
     ]
     return value, int(np.argmax(sizes)) if sizes else 0
 

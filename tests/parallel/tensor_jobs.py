@@ -1,6 +1,8 @@
 """Stages in shards on the ranks of a tp group, against the model in one process."""
 
 import copy
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ from panther_compile.parallel.tensor import (
 )
 from panther_compile.partition import Hardware, Link
 
+
+@dataclass
+class Seen:
+    """What a job tells: number and kinds of divided layers, collectives, shapes of norms whole and here."""
+
+    shards: int
+    kinds: set
+    planned: Counter
+    norms: list
+
+
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
@@ -43,6 +56,18 @@ class Encoder(nn.Module):
 
     def forward(self, ids):
         return self.head(self.encoder(self.embedding(ids)))
+
+
+class Dropping(nn.Module):
+    """Dropout of what is sharded along features, and of a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(self.dropout(torch.relu(self.up(self.norm(x))))))
 
 
 class Mlp(nn.Module):
@@ -61,7 +86,7 @@ def build(name, *, sketched=False, double=False):
         if name == "mlp":
             model, inputs = Mlp(), (torch.randn(16, 32),)
         elif name == "encoder":
-            model, inputs = Encoder(), (torch.randint(24, (3, 6)),)
+            model, inputs = Encoder(), (torch.randint(24, (3, 8)),)
         else:
             model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
     if sketched:
@@ -80,18 +105,21 @@ HARDWARE = {
 
 
 class Bytes(TorchDispatchMode):
-    """Kind and bytes of every collective, of the whole tensor."""
+    """Kind and bytes of every collective, of the whole tensor; shapes that layer norms are given."""
 
-    def __init__(self, tp):
+    def __init__(self):
         super().__init__()
-        self.tp, self.seen = tp, []
+        self.seen, self.norms = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("_c10d_functional::")
-        if name in ("all_reduce", "all_gather_into_tensor"):
-            kind = name.removesuffix("_into_tensor")
-            self.seen.append((kind, result.numel() * result.element_size()))
+        if name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            kind = name.removesuffix("_into_tensor").removesuffix("_tensor")
+            whole = args[0] if kind == "reduce_scatter" else result
+            self.seen.append((kind, whole.numel() * whole.element_size()))
+        if name == "aten::native_layer_norm":
+            self.norms.append(tuple(args[0].shape))
         return result
 
 
@@ -102,24 +130,27 @@ def close(found, wanted, what, scale=None):
     assert error <= RELATIVE[wanted.dtype], f"{what}: relative error {error:.2e}"
 
 
-def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1):
+def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1, sequence="auto"):
     """Outputs, loss, every gradient and every collective."""
     tp = dist.get_world_size()
     model, inputs = build(name, sketched=sketched, double=double)
     reference = copy.deepcopy(model)
-    part = partition_model(model, inputs, mesh={"pp": pp, "tp": tp}, hardware=HARDWARE[hardware])
+    part = partition_model(
+        model, inputs, mesh={"pp": pp, "tp": tp}, hardware=HARDWARE[hardware], sequence_parallel=sequence
+    )
     staged = part.split()
     shards = [shard_stage(stage, part, index, dist.group.WORLD) for index, stage in enumerate(staged.stages)]
     keywords, arguments = (inputs, ()) if isinstance(inputs, dict) else ({}, inputs)
 
-    wanted = zoo.call(reference, inputs)
+    with Bytes() as whole_norms:
+        wanted = zoo.call(reference, inputs)
     wanted_loss = zoo.scalar(wanted)
     wanted_loss.backward()
 
     counts = []
     values = staged.flatten_inputs(*arguments, **keywords)
     comm = CommDebugMode()
-    with comm, Bytes(tp) as seen:
+    with comm, Bytes() as seen:
         for stage in shards:
             values = stage(*values)
         found = staged.unflatten_outputs(values)
@@ -157,7 +188,7 @@ def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1):
     forward = sorted((one.kind, one.bytes) for one in part.collectives if one.phase == "forward")
     assert sorted(seen.seen[: counts[0]]) == forward
     by_kind = {str(op): count for op, count in comm.get_comm_counts().items()}
-    for kind in ("all_reduce", "all_gather"):
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         seen_count = sum(count for op, count in by_kind.items() if kind in op)
         assert seen_count == sum(one.kind == kind for one in part.collectives), by_kind
     state = {own: one for stage in shards for own, one in stage.named_parameters()}
@@ -171,7 +202,42 @@ def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1):
         if dim is not None:
             expected[dim] //= tp
         assert list(state[own].shape) == expected, own
-    return len(part.shards), {shard.kind for shard in part.shards}
+    return Seen(
+        len(part.shards),
+        {shard.kind for shard in part.shards},
+        Counter((one.phase, one.kind) for one in part.collectives),
+        list(zip(whole_norms.norms, seen.norms, strict=True)),
+    )
+
+
+def check_dropout(rank, *, sequence):
+    """Shards are dropped out by parts of the mask that one process draws."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Dropping().train(), torch.randn(4, 8, 16)
+    part = partition_model(model, x, mesh={"tp": 2}, hardware=HARDWARE["eager"], sequence_parallel=sequence)
+    assert bool(part.sequence) == sequence
+    dropped = [node for node in part.stage_of if node.startswith("dropout")]
+    assert set(dropped) <= set(part.sharding.labelling.steps) or not sequence
+    assert dropped[0] in part.sharding.labelling.steps
+    stage = shard_stage(part.split().stages[0], part, 0, dist.group.WORLD)
+    found, masks = {}, []
+    for name, run in (("shards", lambda: stage(x)[0]), ("whole", lambda: model(x))):
+        torch.manual_seed(1)
+        for parameter in (*model.parameters(), *stage.parameters()):
+            parameter.grad = None
+        out = run()
+        out.square().sum().backward()
+        holder = stage if name == "shards" else model
+        found[name] = out.detach(), {own: one.grad for own, one in holder.named_parameters()}
+        masks.append(torch.get_rng_state())
+    assert torch.equal(*masks)
+    close(found["shards"][0], found["whole"][0], "output")
+    layouts = parameter_layouts(part)
+    for own, gradient in found["shards"][1].items():
+        whole = found["whole"][1][own]
+        close(gradient, whole if layouts[own] is None else layouts[own].shard(whole, 2, rank), own)
+    return True
 
 
 def check_replicas(rank, *, data_parallel):

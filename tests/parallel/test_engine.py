@@ -37,14 +37,39 @@ def test_on_two_ranks(two, job):
     two.run(job)
 
 
-def test_a_pipeline_that_waits_says_where(two):
-    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2, .* send and receive along pp")
+SEND = r"send activations of microbatch 0 to rank 1 \(stage 0; \(2, 32\) float32\)"
+RECEIVE = r"receive activations of microbatch 0 from rank 0 \(stage 1; \(2, 32\) float32\)"
+STEP = r"stage \d; .*step 2, forward and backward: "
+
+
+def test_a_pipeline_that_waits_says_for_what(two):
+    where = {0: rf"{STEP}send and receive along pp \(ranks 0, 1\), in {SEND}"}
+    two.run(behavior.silence, timeout=10, where=where)
 
 
 @pytest.mark.slow
-def test_replicas_that_wait_say_where(two):
-    options = {"mesh": {"dp": 2}, "data_parallel": "ddp"}
-    two.run(behavior.silence, timeout=10, where=r"stage 0; .*step 2", **options)
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ({1: f"{STEP}.*, in {RECEIVE}"}, {"absent": 0}),
+        (
+            {1: r"predict, in recv of \(2, 32\) float32 from rank 0 between the ranks \[0, 1\]"},
+            {"absent": 0, "call": "predict"},
+        ),
+        (
+            {0: rf"{STEP}all-reduce along dp \(ranks 0, 1\)"},
+            {"mesh": {"dp": 2}, "data_parallel": "ddp"},
+        ),
+        (
+            {0: rf"{STEP}all-gather and reduce-scatter along dp \(ranks 0, 1\), in all_gather.*\[0, 1\]"},
+            {"mesh": {"dp": 2}, "data_parallel": "fsdp"},
+        ),
+        ({0: rf"{STEP}.* along tp \(ranks 0, 1\), in all_reduce of .*\[0, 1\]"}, {"mesh": {"tp": 2}}),
+    ],
+    ids=["receive", "predict", "ddp", "fsdp", "tp"],
+)
+def test_every_wait_says_for_what(two, where, options):
+    two.run(behavior.silence, timeout=10, where=where, **options)
 
 
 def test_a_loss_that_is_no_number_is_named(two):
@@ -54,7 +79,15 @@ def test_a_loss_that_is_no_number_is_named(two):
 @pytest.mark.parametrize("data_parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
     options = {"mesh": {"dp": 2, "pp": 2}, "data_parallel": data_parallel}
-    four.run(behavior.silence, timeout=10, where="step 2", **options)
+    where = {
+        "ddp": {
+            2: r"step 2, all-reduce of gradients, in all_reduce of .* between the ranks \[0, 2\]",
+            3: r"step 2, all-reduce of gradients, in all_reduce of .* between the ranks \[1, 3\]",
+        },
+        # The send of one replica may fail in its turn once the other has gone.
+        "fsdp": {2: "step 2, .*, in .*rank.*", 3: r"step 2, .*, in all_gather.* between the ranks \[1, 3\]"},
+    }[data_parallel]
+    four.run(behavior.silence, timeout=10, where={0: f"step 2, .*, in {SEND}", **where}, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Tensor-parallel stages on real processes: exact, and with the collectives that were planned."""
 
+from math import prod
+
 import pytest
 import torch
 import torch.nn.functional as F
 from parallel import tensor_jobs
 
-from panther_compile.parallel.tensor import embed_vocabulary, pivoted_columns, pivoted_rows
+from panther_compile import partition_model
+from panther_compile.parallel.agreement import digest
+from panther_compile.parallel.shard_functions import embed_vocabulary, pivoted_columns, pivoted_rows
 from panther_compile.partition.sharding_sites import local_pivots
 
 MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
@@ -24,25 +28,68 @@ def four(ranks):
 @pytest.mark.parametrize("sketched", [False, True], ids=["dense", "sketched"])
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_are_the_model(two, name, sketched):
-    (count, kinds), _ = two.run(tensor_jobs.check, name=name, sketched=sketched)
-    assert count > 0
-    assert {"column", "row"} <= kinds
+    seen, _ = two.run(tensor_jobs.check, name=name, sketched=sketched, sequence=False)
+    assert seen.shards > 0
+    assert {"column", "row"} <= seen.kinds
+    assert "sequence" not in seen.kinds
+    assert all(whole == here for whole, here in seen.norms)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
+def test_sequence_parallelism_is_the_model(two, name):
+    """Norms see their rows of the sequence; sums are scattered and gathered where they were all-reduced."""
+    seen, _ = two.run(tensor_jobs.check, name=name, sequence=True)
+    assert {"column", "row", "sequence"} <= seen.kinds
+    assert len(seen.norms) >= 4
+    assert all(prod(here) * 2 == prod(whole) and here[-1] == whole[-1] for whole, here in seen.norms)
+    assert seen.planned["forward", "reduce_scatter"] >= 4
+    assert seen.planned["forward", "all_gather"] >= 4
+    assert seen.planned["backward", "reduce_scatter"] >= 3
+    assert seen.planned["backward", "all_gather"] >= 4
+    assert seen.planned["forward", "all_reduce"] <= 1  # of BERT's pooled row, which is of no sequence
+
+
+@pytest.mark.parametrize(("name", "sequence"), [("bert", True), ("gpt2", "auto")])
+def test_sequence_parallelism_of_sketched_layers(two, name, sequence):
+    seen, _ = two.run(tensor_jobs.check, name=name, sketched=True, sequence=sequence)
+    assert {"column", "row"} <= seen.kinds
+    assert seen.planned["forward", "reduce_scatter"] > 0
+
+
+def test_plans_with_and_without_sequences_differ():
+    model, inputs = tensor_jobs.Dropping(), torch.randn(4, 8, 16)
+    plans = [
+        partition_model(
+            model, inputs, mesh={"tp": 2}, hardware=tensor_jobs.HARDWARE["eager"], sequence_parallel=sequence
+        )
+        for sequence in (False, True)
+    ]
+    assert plans[1].sequence
+    assert digest(model, plans[0], {}) != digest(model, plans[1], {})
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_dropout_of_shards_is_that_of_one_process(two, sequence):
+    two.run(tensor_jobs.check_dropout, sequence=sequence)
 
 
 def test_with_fewer_shards(two):
     everything = two.run(tensor_jobs.check, name="gpt2")[0]
     some = two.run(tensor_jobs.check, name="gpt2", hardware="usual")[0]
-    assert some[0] < everything[0]
+    assert some.shards < everything.shards
 
 
-def test_stages_of_shards(two):
-    two.run(tensor_jobs.check, name="bert", pp=2)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_stages_of_shards(two, sequence):
+    two.run(tensor_jobs.check, name="bert", pp=2, sequence=sequence)
 
 
-def test_four_ranks(four):
-    (count, kinds), *_ = four.run(tensor_jobs.check, name="gpt2")
-    assert count > 0
-    assert {"column", "row"} <= kinds
+@pytest.mark.parametrize(("name", "sequence"), [("gpt2", False), ("encoder", True)])
+def test_four_ranks(four, name, sequence):
+    seen, *_ = four.run(tensor_jobs.check, name=name, sequence=sequence)
+    assert {"column", "row"} <= seen.kinds
+    assert ("sequence" in seen.kinds) == sequence
+    assert not sequence or all(prod(here) * 4 == prod(whole) for whole, here in seen.norms)
 
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])

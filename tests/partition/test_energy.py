@@ -1,4 +1,4 @@
-"""Yes-or-no choices against every assignment there is."""
+"""Choices between two labels, and moves among three, against every assignment there is."""
 
 import itertools
 import random
@@ -6,6 +6,7 @@ import random
 import pytest
 
 from panther_compile.partition.energy import Energy, negate
+from panther_compile.partition.expansion import Labels
 
 
 def random_energy(seed, choices=8, clauses=16):
@@ -68,3 +69,84 @@ def test_a_follower_pays_once():
     found = energy.minimize()
     assert found.cost == 7
     assert all(found.values)
+
+
+def random_labels(seed, variables=6):
+    """A tree or a graph whose neighbours pay for having different labels, as those of a Potts model do."""
+    draw = random.Random(seed)
+    labels = Labels()
+    for _ in range(variables):
+        labels.variable(*("abc" if draw.random() < 0.8 else "ab"))
+    for variable, options in enumerate(labels.options):
+        for label in options:
+            labels.pay(draw.randint(0, 20), (variable, label, True))
+    for first, second in itertools.combinations(range(variables), 2):
+        if draw.random() < 0.5:
+            cost = draw.randint(1, 12)
+            for label in "abc":
+                labels.pay(cost, (first, label, True), (second, label, False))
+    leaders = [(number, "c", True) for number in draw.sample(range(variables), 3)]
+    labels.pay(draw.randint(1, 10), labels.follower(leaders))
+    labels.forbid((0, "a", True), (1, "b", True))
+    return labels
+
+
+def expand(labels):
+    """The costs after moves of each label in turn, from the first labels on."""
+    found, costs = labels.complete(labels.first()), []
+    for label in "cabcab":
+        offers = [
+            {number: label}
+            for number, options in enumerate(labels.options)
+            if label in options and found[number] != label
+        ]
+        found, minimum = labels.move(found, offers, 32)
+        assert labels.allows(found)
+        assert minimum.cost == labels.cost(found)
+        costs.append(minimum.cost)
+    return costs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_moves_among_three_labels_only_go_down(seed):
+    """Potts energies: what no move betters costs at most twice the least (Boykov et al. 2001)."""
+    labels = random_labels(seed)
+    costs = expand(labels)
+    every = (labels.complete(names) for names in itertools.product(*labels.options))
+    least = min(labels.cost(names) for names in every if labels.allows(names))
+    assert costs == sorted(costs, reverse=True)
+    assert least <= costs[-1] <= 2 * least
+
+
+def test_moves_mostly_find_the_least():
+    reached = 0
+    for seed in range(30):
+        labels = random_labels(seed)
+        every = (labels.complete(names) for names in itertools.product(*labels.options))
+        reached += expand(labels)[-1] == min(labels.cost(names) for names in every if labels.allows(names))
+    assert reached >= 25
+
+
+def test_variables_of_one_offer_change_together():
+    labels = Labels()
+    first, second = labels.variable("a", "b"), labels.variable("a", "b")
+    labels.pay(5, (first, "a", True))
+    labels.pay(9, (second, "b", True))
+    apart, _ = labels.move(["a", "a"], [{first: "b"}, {second: "b"}], 1)
+    together, _ = labels.move(["a", "a"], [{first: "b", second: "b"}], 1)
+    assert apart == ["b", "a"]
+    assert together == ["a", "a"]
+
+
+def test_what_is_paid_either_way_needs_no_clause_of_two():
+    """Paying for x and y, and for x and not y, is paying for x: one cut is enough."""
+    energy = Energy()
+    x, y, z = (energy.choice() for _ in range(3))
+    energy.pay(4, x, y)
+    energy.pay(4, x, negate(y))
+    energy.pay(3, y, negate(z))
+    energy.pay(3, negate(y), z)
+    energy.pay(5, negate(x), z)
+    found = energy.minimize()
+    assert found.submodular
+    assert found.cost == found.bound == least(energy) == 0

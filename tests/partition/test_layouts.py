@@ -74,7 +74,7 @@ class Operations(nn.Module):
             torch.nn.functional.gelu(x * 2 + 1).masked_fill(mask, 0.0),
             torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),
             torch.softmax(heads @ heads.transpose(-1, -2), dim=-1).mean(dim=-1),
-            nn.functional.layer_norm(heads, (8,)),
+            nn.functional.layer_norm(heads, (8,)) + nn.functional.rms_norm(heads, (8,)),
             heads.permute(0, 2, 1, 3).reshape(2, 6, 32).flatten(0, 1),
             x.view(2, 1, 6, 32).squeeze(1).unsqueeze(0).expand(3, 2, 6, 32),
             parts,

@@ -7,15 +7,15 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 import zoo
+from large_models import llama_70b
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from panther_compile import Hardware, partition_model, plan_sketch
-from panther_compile.errors import ConfigError, NoTargetError, StageMemoryError
+from panther_compile.errors import ConfigError, MeshError, NoTargetError, StageMemoryError
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Link, Mesh, sketch_skeleton
 from panther_compile.partition.mesh_search import find_meshes
@@ -43,21 +43,6 @@ class Mlp(nn.Module):
         return x
 
 
-def llama(layers):
-    config = transformers.LlamaConfig(
-        hidden_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-        vocab_size=128256,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-    return model, {"input_ids": torch.zeros(1, 4096, dtype=torch.long, device="meta")}
-
-
 def test_meshes_stay_within_a_node():
     found = list(find_meshes(16, cluster(devices_per_node=4)))
     assert {mesh.tp for mesh in found} == {1, 2, 4}
@@ -66,15 +51,53 @@ def test_meshes_stay_within_a_node():
     assert list(find_meshes(3, cluster())) == [Mesh(3, 1, 1), Mesh(1, 3, 1)]
 
 
-def test_the_search_finds_the_best_of_all_meshes():
+@pytest.mark.parametrize("microbatches", [8, 24, 64])
+def test_the_search_finds_the_best_of_all_meshes_at_one_global_batch(microbatches):
     model, x = Mlp(), torch.randn(64, 32)
-    hardware = cluster(devices_per_node=4)
-    parts = []
-    for mesh in find_meshes(8, hardware):
-        parts.append(partition_model(model, x, mesh=dataclasses.asdict(mesh), hardware=hardware))
-    best = max(part.mesh.dp * part.microbatches / part.step_seconds for part in parts)
-    found = partition_model(model, x, devices=8, hardware=hardware)
-    assert found.mesh.dp * found.microbatches / found.step_seconds == pytest.approx(best)
+    options = {"hardware": cluster(devices_per_node=4), "global_batch": 64 * microbatches}
+    parts = [
+        partition_model(model, x, mesh=dataclasses.asdict(mesh), **options)
+        for mesh in find_meshes(8, options["hardware"])
+    ]
+    assert {part.mesh.dp * part.microbatches for part in parts} == {microbatches}
+    found = partition_model(model, x, devices=8, **options)
+    assert found.mesh.dp * found.microbatches == microbatches
+    assert found.step_seconds == pytest.approx(min(part.step_seconds for part in parts))
+    assert found.left_out == ()
+
+
+def test_a_long_pipeline_needs_a_large_batch():
+    """Stages of one device each send less than shards do, and wait while the pipeline fills."""
+    model, x = Mlp(layers=16), torch.randn(64, 32)
+    hardware = Hardware("slow links", 1e9, 1e9, 10**12, Link(2e7, 0.0), Link(2e7, 0.0), 8, launch_seconds=0.0)
+    options = {"devices": 8, "hardware": dataclasses.replace(hardware, memory_bytes=900_000)}
+    small, large = (partition_model(model, x, global_batch=64 * count, **options) for count in (2, 64))
+    assert small.mesh.pp < large.mesh.pp
+    assert large.bubble < 0.2
+
+
+def test_meshes_that_do_not_divide_the_batch_are_left_out():
+    model, x = Mlp(), torch.randn(4, 32)
+    found = partition_model(model, x, devices=6, hardware=cluster(), global_batch=40)
+    assert {mesh.dp for mesh, _ in found.left_out} == {3, 6}
+    assert "global_batch=40 is not divisible by dp=6 x 4 samples" in dict(found.left_out)[Mesh(6, 1, 1)]
+    assert "3 meshes are left out, as dp 6" in str(found)
+    default = partition_model(model, x, devices=6, hardware=cluster())
+    assert default.mesh.dp * default.microbatches == 12
+    with pytest.raises(MeshError, match=r"no mesh of 2 devices can run Mlp:\n.*global_batch=6 is not div"):
+        partition_model(model, x, devices=2, hardware=cluster(), global_batch=6)
+
+
+def test_global_batches_are_checked():
+    model, x = Mlp(), torch.randn(4, 32)
+    part = partition_model(model, {"x": x}, mesh={"dp": 2, "pp": 2}, hardware="cpu", global_batch=24)
+    assert part.microbatches == 3
+    for batch in (20, 0, -8, "8", 8.0):
+        with pytest.raises(MeshError, match="is not divisible by dp=2 x 4 samples of a microbatch"):
+            partition_model(model, x, mesh={"dp": 2}, hardware="cpu", global_batch=batch)
+    for options in ({"devices": 2}, {"mesh": {"dp": 2}, "global_batch": 8}):
+        with pytest.raises(MeshError, match="microbatches=2 is of each replica; give global_batch= alone"):
+            partition_model(model, x, microbatches=2, hardware="cpu", **options)
 
 
 def test_shards_are_chosen_where_nothing_else_fits():
@@ -198,7 +221,7 @@ def test_ranks_of_a_world_of_64_in_one_process(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("sketched", [False, True], ids=["dense", "sketched"])
 def test_llama_70b_on_512_devices(sketched):
-    model, example = llama(80)
+    model, example = llama_70b()
     if sketched:
         model = sketch_skeleton(model, 0.5, progress=False)
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,160 @@
+"""Choices among several labels of least cost, by moves that are minimum cuts. No torch in here.
+
+The cost is a sum over clauses of one or two statements "variable v has the label a", or has not; it is paid
+where all of them hold. With two labels to a variable that is an `Energy`, which one cut often minimises. With
+more, each move offers some variables another label, and the best set of them to take it is again an Energy of
+yes-or-no choices:
+
+    labels now      whole   sharded   whole      A move to `sequence` offers it to all who may have it: as
+    offered         seq     seq       -          many as like change at once, in the best way there is
+    after the move  seq     sharded   whole
+
+Offers of one label to all (alpha-expansion: Boykov, Veksler and Zabih 2001) are made in turns until none
+lowers the cost. A move never raises it, whether or not its cut is exact.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from panther_compile.partition.energy import Energy, Literal, Minimum, negate
+
+YES, NO = "yes", "no"
+# Variable, label, and whether it must have the label or must not.
+Statement = tuple[int, str, bool]
+
+
+def deny(statement: Statement) -> Statement:
+    """What holds where a statement does not."""
+    variable, label, wanted = statement
+    return variable, label, not wanted
+
+
+class Labels:
+    """Variables, the labels that each may have, and what they cost.
+
+    Attributes:
+        options: labels of each variable; it starts with the first.
+        clauses: cost of each set of one or two statements.
+        constant: paid whatever is chosen.
+        followers: variables that are YES where any of some statements holds, and NO elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.options: list[tuple[str, ...]] = []
+        self.clauses: dict[tuple[Statement, ...], int] = {}
+        self.constant = 0
+        self.followers: dict[int, tuple[Statement, ...]] = {}
+        self._forbidden: dict[tuple[Statement, ...], None] = {}
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def variable(self, *options: str) -> int:
+        """A new variable."""
+        self.options.append(options)
+        return len(self.options) - 1
+
+    def follower(self, leaders: Sequence[Statement]) -> Statement:
+        """A statement that holds wherever one of others does; it pays once what they share."""
+        unique = tuple(dict.fromkeys(leaders))
+        if len(unique) == 1:
+            return unique[0]
+        follower = self.variable(NO, YES)
+        self.followers[follower] = unique
+        return follower, YES, True
+
+    def pay(self, cost: int, *statements: Statement) -> None:
+        """Pay where all of at most two statements hold."""
+        assert cost >= 0, cost
+        assert len(statements) <= 2, statements
+        key = tuple(sorted(set(statements)))
+        if not key:
+            self.constant += cost
+        elif cost:
+            self.clauses[key] = self.clauses.get(key, 0) + cost
+
+    def forbid(self, *statements: Statement) -> None:
+        """Never let all of at most two statements hold."""
+        self._forbidden[tuple(sorted(set(statements)))] = None
+
+    def first(self) -> list[str]:
+        """The first label of every variable."""
+        return [options[0] for options in self.options]
+
+    def complete(self, labels: Sequence[str]) -> list[str]:
+        """The same, where followers follow."""
+        full = list(labels)
+        for follower, leaders in self.followers.items():
+            full[follower] = YES if any(_holds(full, leader) for leader in leaders) else NO
+        return full
+
+    def allows(self, labels: Sequence[str]) -> bool:
+        """Whether nothing forbidden holds."""
+        return not any(all(_holds(labels, one) for one in key) for key in self._forbidden)
+
+    def cost(self, labels: Sequence[str]) -> int:
+        """Of labels that are allowed."""
+        return self.constant + sum(
+            cost for key, cost in self.clauses.items() if all(_holds(labels, one) for one in key)
+        )
+
+    def move(
+        self, labels: Sequence[str], offers: Sequence[Mapping[int, str]], limit: int
+    ) -> tuple[list[str], Minimum]:
+        """The best labels of which each offer is taken or not.
+
+        Args:
+            labels: of all variables, allowed.
+            offers: other labels; variables of one offer take them together.
+            limit: on the number of cuts.
+        """
+        assert self.allows(labels)
+        energy = Energy()
+        taken = [energy.choice() for _ in offers]
+        offered = {
+            variable: (choice, label)
+            for choice, offer in zip(taken, offers, strict=True)
+            for variable, label in offer.items()
+        }
+        following: dict[int, Literal | bool] = {}
+
+        def translate(statement: Statement) -> Literal | bool:
+            variable, label, wanted = statement
+            if variable in following:
+                follower = following[variable]
+                yes = (label == YES) == wanted
+                if isinstance(follower, bool):
+                    return follower == yes
+                return follower if yes else negate(follower)
+            now = (labels[variable] == label) == wanted
+            if variable not in offered:
+                return now
+            choice, other = offered[variable]
+            then = (other == label) == wanted
+            return now if now == then else choice if then else negate(choice)
+
+        for follower, leaders in self.followers.items():
+            found = [translate(leader) for leader in leaders]
+            literals = [one for one in found if not isinstance(one, bool)]
+            following[follower] = True if True in found else energy.follower(literals) if literals else False
+        for key, cost in (*self.clauses.items(), *self._forbidden.items()):
+            found = [translate(one) for one in key]
+            if False in found:
+                continue
+            literals = [one for one in found if not isinstance(one, bool)]
+            if cost is None:
+                energy.forbid(*literals)
+            else:
+                energy.pay(cost, *literals)
+        energy.pay(self.constant)
+        minimum = energy.minimize(limit)
+        moved = list(labels)
+        for (number, _), offer in zip(taken, offers, strict=True):
+            if minimum.values[number]:
+                for variable, label in offer.items():
+                    moved[variable] = label
+        return self.complete(moved), minimum
+
+
+def _holds(labels: Sequence[str], statement: Statement) -> bool:
+    variable, label, wanted = statement
+    return (labels[variable] == label) == wanted
