@@ -1,9 +1,7 @@
 """The public verbs: each one a few stages, called in order."""
 
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -40,7 +38,8 @@ from panther_compile.records import (
     keep_record,
 )
 from panther_compile.sites import Found, find_sites
-from panther_compile.substitute import copy_with, replace_inside
+from panther_compile.substitute import copied, copy_with, replace_inside
+from panther_compile.surroundings import undisturbed
 from panther_compile.timing import time_sites
 from panther_compile.trace import clone_structure, read_graph
 
@@ -121,7 +120,7 @@ def sketchify(
         if given and data is None:
             raise ConfigError(f"{option}= needs data=, inputs of the model to fit it to")
     _check_example(config, example_inputs, data)
-    with _undisturbed():
+    with undisturbed():
         prepared = _prepare(model, config)
         _check_weights(prepared.found, meta_allowed=False)
         if example_inputs is not None:
@@ -131,7 +130,7 @@ def sketchify(
     wanted = None
     if evaluate is not None and max_drop is not None:
         wanted = RatioCurve((), measured(evaluate, prepared.given, "the dense model"), max_drop, None)
-    with _undisturbed():
+    with undisturbed():
         studied = None if data is None else _study(prepared, config, data, resume)
         if studied is not None and config.objective == "latency" and example_inputs is None:
             prepared = _timed(prepared, studied.calls[0])
@@ -140,7 +139,7 @@ def sketchify(
         made, small, curve = _search(prepared, config, studied, wanted, evaluate)
     else:
         made, small, curve = _make(prepared, config, studied), None, None
-    with _undisturbed():
+    with undisturbed():
         if config.inplace:
             small = _replace_in_place(model, prepared, made.new)
         result = _copy(prepared.model, made.new) if small is None else small
@@ -173,7 +172,7 @@ def plan_sketch(
     """
     config = _config(ratio, options)
     _check_example(config, example_inputs, None)
-    with _undisturbed():
+    with undisturbed():
         prepared = _prepare(model, config)
         _check_weights(prepared.found, meta_allowed=example_inputs is None)
         if example_inputs is not None:
@@ -194,7 +193,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     _check_module(model)
-    with _undisturbed():
+    with undisturbed():
         dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
         if not dense:
             raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
@@ -254,7 +253,7 @@ def _prepare(model: nn.Module, config: SketchConfig) -> _Prepared:
     _check_module(model)
     given = model
     if isinstance(model, fx.GraphModule):
-        model = _copied(clone_structure, model)
+        model = copied(clone_structure, model)
         lift_functional(model)  # type: ignore[arg-type]
     reading = read_graph(model)
     found = find_sites(model, config, reading)
@@ -294,7 +293,7 @@ def _study(
 
 def _make(prepared: _Prepared, config: SketchConfig, studied: Studied | None) -> _Made:
     """Plan, fit and sketch at the ratio of the options."""
-    with _undisturbed():
+    with undisturbed():
         unreached: tuple[str, ...] = ()
         if studied is None:
             plan, ready = _plan(prepared, config), NOTHING_READY
@@ -323,7 +322,7 @@ def _search(
         made = _make(prepared, replace(config, ratio=ratio), studied)
         if passing and _stored(made.plan) > _stored(passing[0][0].plan):
             raise NoTargetError(f"ratio {ratio:g} leaves layers dense that larger ratios make smaller")
-        with _undisturbed():
+        with undisturbed():
             small = _copy(prepared.model, made.new)
         turn_off_nested_tensors(small)
         score = measured(evaluate, small, f"the model of ratio {ratio:g}")
@@ -425,7 +424,7 @@ def _replace_in_place(model: nn.Module, prepared: _Prepared, new: dict[nn.Module
 
 def _copy(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """The copy with the replacements, checked to hold them all."""
-    result = _copied(lambda given: copy_with(given, new), model, "; inplace=True needs no copy")
+    result = copied(lambda given: copy_with(given, new), model, "; inplace=True needs no copy")
     wanted = type(new.get(model, model))
     alike = isinstance(result, fx.GraphModule if issubclass(wanted, fx.GraphModule) else wanted)
     if not alike or not set(result.modules()).issuperset(new.values()):
@@ -434,39 +433,6 @@ def _copy(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
             "or __getstate__ made others; inplace=True needs no copy"
         )
     return result
-
-
-def _copied(make: Callable[[nn.Module], nn.Module], model: nn.Module, advice: str = "") -> nn.Module:
-    try:
-        return make(model)
-    # Whatever the model holds copies itself in its own way, and may raise anything.
-    except Exception as error:
-        brief = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise ConfigTypeError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {brief}){advice}"
-        ) from error
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Work the same in every surrounding, and leave it as it was.
-
-    Tracing a model, and making layers, draw from the global generators: they are put back. The caller's
-    autograd, autocast and default device are none of the sketch's business.
-    """
-    state = random.getstate()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with ExitStack() as stack:
-        stack.callback(random.setstate, state)
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
 
 
 def _tie_again(dense: Mapping[nn.Module, nn.Module]) -> None:

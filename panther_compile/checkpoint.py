@@ -188,7 +188,8 @@ def _record_from_json(record: dict[str, Any] | None) -> SketchRecord | None:
     for line in plan["layers"]:
         choice = line["choice"]
         if choice is not None:
-            choice = Choice(**choice | {"ranks": tuple(choice["ranks"])})
+            sharing = tuple(choice.get("sharing", ()))  # of a factor that is shared; there was none earlier
+            choice = Choice(**choice | {"ranks": tuple(choice["ranks"]), "sharing": sharing})
         lines.append(LayerPlan(**line | {"shape": tuple(line["shape"]), "choice": choice}))
     fitted = {name: Fitted(**one | {"ranks": tuple(one["ranks"])}) for name, one in record["fitted"].items()}
     return SketchRecord(SketchPlan(**plan | {"layers": tuple(lines)}), fitted)

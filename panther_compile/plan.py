@@ -109,7 +109,7 @@ def make_plan(
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
     for site, owner in tqdm(found.sites, desc="plan", disable=hides_progress(config), leave=False):
-        place = next(i for i, (selector, _) in enumerate(budgets) if _picks(selector, site))
+        place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
         energies = budgets[place][1] < 1.0 and not set(owner.unit_names(site)) <= set(values)
         units = _with_tied(owner.units(site, config, energies=energies), site)
         units = tuple(_with_values(unit, values.get(unit.name)) for unit in units)
@@ -138,16 +138,16 @@ def _plan_pool(
         lines = plan_units(rest, ratio, config.round_rank_to, config.allow_slower, allocation)
         if clock is None:
             return lines
-        judged = [_judged(line, clock) for line in lines]
+        timed = [judged(line, clock) for line in lines]
         found = {
-            new.name: new for line, new in zip(lines, judged, strict=True) if line.choice and not new.choice
+            new.name: new for line, new in zip(lines, timed, strict=True) if line.choice and not new.choice
         }
         if not found:
-            return (*judged, *slow.values())
+            return (*timed, *slow.values())
         slow |= found
 
 
-def _judged(line: LayerPlan, clock: Clock) -> LayerPlan:
+def judged(line: LayerPlan, clock: Clock) -> LayerPlan:
     """The line with what was measured; dense if the sketch does not pay."""
     if line.choice is None:
         return line
@@ -161,7 +161,8 @@ def _judged(line: LayerPlan, clock: Clock) -> LayerPlan:
     return replace(line, choice=None, reason=reason)
 
 
-def _picks(selector: Selector, site: Site) -> bool:
+def picks(selector: Selector, site: Site) -> bool:
+    """Whether a selector of `config.ratio` is for a site."""
     return any(selects(selector, site.module, name) for name in (site.name, *site.aliases))
 
 

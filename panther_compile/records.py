@@ -63,13 +63,23 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one weight is to be stored: a scheme and its rank, within a number of stored numbers."""
+    """How one weight is to be stored: a scheme and its rank, within a number of stored numbers.
+
+    Attributes:
+        scheme: name of the scheme.
+        rank: in 1..max_rank of its candidate.
+        ranks: of its factors.
+        stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
+        error: relative error that is expected, of all that share the factor together; None if unknown.
+        sharing: names of all the weights that share this one's input factor, its own among them; else empty.
+    """
 
     scheme: str
     rank: int
     ranks: tuple[int, ...]
     stored_numbers: int
     error: float | None
+    sharing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,13 @@ class LayerPlan:
     def stored_numbers(self) -> int:
         """Stored numbers after sketching."""
         return self.dense_numbers if self.choice is None else self.choice.stored_numbers
+
+    @property
+    def sharing_text(self) -> str:
+        """With whom the weight shares its input factor; empty if with none."""
+        names = () if self.choice is None else self.choice.sharing
+        others = ", ".join(name for name in names if name != self.name)
+        return f"input factor shared with {others}" if others else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +167,7 @@ class SketchPlan:
                 f"{line.stored_numbers:,}",
                 share(line.stored_numbers, line.dense_numbers),
                 "" if line.choice is None or line.choice.error is None else f"{line.choice.error:.3f}",
-                line.reason,
+                "; ".join(filter(None, (line.sharing_text, line.reason))),
             )
             for line in self.layers
         ]

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.plots import draw_layers
-from panther_compile.records import RECORD_ATTRIBUTE, Fitted, RatioCurve, SketchRecord, allocation_text
+from panther_compile.records import (
+    RECORD_ATTRIBUTE,
+    Fitted,
+    LayerPlan,
+    RatioCurve,
+    SketchRecord,
+    allocation_text,
+)
 from panther_compile.tables import render_table, share
 
 
@@ -35,6 +42,7 @@ class ReportRow:
         output_error: the same after the fit, behind the sketched layers before it; None without data.
         sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
         note: what is to be known about the data that it was fitted to; empty if there is nothing.
+        shared: with whom it shares its input factor, which the first of them counts; empty if with none.
     """
 
     name: str
@@ -52,6 +60,7 @@ class ReportRow:
     output_error: float | None = None
     sensitivity: float | None = None
     note: str = ""
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class SketchReport:
                 _number(row.error),
                 *(map(_number, (row.predicted_error, row.output_error)) if fitted else ()),
                 *((_number(row.sensitivity, ".1e"),) if fitted else ()),
-                "; ".join(filter(None, (row.method or row.reason, row.note))),
+                "; ".join(filter(None, (row.method or row.reason, row.shared, row.note))),
             )
             for row in self.rows
         ]
@@ -256,12 +265,23 @@ def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
 def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> Iterator[ReportRow]:
     for line in record.plan.layers:
         if line.name in layers:
-            yield _row(line.name, layers[line.name], record.fitted.get(line.name))
+            row = _row(line.name, layers[line.name], record.fitted.get(line.name))
+            yield _with_sharing(row, line, layers[line.name])
         elif line.choice is None:
             numbers, macs = line.dense_numbers, _product(line.shape)
             yield ReportRow(
                 line.name, line.kind, "dense", (), numbers, numbers, macs, macs, "", None, line.reason
             )
+
+
+def _with_sharing(row: ReportRow, line: LayerPlan, layer: SketchedLayer) -> ReportRow:
+    """The row, which tells with whom an input factor is shared, and counts it only if it is the first."""
+    sharing = () if line.choice is None else line.choice.sharing
+    down = getattr(layer, "down", None)
+    if not sharing or down is None:
+        return row
+    counted_before = 0 if line.name == sharing[0] else down.weight.numel()
+    return replace(row, shared=line.sharing_text, stored_numbers=row.stored_numbers - counted_before)
 
 
 def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:

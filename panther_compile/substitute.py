@@ -1,13 +1,31 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther_compile.errors import ConfigTypeError
+
 Replacements = Mapping[nn.Module, nn.Module]
+
+
+def copied(make: Callable[[nn.Module], nn.Module], model: nn.Module, advice: str = "") -> nn.Module:
+    """What `make` copies of a model.
+
+    Raises:
+        ConfigTypeError: it cannot be copied; the message ends with the advice.
+    """
+    try:
+        return make(model)
+    # Whatever the model holds copies itself in its own way, and may raise anything.
+    except Exception as error:
+        brief = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ConfigTypeError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {brief}){advice}"
+        ) from error
 
 
 def copy_with(model: nn.Module, new: Replacements) -> nn.Module:

@@ -19,6 +19,8 @@ three layers 768 -> 768 of rank 224: 1.09, 1.20 and 1.02 times as fast in the pa
 rows, 1.48, 1.05 and 1.00 in the pivoted form, 1.0 for dense ones at 32 and more (one core of an AMD EPYC,
 float32, torch 2.13).
 
+Layers that share an input factor have their first product computed once, whatever the prediction.
+
 For inference: a graph module in training mode is left alone, since the merged `down` is a parameter by
 itself.
 """
@@ -106,25 +108,45 @@ def _width(layers: Iterable[Layer]) -> int:
     return layers[0].in_features - (min(pivots) if pivots else 0)
 
 
+def _distinct(layers: list[Layer]) -> list[Layer]:
+    """The layers, of those that share an input factor the first."""
+    found: dict[int, Layer] = {}
+    for layer in layers:
+        found.setdefault(_first_factor(layer), layer)
+    return list(found.values())
+
+
+def _first_factor(layer: Layer) -> int:
+    """What tells first factors apart."""
+    return id(layer if isinstance(layer, nn.Linear) else layer.down.weight)
+
+
 def _is_worthwhile(layers: list[Layer]) -> bool:
     """Whether one product is predicted to take no longer than several; the `up` products are the same."""
+    distinct = _distinct(layers)
+    if len(distinct) == 1:
+        return True
     device = cost.device_class(next(layers[0].parameters()).device)
     rows = device.positions
     shapes = [(_first_rows(layer), _width([layer])) for layer in layers]
     apart = [stage for shape in shapes for stage in cost.dense_stages(shape, 1, (1, 1), rows)]
-    total = sum(_first_rows(layer) for layer in layers)
+    total = sum(_first_rows(layer) for layer in distinct)
     together = [*cost.dense_stages((total, _width(layers)), 1, (1, 1), rows)]
     if _kind(layers[0]) in ("leading", "trailing"):
         # apart, an addition is part of the product; here it is an operation that reads two and writes one
-        together += [cost.Stage(0.0, 3.0 * rows * _first_rows(layer), 0.0) for layer in layers]
+        together += [cost.Stage(0.0, 3.0 * rows * _first_rows(layer), 0.0) for layer in distinct]
     return cost.seconds(tuple(together), device) <= cost.seconds(tuple(apart), device)
 
 
 def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Layer]) -> None:
     graph, x = graph_module.graph, nodes[0].args[0]
-    name = _free_name(graph_module, f"{nodes[0].target}_merged".replace(".", "_"))
-    graph_module.add_module(name, _merged_linear(layers))
-    kind, width = _kind(layers[0]), _width(layers)
+    distinct = _distinct(layers)
+    if len(distinct) == 1:
+        name = str(nodes[0].target) if isinstance(layers[0], nn.Linear) else f"{nodes[0].target}.down"
+    else:
+        name = _free_name(graph_module, f"{nodes[0].target}_merged".replace(".", "_"))
+        graph_module.add_module(name, _merged_linear(distinct))
+    kind, width = _kind(layers[0]), _width(distinct)
     inputs = layers[0].in_features
     columns: Any
     with graph.inserting_before(nodes[0]):
@@ -133,16 +155,25 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
             rest = slice(inputs - width, None) if kind == "leading" else slice(None, width)
             columns = (..., rest)
             shared = graph.call_function(operator.getitem, (x, columns))
-        merged = graph.call_module(name, (shared,))
-        parts = graph.call_method("split", (merged, [_first_rows(layer) for layer in layers], -1))
-    for place, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
+        parts = graph.call_module(name, (shared,))
+        if len(distinct) > 1:
+            parts = graph.call_method("split", (parts, [_first_rows(layer) for layer in distinct], -1))
+    places = {_first_factor(layer): place for place, layer in enumerate(distinct)}
+    products: dict[int, fx.Node] = {}
+    for node, layer in zip(nodes, layers, strict=True):
+        factor = _first_factor(layer)
         with graph.inserting_before(node):
-            result = graph.call_function(operator.getitem, (parts, place))
-            if isinstance(layer, SketchedLinear):
-                if layer.form == "pivoted":
+            if factor not in products:
+                own = parts
+                if len(distinct) > 1:
+                    own = graph.call_function(operator.getitem, (parts, places[factor]))
+                if isinstance(layer, SketchedLinear) and layer.form == "pivoted":
                     columns = (..., slice(layer.start, layer.start + layer.rank))
-                    own = graph.call_function(operator.getitem, (x, columns))
-                    result = graph.call_function(operator.add, (own, result))
+                    pivots = graph.call_function(operator.getitem, (x, columns))
+                    own = graph.call_function(operator.add, (pivots, own))
+                products[factor] = own
+            result = products[factor]
+            if isinstance(layer, SketchedLinear):
                 result = graph.call_module(f"{node.target}.up", (result,))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)

@@ -17,6 +17,7 @@ from panther_compile.errors import (
     NoTargetError,
     TeacherMismatchError,
 )
+from panther_compile.healing import healer
 from panther_compile.healing.landmarks import MOST, find_landmarks, watched
 from panther_compile.layers.base import SketchedLayer
 
@@ -233,6 +234,46 @@ def test_failure_half_way_leaves_the_best_state():
     with pytest.raises(KeyboardInterrupt):
         pc.heal(small, teacher=teacher, data=batches(), steps=100, lr=1.0, inplace=True)
     assert same(before, small)
+
+
+def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    healed = pc.heal(small, teacher=teacher, data=batches(), steps=5)
+    pc.save_sketched(healed, tmp_path / "small")
+    for model in (healed, pc.load_sketched(encoder(1), tmp_path / "small")):
+        assert {row.note for row in pc.sketch_report(model).sketched} == {healer._NOTE}
+    assert {row.note for row in pc.sketch_report(small).sketched} == {""}
+    again = pc.heal(healed, teacher=teacher, data=batches(), steps=5)
+    assert {row.note for row in pc.sketch_report(again).sketched} == {healer._NOTE}
+
+
+def test_block_that_got_worse_is_put_back(monkeypatch):
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    with torch.no_grad():
+        small.layers[1].linear2.up.weight.mul_(16)
+    before = state(small)
+
+    class Mixed(healer.Descent):
+        """Mends the second block and spoils the first."""
+
+        @torch.no_grad()
+        def step(self, gradients):
+            for factor in self._factors:
+                if factor.parameter is small.layers[1].linear2.up.weight:
+                    factor.parameter.div_(16)
+                elif factor.parameter is small.layers[0].linear2.up.weight:
+                    factor.parameter.neg_()
+
+    monkeypatch.setattr(healer, "Descent", Mixed)
+    pc.heal(small, teacher=teacher, data=batches(), steps=1, inplace=True)
+    report = pc.heal_report(small)
+    assert report.blocks_reverted == ("layers.0",)
+    assert "layers.0: got worse, as it was before" in str(report)
+    after = small.state_dict()
+    changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert changed == ["layers.1.linear2.up.weight"]
 
 
 def test_graph_module():

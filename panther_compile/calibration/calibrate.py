@@ -1,5 +1,6 @@
 """A plan and fitted layers from data: study the dense model, allocate ranks, fit in lockstep."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -13,8 +14,12 @@ from panther_compile.calibration.layer_fit import LayerFit, matrix_layer
 from panther_compile.calibration.lockstep import Arrival, fit_in_lockstep
 from panther_compile.calibration.outputs import distance
 from panther_compile.calibration.resume import Folder, identity_of
+from panther_compile.calibration.shared_input import stack_name
+from panther_compile.calibration.shared_plan import share_input
+from panther_compile.calibration.skips import Skips, find_skips
 from panther_compile.calibration.study import Study, study_layers
 from panther_compile.calibration.targets import Target, find_targets, watch
+from panther_compile.calibration.watched import Side
 from panther_compile.config import SketchConfig
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.plan import Allocation, hides_progress, make_plan
@@ -22,6 +27,8 @@ from panther_compile.records import Fitted, SketchPlan
 from panther_compile.sites import Found
 
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
+# One input factor for several layers is taken where results come closer than this share of the distance.
+WORTH_SHARING = 0.95
 _TRIAL = 8  # batches at most on which an allocation is fitted to be tried
 
 
@@ -35,6 +42,7 @@ class Studied:
         route: how the sites were found.
         calls: the data.
         targets: what data can fit.
+        skips: where the outputs of layers are added to, see `find_skips`.
         study: of the batches in `learnt`.
         folder: where the work is kept as it is done, or None.
     """
@@ -44,6 +52,7 @@ class Studied:
     route: str
     calls: Sequence[Call]
     targets: Mapping[str, Target]
+    skips: Skips
     study: Study
     folder: Folder | None
 
@@ -113,7 +122,8 @@ def study_model(
         )
         if folder is not None:
             folder.keep_study(study)
-    return Studied(model, found, route, calls, targets, study, folder)
+    skips = find_skips(watch(model, targets), calls[0])
+    return Studied(model, found, route, calls, targets, skips, study, folder)
 
 
 def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
@@ -127,14 +137,21 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
         ConfigTypeError: the model cannot be copied.
         ResumeError: the folder cannot be read or written.
     """
-    plan = _choose(studied, config)
+    plan = _share(studied, _choose(studied, config), config)
     model, calls = studied.model, studied.calls
     chosen = _chosen(plan, studied.targets)
     fit = LayerFit(chosen, plan, studied.study, _masks(model, calls), config, studied.folder)
     fit_in_lockstep(
-        watch(model, chosen), watch(model, chosen), calls, fit, progress=not hides_progress(config)
+        watch(model, chosen),
+        watch(model, chosen),
+        calls,
+        fit,
+        skips=studied.skips,
+        progress=not hides_progress(config),
     )
-    return Calibrated(plan, fit.ready, tuple(name for name in chosen if name not in fit.ready))
+    unreached = tuple(name for name in chosen if name not in fit.ready)
+    fit.cut_shared(unreached)
+    return Calibrated(plan, fit.ready, unreached)
 
 
 def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
@@ -168,26 +185,80 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
 
 def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) -> dict[str, float]:
     """How far the results of each plan are from the dense model's on held-out batches, by allocation."""
-    model, study, learnt = studied.model, studied.study, studied.learnt
-    dense = watch(model, {})
-    with torch.no_grad():
-        wanted = [call.run(dense.model) for call in studied.held_out]
-    tried = {}
-    for plan in plans:
-        chosen = _chosen(plan, studied.targets)
-        sketched = watch(model, chosen)
-        trial = _Trial(LayerFit(chosen, plan, study, _masks(model, learnt), config), study)
-        if set(chosen) <= set(study.factors):
-            for unit, watched in sketched.watched.items():
-                watched.layer = trial(unit, ())
-        else:
-            fit_in_lockstep(watch(model, chosen), sketched, learnt[:_TRIAL], trial, progress=False)
+    held_out = _HeldOut(studied, config, studied.held_out)
+    return {plan.allocation: held_out.distance(held_out.cut(plan)) for plan in plans}
+
+
+def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:
+    """The plan with one input factor for layers of one input, where that brings the results closer.
+
+    Each group is tried by itself, at equal stored numbers, all other layers dense.
+    """
+    study, targets = studied.study, studied.targets
+    if not study.shared:
+        return plan
+    half = studied.held_out[::2][:_TRIAL]
+    held_out = _HeldOut(studied, config, half)
+    side = watch(studied.model, targets)
+    for sets in study.shared:
+        found: list[tuple[SketchPlan, Sequence[str]]] = []
+        for names in sets:
+            members, key = [targets[name] for name in names], stack_name(names)
+            shared = share_input(plan, members, study.values[key], studied.found, config)
+            if shared is not None and {key, *names} <= set(study.factors):
+                found.append((shared, names))
+        dense = {name: side.watched[name].layer for _, names in found for name in names}
+        best, least = plan, math.inf
+        for tried in (plan, *(shared for shared, _ in found)) if found else ():
+            trial = held_out.trial(tried)
+            _put(side, {name: trial(name, ()) for name in dense})
+            lost = held_out.distance(side) * (1.0 if tried is plan else 1.0 / WORTH_SHARING)
+            if lost < least:
+                best, least = tried, lost
+        _put(side, dense)
+        plan = best
+    return plan
+
+
+def _put(side: Side, layers: Mapping[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        side.watched[name].layer = layer
+
+
+class _HeldOut:
+    """Compares results on held-out batches with those of the dense model."""
+
+    def __init__(self, studied: Studied, config: SketchConfig, calls: Sequence[Call]) -> None:
+        self._studied, self._config, self._calls = studied, config, calls
+        dense = watch(studied.model, {})
         with torch.no_grad():
-            tried[plan.allocation] = sum(
-                distance(result, call.run(sketched.model), kept_positions(model, call), logits=config.logits)
-                for call, result in zip(studied.held_out, wanted, strict=True)
-            ) / len(wanted)
-    return tried
+            self._wanted = [call.run(dense.model) for call in calls]
+
+    def trial(self, plan: SketchPlan) -> "_Trial":
+        """What makes the layers of a plan."""
+        studied, chosen = self._studied, _chosen(plan, self._studied.targets)
+        masks = _masks(studied.model, studied.learnt)
+        return _Trial(LayerFit(chosen, plan, studied.study, masks, self._config), studied.study)
+
+    def cut(self, plan: SketchPlan) -> Side:
+        """The model with the layers of a plan."""
+        studied, chosen = self._studied, _chosen(plan, self._studied.targets)
+        sketched, trial = watch(studied.model, chosen), self.trial(plan)
+        if set(chosen) <= set(studied.study.factors):
+            _put(sketched, {name: trial(name, ()) for name in chosen})
+        else:
+            dense, calls = watch(studied.model, chosen), studied.learnt[:_TRIAL]
+            fit_in_lockstep(dense, sketched, calls, trial, skips={}, progress=False)
+        return sketched
+
+    def distance(self, side: Side) -> float:
+        """How far the results of a model are from the dense one's."""
+        model, logits = self._studied.model, self._config.logits
+        with torch.no_grad():
+            return sum(
+                distance(wanted, call.run(side.model), kept_positions(model, call), logits=logits)
+                for call, wanted in zip(self._calls, self._wanted, strict=True)
+            ) / len(self._calls)
 
 
 class _Trial:
@@ -198,12 +269,15 @@ class _Trial:
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
-        if name not in self._study.factors:
+        target, choice = self._fit.targets[name], self._fit.choices[name]
+        together = choice.sharing or (name,)
+        if stack_name(together) not in self._study.factors:
             return self._fit(name, arrivals)
-        left, right, mean = self._study.factors[name]
-        target, rank = self._fit.targets[name], self._fit.choices[name].rank
+        left, right, mean = self._study.factors[stack_name(together)]
+        if choice.sharing:
+            left = left.split([self._fit.targets[one].outputs for one in together])[together.index(name)]
         weight, bias = target.weight_and_bias()
-        left, right = left[:, :rank], right[:rank]
+        left, right = left[:, : choice.rank], right[: choice.rank]
         if bias is not None:
             bias = bias.detach() + (weight.detach().float() @ mean - left @ (right @ mean)).to(bias.dtype)
         return matrix_layer(target.layer, FittedMatrix(left, right, None, bias, 0.0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.calibration.moments import Moments
-from panther_compile.calibration.whiten import best_low_rank, output_error, solve
+from panther_compile.calibration.whiten import anchored_product, best_low_rank, output_error, solve
 from panther_compile.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
 
 # Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
@@ -45,7 +45,7 @@ def fit_matrix_to(
     pivoted: bool,
     dtype: torch.dtype,
 ) -> FittedMatrix:
-    """Fit W' z + b' to W x + b.
+    """Fit W' z + b' to W x + b, or to W x + b + s - s' where the output is added to s.
 
     Args:
         weight: W, `(O, I)`.
@@ -65,6 +65,8 @@ def fit_matrix_to(
     error = output_error(dense, left, right, moments)
     if bias is not None:
         shift = dense @ moments.mean_x - left @ (right @ moments.mean_z)
+        if moments.skip is not None:
+            shift += moments.skip.mean
         bias = bias.detach().to(shift) + shift
     return FittedMatrix(left, down, start, bias, error)
 
@@ -93,5 +95,5 @@ def _pivot(
 
 def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:
     """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹."""
-    product = weight @ (moments.cross @ right.T)
+    product = anchored_product(weight, moments) @ right.T
     return solve(right @ moments.square @ right.T, product.T).T

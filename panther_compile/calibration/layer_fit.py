@@ -1,6 +1,7 @@
 """One layer of a target from what reached it: the callback of the lockstep."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
 from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import Moments, MomentSums
 from panther_compile.calibration.resume import FittedLayer, Folder
+from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down, stack_name
 from panther_compile.calibration.study import Study
 from panther_compile.calibration.targets import Target
 from panther_compile.config import SketchConfig
@@ -55,16 +57,29 @@ class LayerFit:
         self.ready: dict[str, FittedLayer] = {}
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
-        """See `lockstep.Fit`."""
-        kept = None
-        if self._folder is not None:
-            kept = self._folder.layer(self._plan, name, self.targets[name].layer)
-        self.ready[name] = self._fit(name, arrivals) if kept is None else kept
-        if self._folder is not None and kept is None:
-            self._folder.keep_layer(self._plan, name, *self.ready[name])
+        """See `lockstep.Fit`; layers that share an input factor are all fitted where the first is reached."""
+        if name not in self.ready:
+            names = self.choices[name].sharing or (name,)
+            found = self._kept(names)
+            if not found:
+                found = self._fit(name, arrivals) if len(names) == 1 else self._fit_shared(names, arrivals)
+                for one, (layer, fitted) in found.items():
+                    if self._folder is not None:
+                        self._folder.keep_layer(self._plan, one, layer, fitted)
+            if len(names) > 1:
+                share_down([layer for layer, _ in found.values()])
+            self.ready |= found
         return self.ready[name][0]
 
-    def _fit(self, name: str, arrivals: Sequence[Arrival]) -> FittedLayer:
+    def _kept(self, names: Sequence[str]) -> dict[str, FittedLayer]:
+        """What the folder has, if it has them all."""
+        if self._folder is None:
+            return {}
+        kept = {name: self._folder.layer(self._plan, name, self.targets[name].layer) for name in names}
+        found = {name: one for name, one in kept.items() if one is not None}
+        return found if len(found) == len(names) else {}
+
+    def _fit(self, name: str, arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:
         target, choice = self.targets[name], self.choices[name]
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
@@ -77,7 +92,36 @@ class LayerFit:
             assert isinstance(target.layer, nn.Conv2d)
             layer, error = fit_conv2d_to(target.layer, name, choice, self._config, arrivals, weight)
             rows = sum(arrival.z.numel() // arrival.z.shape[-3] for arrival in arrivals)
-        return layer, self._fitted(target, layer, error, rows)
+        return {name: (layer, self._fitted(target, layer, error, rows))}
+
+    def _fit_shared(self, names: Sequence[str], arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:
+        """Layers of one input, with one input factor; what their outputs are added to does not count."""
+        targets = [self.targets[name] for name in names]
+        stack = self._study.stack(targets)
+        assert stack is not None
+        moments = self._moments(targets[0], [replace(arrival, skips=None) for arrival in arrivals])
+        dtype = targets[0].weight_and_bias()[0].dtype
+        fitted = fit_shared(targets, stack, moments, self.choices[names[0]].rank, dtype)
+        found: dict[str, FittedLayer] = {}
+        for target, matrix in zip(targets, fitted, strict=True):
+            layer = matrix_layer(target.layer, matrix)
+            found[target.name] = layer, self._fitted(target, layer, matrix.output_error, moments.rows)
+        return found
+
+    def cut_shared(self, names: Sequence[str]) -> None:
+        """Make those of these layers that share an input factor from the study: no batch reached them."""
+        for name in names:
+            sharing = self.choices[name].sharing
+            if not sharing or name in self.ready:
+                continue
+            targets = [self.targets[one] for one in sharing]
+            left, right, mean = self._study.factors[stack_name(sharing)]
+            matrices = cut_shared(targets, left, right, mean, self.choices[name].rank)
+            layers = [matrix_layer(one.layer, found) for one, found in zip(targets, matrices, strict=True)]
+            share_down(layers)
+            for target, layer in zip(targets, layers, strict=True):
+                rows = self._study.reached[target.name]
+                self.ready[target.name] = layer, self._fitted(target, layer, None, rows)
 
     def _matrix(
         self, target: Target, choice: Choice, moments: Moments, gradient: Tensor | None
@@ -97,7 +141,13 @@ class LayerFit:
     def _moments(self, target: Target, arrivals: Sequence[Arrival]) -> Moments:
         _, bias = target.weight_and_bias()
         centred = bias is not None
-        if self._last is not None and _same(self._last[0], arrivals) and self._last[1] == centred:
+        added = target.channel_dim == -1 and all(_is_added(arrival) for arrival in arrivals)
+        if (
+            not added
+            and self._last is not None
+            and _same(self._last[0], arrivals)
+            and self._last[1] == centred
+        ):
             return self._last[2]
         self._last = None
         sums: MomentSums | None = None
@@ -108,14 +158,17 @@ class LayerFit:
             if len(x) != len(z):  # a router has sent other rows here: fit to what comes
                 x = z
             sums = MomentSums(z.shape[1], z.device) if sums is None else sums
-            sums.add(x, z)
+            skips = None
+            if added and arrival.skips is not None:
+                skips = target.rows(arrival.skips[0], kept), target.rows(arrival.skips[1], kept)
+            sums.add(x, z, skips)
         assert sums is not None
         moments = sums.moments(centred=centred)
-        if not isinstance(target.layer, nn.Conv2d):
+        if not added and not isinstance(target.layer, nn.Conv2d):
             self._last = (arrivals, centred, moments)
         return moments
 
-    def _fitted(self, target: Target, layer: SketchedLayer, error: float, rows: int) -> Fitted:
+    def _fitted(self, target: Target, layer: SketchedLayer, error: float | None, rows: int) -> Fitted:
         weight, _ = target.weight_and_bias()
         inputs = weight.shape[1]
         if isinstance(layer, SketchedLinear):
@@ -163,6 +216,14 @@ def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:
         copy_into(layer.up.bias, found.bias)
     take_over(layer, dense, weight.requires_grad)
     return layer
+
+
+def _is_added(arrival: Arrival) -> bool:
+    """Whether it is known what the layer's output is added to, row by row in both models."""
+    rows = arrival.x.shape[:-1]
+    return arrival.skips is not None and all(
+        value.shape[:-1] == rows for value in (arrival.z, *arrival.skips)
+    )
 
 
 def _same(one: Sequence[Arrival], other: Sequence[Arrival]) -> bool:

@@ -15,7 +15,7 @@ in the order in which the model's own code calls them, whatever that code is, fo
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,25 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from panther_compile.calibration.batches import Call
-from panther_compile.calibration.watched import Watched
+from panther_compile.calibration.skips import Passage, Skips, observe
+from panther_compile.calibration.watched import Side
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What reached a layer with one batch: x in the dense model, z in the sketched one."""
+    """What reached a layer with one batch: x in the dense model, z in the sketched one.
+
+    Attributes:
+        batch: its place in the data.
+        x: the layer's input in the dense model.
+        z: likewise, in the sketched one.
+        skips: what the layer's output will be added to in the dense model and in the sketched one, if known.
+    """
 
     batch: int
     x: Tensor
     z: Tensor
+    skips: tuple[Tensor, Tensor] | None = None
 
 
 Fit = Callable[[str, Sequence[Arrival]], nn.Module]
@@ -50,6 +59,8 @@ class _Runner:
     Attributes:
         at: name of the layer it has paused at; None while it runs and when it is through.
         value: the input of that layer.
+        skip: what its output will be added to, if known.
+        passed: what passed where the skips of layers come from.
         result: of the model, when it is through.
         error: that ended it.
     """
@@ -57,6 +68,8 @@ class _Runner:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.at: str | None = None
         self.value: Tensor | None = None
+        self.skip: Tensor | None = None
+        self.passed: dict[Passage, Tensor] = {}
         self.result: Any = None
         self.error: BaseException | None = None
         self.through = False
@@ -72,15 +85,16 @@ class _Runner:
         Raises:
             whatever the model raised.
         """
-        self.at = self.value = None
+        self.at = self.value = self.skip = None
         self._go.release()
         self._came.acquire()
         if self.error is not None:
             raise self.error
 
-    def pause(self, name: str, value: Tensor) -> None:
+    def pause(self, name: str, value: Tensor, passage: Passage | None) -> None:
         """Wait here, within the thread, for the next `go_on`."""
         self.at, self.value = name, value
+        self.skip = None if passage is None else self.passed.pop(passage, None)
         self._came.release()
         self._go.acquire()
         if self._stop:
@@ -113,16 +127,8 @@ class _Runner:
 _current = threading.local()
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A copy of the model, and the stand-ins that it holds."""
-
-    model: nn.Module
-    watched: Mapping[str, Watched]
-
-
 def fit_in_lockstep(
-    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, progress: bool
+    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, skips: Skips, progress: bool
 ) -> list[str]:
     """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
 
@@ -132,6 +138,7 @@ def fit_in_lockstep(
         calls: the data.
         fit: makes a layer from what reached it. A layer that is called several times in one forward is
             fitted on the first call.
+        skips: see `skips.find_skips`.
         progress: whether to show a bar.
 
     Returns:
@@ -141,40 +148,48 @@ def fit_in_lockstep(
 
     def pause(name: str, value: Tensor) -> None:
         if name not in fitted:
-            _current.runner.pause(name, value)
+            _current.runner.pause(name, value, skips.get(name))
+
+    def remember(passage: Passage, tensor: Tensor) -> None:
+        _current.runner.passed[passage] = tensor
 
     for side in (dense, sketched):
         for watched in side.watched.values():
             watched.on_input = pause
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
+    passages = {skips[name] for name in sketched.watched if name in skips}
     bar = tqdm(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
-    try:
-        for runner in runners:
-            runner.go_on()
-        while waiting := [runner for runner in runners if not runner.through]:
-            name = _next_layer(waiting)
-            came = [
-                Arrival(batch, one.value, other.value)
-                for batch, (one, other) in enumerate(pairs)
-                if one.at == other.at == name and one.value is not None and other.value is not None
-            ]
-            if came:
-                sketched.watched[name].layer = fit(name, came)
-            del came
-            fitted[name] = None
-            bar.update()
-            for runner in waiting:
-                if runner.at == name:
-                    runner.go_on()
-    finally:
-        for runner in runners:
-            runner.stop()
-        for side in (dense, sketched):
-            for watched in side.watched.values():
-                watched.on_input = None
-        bar.close()
+    with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
+        try:
+            for runner in runners:
+                runner.go_on()
+            while waiting := [runner for runner in runners if not runner.through]:
+                name = _next_layer(waiting)
+                came = [
+                    Arrival(batch, one.value, other.value, _both(one.skip, other.skip))
+                    for batch, (one, other) in enumerate(pairs)
+                    if one.at == other.at == name and one.value is not None and other.value is not None
+                ]
+                if came:
+                    sketched.watched[name].layer = fit(name, came)
+                del came
+                fitted[name] = None
+                bar.update()
+                for runner in waiting:
+                    if runner.at == name:
+                        runner.go_on()
+        finally:
+            for runner in runners:
+                runner.stop()
+            for side in (dense, sketched):
+                for watched in side.watched.values():
+                    watched.on_input = None
     return list(fitted)
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if one is None or other is None else (one, other)
 
 
 def _next_layer(waiting: Sequence[_Runner]) -> str:

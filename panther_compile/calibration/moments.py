@@ -14,6 +14,23 @@ RIDGE = 1e-4  # of the mean power, added to both second moments: where there is 
 
 
 @dataclass(frozen=True, slots=True)
+class SkipMoments:
+    """Of s, what a layer's output is added to in the dense model, and of d = s - s', its change by sketching.
+
+    Attributes:
+        cross: E[d zᵀ] (O, I), float64, about the means if they are not zero.
+        mean: of d (O,); zeros where moments are taken about zero.
+        sample: some of the rows s, float32 (n, O).
+        sample_change: the rows d at the same places, less their mean.
+    """
+
+    cross: Tensor
+    mean: Tensor
+    sample: Tensor
+    sample_change: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Moments:
     """Of the inputs x of the dense layer and z of the sketched one, float64.
 
@@ -25,6 +42,7 @@ class Moments:
         rows: how many there were.
         sample_x: some of the rows x, float32 (n, I), less their mean.
         sample_z: the rows z at the same places.
+        skip: of what the layer's output is added to, if known.
     """
 
     cross: Tensor
@@ -34,6 +52,7 @@ class Moments:
     rows: int
     sample_x: Tensor
     sample_z: Tensor
+    skip: SkipMoments | None = None
 
 
 class MomentSums:
@@ -51,11 +70,18 @@ class MomentSums:
         self._sum_x = torch.zeros(features, dtype=dtype, device=device)
         self._sum_z = torch.zeros_like(self._sum_x)
         self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
-        self._samples: list[tuple[Tensor, Tensor]] = []
+        self._samples: list[tuple[Tensor, ...]] = []
+        self._change: tuple[Tensor, ...] = ()  # sums of d zᵀ and of d
         self.rows = 0
 
-    def add(self, x: Tensor, z: Tensor) -> None:
-        """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor."""
+    def add(self, x: Tensor, z: Tensor, skips: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor.
+
+        Args:
+            x: in the dense model.
+            z: in the sketched one.
+            skips: rows s and s' (N, O), see `SkipMoments`; given always or never.
+        """
         same = x is z
         x, z = thinned(x).float(), thinned(z).float()
         if self._about is None:
@@ -70,9 +96,31 @@ class MomentSums:
         self._sum_x += x.sum(0)
         self._sum_z += z.sum(0)
         self.rows += len(x)
-        self._samples.append((thinned(x, SAMPLE // 8), thinned(z, SAMPLE // 8)))
+        rows = [x, z]
+        if skips is not None:
+            skip = thinned(skips[0]).float()
+            change = skip - thinned(skips[1]).float()
+            sums = change.T @ z, change.sum(0)
+            self._change = (
+                tuple(a + b for a, b in zip(self._change, sums, strict=True)) if self._change else sums
+            )
+            rows += [skip, change]
+        self._samples.append(tuple(thinned(one, SAMPLE // 8) for one in rows))
         if len(self._samples) == 2 * _KEPT:
             self._samples = self._samples[::2]
+
+    def _skip_moments(self, shift_z: Tensor, mean_z: Tensor, centred: bool) -> SkipMoments | None:
+        if not self._change:
+            return None
+        cross, mean = (total.double() / max(1, self.rows) for total in self._change)
+        cross -= torch.outer(mean, shift_z)
+        if not centred:
+            cross += torch.outer(mean, mean_z)
+            mean = torch.zeros_like(mean)
+        sample, change = (
+            thinned(torch.cat(rows), SAMPLE) for rows in list(zip(*self._samples, strict=True))[2:]
+        )
+        return SkipMoments(cross, mean, sample, change - mean.float())
 
     def moments(self, *, centred: bool) -> Moments:
         """Of what was added; about the means for a layer with a bias, which makes up for them."""
@@ -85,6 +133,7 @@ class MomentSums:
         cross -= torch.outer(shift_x, shift_z)
         square -= torch.outer(shift_z, shift_z)
         mean_x, mean_z = self._about[0] + shift_x, self._about[1] + shift_z
+        skip = self._skip_moments(shift_z, mean_z, centred)
         if not centred:
             cross += torch.outer(mean_x, mean_z)
             square += torch.outer(mean_z, mean_z)
@@ -92,10 +141,10 @@ class MomentSums:
         ridge = rounding + RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
         square.diagonal().add_(ridge)
         cross.diagonal().add_(ridge)
-        some_x, some_z = (torch.cat(rows) for rows in zip(*self._samples, strict=True))
+        some_x, some_z = (torch.cat(rows) for rows in list(zip(*self._samples, strict=True))[:2])
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)
-        return Moments(cross, square, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float())
+        return Moments(cross, square, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float(), skip)
 
 
 def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:

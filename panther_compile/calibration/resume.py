@@ -31,9 +31,9 @@ from panther_compile.layers import LAYER_TYPES
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.records import Fitted, SketchPlan
 
-FORMAT = "panther_compile.calibration 1"
+FORMAT = "panther_compile.calibration 2"
 MANIFEST = "calibration.json"
-_NUMBERS = ("sensitivity", "power", "reached")
+_PLAIN = ("sensitivity", "power", "reached", "shared")  # numbers and names
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "include", "exclude", "inplace", "progress", "refine")
 
@@ -101,7 +101,7 @@ class Folder:
         }
         for name, parts in study.factors.items():
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
-        self._write_tensors("study.safetensors", tensors, {kind: getattr(study, kind) for kind in _NUMBERS})
+        self._write_tensors("study.safetensors", tensors, {kind: getattr(study, kind) for kind in _PLAIN})
 
     def tried(self, plans: Sequence[SketchPlan]) -> dict[str, float] | None:
         """How the allocations of these plans did, None if it is not kept."""
@@ -242,7 +242,11 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _key(*plans: SketchPlan) -> str:
     """Of what the plans do, not of how they came about."""
     done = [
-        [(line.name, line.choice.scheme, line.choice.ranks) for line in plan.sketched if line.choice]
+        [
+            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing)
+            for line in plan.sketched
+            if line.choice
+        ]
         for plan in plans
     ]
     return hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]

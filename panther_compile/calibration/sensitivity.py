@@ -1,16 +1,16 @@
 """What an error at a layer's output does to the result of the model: G = E[g gᵀ].
 
 g is the gradient of the model's result at the layer's output. Without labels or a loss, a random projection
-of the result stands in: for logits the loss against labels drawn from the model itself (G is then the Fisher
-matrix, the curvature of the Kullback-Leibler divergence to the dense model), for other results Σ n t / |t|
-with n standard normal (the curvature of their relative squared distance).
+of the result t stands in, n being standard normal. For logits it is Σ F^½ n t, where F = diag p - p pᵀ is the
+curvature of the Kullback-Leibler divergence to the probabilities p: G is then the Fisher matrix. (Labels
+drawn from p have the same mean, but where the model is sure of itself nearly all draws say nothing.) For
+other results it is Σ n t / |t|, the curvature of their relative squared distance.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
 from panther_compile.calibration.watched import Watched
 
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
-_BATCHES = 0.25  # of the data
+_BATCHES = 0.5  # of the data
 _PROJECTIONS = 2
 
 
@@ -39,7 +39,7 @@ def output_gradients(
         model: a copy of the dense model that holds the stand-ins.
         watched: the stand-ins.
         channel_dims: which dimension of a layer's output is O.
-        calls: the data; a quarter of it is used.
+        calls: the data; half of it is used.
         seed: of the projections.
         logits: see `outputs.distance`.
         progress: whether to show a bar.
@@ -99,13 +99,12 @@ def _projected(
         if not tensor.requires_grad:
             continue
         rows = kept_rows(tensor.float(), kept)
+        noise = torch.randn(rows.shape, generator=generator).to(rows.device)
         if name == LOGITS if logits is None else logits:
-            with torch.no_grad():
-                chances = rows.softmax(-1).cpu()
-                labels = torch.multinomial(chances, 1, generator=generator).to(rows.device)
-            part = F.nll_loss(rows.log_softmax(-1), labels[:, 0], reduction="sum")
+            chances = rows.detach().softmax(-1)
+            noise = noise * chances.sqrt()
+            part = (rows * (noise - chances * noise.sum(-1, keepdim=True))).sum()
         else:
-            noise = torch.randn(rows.shape, generator=generator).to(rows.device)
             part = (rows * noise).sum() / rows.detach().square().mean().clamp_min(1e-30).sqrt()
         total = part if total is None else total + part
     return total

@@ -1,7 +1,7 @@
 """What the dense model shows of its layers on the data: whitened spectra, and what errors would do."""
 
 # O out_features, I in_features
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.lockstep import Side
 from panther_compile.calibration.moments import MomentSums
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
+from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack, stack_name
 from panther_compile.calibration.targets import Target
-from panther_compile.calibration.whiten import best_low_rank, term_sizes
+from panther_compile.calibration.watched import Side
+from panther_compile.calibration.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.errors import DataError
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
@@ -22,7 +23,7 @@ LARGEST_GRADIENT = 8192  # output features, above which errors count alike
 
 @dataclass(frozen=True)
 class Study:
-    """What one pass over the data shows, by the name of the unit.
+    """What one pass over the data shows, by the name of the unit, or of the stack of several.
 
     Attributes:
         values: singular values of G^½ W R, float64, descending; of matrices.
@@ -32,6 +33,7 @@ class Study:
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         reached: units that the data reaches, and with how many rows.
+        shared: for each group of layers of one input, the sets of them that may share an input factor.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -40,6 +42,18 @@ class Study:
     sensitivity: dict[str, float] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
+    shared: list[list[Sequence[str]]] = field(default_factory=list)
+
+    def stack(self, targets: Iterable[Target]) -> Stack | None:
+        """The stack of some layers, None if gradients tell only of some what their errors do."""
+        weights, metrics = [], []
+        for target in targets:
+            weights.append(target.weight_and_bias()[0])
+            known = target.name in self.weights
+            scale = self.sensitivity[target.name] if known else 0.0
+            metrics.append(scale * self.weights[target.name].double() if known else None)
+        mixed = any(one is None for one in metrics) and any(one is not None for one in metrics)
+        return None if mixed else Stack.of(weights, metrics)
 
 
 def study_layers(
@@ -65,7 +79,7 @@ def study_layers(
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
     study = Study()
-    small = {name: one for name, one in side.watched.items() if _outputs(targets[name]) <= LARGEST_GRADIENT}
+    small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
     gradients = output_gradients(
         side.model,
         small,
@@ -78,25 +92,48 @@ def study_layers(
     for name, square in gradients.items():
         outer, study.sensitivity[name] = weight_of_errors(square)
         study.weights[name] = outer.float().contiguous()
-    held = 0
     for group in _groups(targets):
-        for name, sums in _moments(side, group, calls, study, progress):
+        inputs = InputGroups()
+        known: dict[str, MomentSums] = {}
+        for name, sums in _moments(side, group, calls, study, inputs, progress):
+            known[name] = sums
             weight, bias = targets[name].weight_and_bias()
             dense = weight.detach().double()
             moments = sums.moments(centred=bias is not None)
             gradient = study.weights[name].double() if name in study.weights else None
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
             study.values[name] = term_sizes(left, right, moments.square, gradient)
-            held += 4 * (left.numel() + right.numel())
-            if held <= MAX_BYTES:
-                # Contiguous, as they are when read from a file: products then round alike.
-                parts = (left.float(), right.float(), moments.mean_x.float())
-                study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
+            _keep_factors(study, name, left, right, moments.mean_x)
+        for sets in inputs.found(group):
+            _study_stacks(study, targets, sets, known[sets[0][0]])
     return study
 
 
-def _outputs(target: Target) -> int:
-    return int(target.weight_and_bias()[0].shape[0])
+def _study_stacks(
+    study: Study, targets: Mapping[str, Target], sets: Sequence[Sequence[str]], sums: MomentSums
+) -> None:
+    """Add what the stacks of layers of one input are like."""
+    moments = sums.moments(centred=targets[sets[0][0]].weight_and_bias()[1] is not None)
+    root = root_of(moments.square)
+    told: list[Sequence[str]] = []
+    for names in sets:
+        stack, key = study.stack(targets[name] for name in names), stack_name(names)
+        if stack is not None:
+            left, right = best_of_stack(stack, moments, root)
+            study.values[key] = term_sizes(left, right, moments.square, None)
+            _keep_factors(study, key, torch.cat(stack.parts(left)), right, moments.mean_x)
+            told.append(names)
+    if told:
+        study.shared.append(told)
+
+
+def _keep_factors(study: Study, name: str, left: Tensor, right: Tensor, mean: Tensor) -> None:
+    """Keep them while there is room."""
+    held = sum(4 * (kept[0].numel() + kept[1].numel()) for kept in study.factors.values())
+    if held + 4 * (left.numel() + right.numel()) <= MAX_BYTES:
+        # Contiguous, as they are when read from a file: products then round alike.
+        parts = (left.float(), right.float(), mean.float())
+        study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
 
 
 def _groups(targets: Mapping[str, Target]) -> Iterator[dict[str, Target]]:
@@ -115,7 +152,12 @@ def _groups(targets: Mapping[str, Target]) -> Iterator[dict[str, Target]]:
 
 
 def _moments(
-    side: Side, targets: Mapping[str, Target], calls: Sequence[Call], study: Study, progress: bool
+    side: Side,
+    targets: Mapping[str, Target],
+    calls: Sequence[Call],
+    study: Study,
+    inputs: InputGroups,
+    progress: bool,
 ) -> Iterator[tuple[str, MomentSums]]:
     """Second moments of the inputs of matrices; layers that are given the same tensor share them."""
     sums: dict[str, MomentSums] = {}
@@ -135,6 +177,7 @@ def _moments(
             if not bool(torch.isfinite(rows).all()):
                 raise DataError(f"batch {place} of the data: NaN or Inf reaches {name or 'the model'}")
             study.reached[name] = study.reached.get(name, 0) + len(rows)
+            inputs.see(place, name, x)
             if not targets[name].is_matrix:
                 return
             first, _ = seen.setdefault(id(x), (name, x))

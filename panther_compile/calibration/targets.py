@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from panther_compile.calibration.fit_conv2d import channel_rows
-from panther_compile.calibration.lockstep import Side
 from panther_compile.calibration.outputs import kept_rows
-from panther_compile.calibration.watched import Watched, copy_sharing
+from panther_compile.calibration.watched import Side, Watched, copy_sharing
 from panther_compile.layers.attention import (
     PROJECTIONS,
     SketchedMultiheadAttention,
@@ -39,6 +38,11 @@ class Target:
         """Whether its weight is a matrix: a linear layer, or a 1 x 1 convolution without groups."""
         layer = self.layer
         return not isinstance(layer, nn.Conv2d) or (layer.kernel_size == (1, 1) and layer.groups == 1)
+
+    @property
+    def outputs(self) -> int:
+        """Output features, O."""
+        return len(self.weight_and_bias()[0])
 
     @property
     def channel_dim(self) -> int:

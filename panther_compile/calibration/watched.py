@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigTypeError
-from panther_compile.substitute import held_tensors
+from panther_compile.substitute import copied, held_tensors
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor], Tensor]
@@ -46,6 +46,14 @@ class Watched(nn.Module):
         return out if self.on_output is None else self.on_output(self.watched_name, out)
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A copy of the model, and the stand-ins that it holds."""
+
+    model: nn.Module
+    watched: Mapping[str, Watched]
+
+
 def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of the module tree in eval mode that shares every tensor, with modules replaced.
 
@@ -54,11 +62,4 @@ def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Mod
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in held_tensors(model)}
     memo |= {id(old): replacement for old, replacement in new.items()}
-    try:
-        clone: nn.Module = copy.deepcopy(model, memo)
-    # Whatever the model holds copies itself in its own way, and may raise anything.
-    except Exception as error:
-        raise ConfigTypeError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), which data= needs"
-        ) from error
-    return clone.eval()
+    return copied(lambda given: copy.deepcopy(given, memo), model, ", which data= needs").eval()

@@ -6,9 +6,10 @@ For inputs x of the dense layer, z of the sketched one, and G the weight of erro
 
 With S = E[z zᵀ] = R Rᵀ and C = E[x zᵀ] the solution is W' = G^-½ [ G^½ W C R^-T ]ᵣ R⁻¹. On the input side
 this is objective 4 of AA-SVD (anchored, asymmetric), and SVD-LLM where x = z; G, a Kronecker-factored
-Fisher matrix as in K-FAC (Martens and Grosse, 2015), is the output side. The square roots are never needed
-on the larger side: with M = G^½ W C R^-T, either Vᵣ of Mᵀ M gives W' = (W C R^-T Vᵣ)(Vᵣᵀ R⁻¹), or Uᵣ of
-M Mᵀ gives W' = (G^-½ Uᵣ)(Uᵣᵀ G^½ W C S⁻¹).
+Fisher matrix as in K-FAC (Martens and Grosse, 2015), is the output side. Where the layer's output is added to
+s, and s is off by d = s - s' in the sketched model, W x + d is wanted in place of W x: W C + E[d zᵀ] stands
+for W C. The square roots are never needed on the larger side: with M = G^½ W C R^-T, either Vᵣ of Mᵀ M gives
+W' = (W C R^-T Vᵣ)(Vᵣᵀ R⁻¹), or Uᵣ of M Mᵀ gives W' = (G^-½ Uᵣ)(Uᵣᵀ G^½ W C S⁻¹).
 """
 
 # O out_features, I in_features, R rank
@@ -48,7 +49,7 @@ def best_low_rank(
         gradient: G, float64 `(O, O)`, or None for the identity.
         rank: r.
     """
-    anchored = weight @ moments.cross  # W C (O, I)
+    anchored = anchored_product(weight, moments)
     if weight.shape[0] <= weight.shape[1]:
         solved = solve(moments.square, anchored.T).T  # W C S⁻¹
         core = solved @ anchored.T  # M Mᵀ = G^½ (W C S⁻¹ Cᵀ Wᵀ) G^½
@@ -64,6 +65,12 @@ def best_low_rank(
     core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
     return whitened @ vectors, vectors.T @ root.inverse
+
+
+def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
+    """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + d."""
+    product = weight @ moments.cross
+    return product if moments.skip is None else product + moments.skip.cross
 
 
 def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
@@ -93,6 +100,8 @@ def output_error(
 ) -> float:
     """‖G^½ (W x - W' z)‖ over ‖G^½ W x‖ on the rows that `moments` keeps; the means are not counted.
 
+    Where the output is added to s, the error of the sum: ‖G^½ (W x + s - W' z - s')‖ over ‖G^½ (W x + s)‖.
+
     Args:
         weight: W, `(O, I)`.
         left: `(O, r)`, a factor of W'.
@@ -102,6 +111,8 @@ def output_error(
     """
     wanted = moments.sample_x @ weight.float().T
     lost = wanted - (moments.sample_z @ right.float().T) @ left.float().T
+    if moments.skip is not None:
+        wanted, lost = wanted + moments.skip.sample, lost + moments.skip.sample_change
     if gradient is None:
         size, rest = wanted.square().sum(), lost.square().sum()
     else:

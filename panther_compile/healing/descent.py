@@ -8,7 +8,7 @@ the weight that it makes (the metric of ScaledGD, Tong, Ma & Chi, JMLR 2021).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,15 @@ class Factor:
 def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
     """The factors and biases of sketched layers, shared ones once."""
     found: dict[int, Factor] = {}
+    layers = list(layers)
+    pivoted: dict[int, list[SketchedLayer]] = {}  # by the input factor, which several may share
+    for part in (part for layer in layers for part in layer.modules()):
+        if isinstance(part, SketchedLayer) and getattr(part, "scheme", None) == "pivoted":
+            pivoted.setdefault(id(part.down.weight), []).append(part)  # type: ignore[union-attr]
+    for parts in pivoted.values():
+        for factor in _pivoted_factors(parts):
+            found.setdefault(id(factor.parameter), factor)
     for layer in layers:
-        for part in layer.modules():
-            if isinstance(part, SketchedLayer) and getattr(part, "scheme", None) == "pivoted":
-                for factor in _pivoted_factors(part):
-                    found.setdefault(id(factor.parameter), factor)
         for parameter in layer.parameters():
             if parameter.is_floating_point():
                 found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
@@ -66,15 +70,17 @@ def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
     return [f if f.scale else Factor(f.parameter, usual, f.left, f.right) for f in found.values()]
 
 
-def _pivoted_factors(layer: SketchedLayer) -> tuple[Factor, Factor]:
-    up: nn.Parameter = layer.up.weight  # type: ignore[assignment, union-attr]
-    down: nn.Parameter = layer.down.weight  # type: ignore[assignment, union-attr]
-    left, right = from_pivoted(up.flatten(1).double(), down.flatten(1).double(), 0)
-    size = float(torch.linalg.norm(left @ right))
-    return (
-        Factor(down, size / down.numel() ** 0.5, left=_inverse_root(left.T @ left)),
-        Factor(up, size / up.numel() ** 0.5, right=_inverse_root(right @ right.T)),
-    )
+def _pivoted_factors(layers: Sequence[SketchedLayer]) -> Iterator[Factor]:
+    """Of layers with one input factor, which changes the weights of all."""
+    down: nn.Parameter = layers[0].down.weight  # type: ignore[assignment, union-attr]
+    ups: dict[int, nn.Parameter] = {id(layer.up.weight): layer.up.weight for layer in layers}  # type: ignore[misc, union-attr]
+    stack = torch.cat([up.flatten(1).double() for up in ups.values()])
+    _, right = from_pivoted(stack, down.flatten(1).double(), 0)
+    size = float(torch.linalg.norm(stack @ right))
+    yield Factor(down, size / down.numel() ** 0.5, left=_inverse_root(stack.T @ stack))
+    for up in ups.values():
+        size = float(torch.linalg.norm(up.flatten(1).double() @ right))
+        yield Factor(up, size / up.numel() ** 0.5, right=_inverse_root(right @ right.T))
 
 
 def _inverse_root(metric: Tensor) -> Tensor:

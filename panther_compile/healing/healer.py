@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -26,13 +26,15 @@ from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
 from panther_compile.layers.base import outermost
-from panther_compile.records import keep_attribute
+from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
 from panther_compile.substitute import copy_with
+from panther_compile.surroundings import undisturbed
 
 Model = TypeVar("Model", bound=nn.Module)
 
 METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
+_NOTE = "healed since, the errors are those before"
 _EVALUATIONS = 10  # of the held-out batches, while healing
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
@@ -44,7 +46,7 @@ def heal(
     data: Data,
     steps: int = 200,
     method: str = "kl",
-    lr: float = 2e-3,
+    lr: float = 5e-3,
     output: str = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
@@ -56,7 +58,8 @@ def heal(
 
     No labels are used. Both models run in eval mode, so without dropout; on a GPU float32 models run under
     bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
-    that is kept, the one given if no other does better. `heal_report(model)` tells what came of it.
+    that is kept, the one given if no other does better, and a block of it that does better as it was before
+    is put back. `heal_report(model)` tells what came of it.
 
     Args:
         small: a model with sketched layers.
@@ -112,6 +115,8 @@ def heal(
         )
         report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
     keep_attribute(result, HEALING_ATTRIBUTE, report)
+    if not report.reverted:
+        _note(result)
     return result  # type: ignore[return-value]
 
 
@@ -137,7 +142,8 @@ class _Healer:
             raise HealingError(f"the loss at {bad} is {float(before[bad])} before the first step")
         factors = factors_of(outermost(self.match.small))
         parameters = [factor.parameter for factor in factors]
-        kept = [parameter.detach().clone() for parameter in parameters]
+        start = kept = [parameter.detach().clone() for parameter in parameters]
+        reverted: list[str] = []
         descent = Descent(factors, self.lr, self.steps)
         places = self._places()
         every = max(1, self.steps // _EVALUATIONS)
@@ -167,11 +173,16 @@ class _Healer:
                 elif worse == _PATIENCE:
                     stopped = f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
                     break
+            for name, inside in self._blocks(parameters) if kept_step else ():
+                trial = [a if one else b for a, b, one in zip(start, kept, inside, strict=True)]
+                _restore(parameters, trial)
+                found = self._judge()
+                if self._objective(found) < best:
+                    best, after, kept = self._objective(found), found, trial
+                    reverted.append(name)
         finally:
             bar.close()
-            with torch.no_grad():
-                for parameter, values in zip(parameters, kept, strict=True):
-                    parameter.copy_(values)
+            _restore(parameters, kept)
         return HealReport(
             before={name: float(loss) for name, loss in before.items()},
             after={name: float(loss) for name, loss in after.items()},
@@ -179,7 +190,14 @@ class _Healer:
             kept_step=kept_step,
             stopped=stopped,
             batches=(len(self.trained_on), len(self.judged_by)),
+            blocks_reverted=tuple(reverted),
         )
+
+    def _blocks(self, parameters: Sequence[Tensor]) -> Iterator[tuple[str, list[bool]]]:
+        """Of each landmark its name, and which of the parameters are its own."""
+        for name in self.match.landmarks:
+            own = {id(parameter) for parameter in self.match.small.get_submodule(name).parameters()}
+            yield name, [id(parameter) in own for parameter in parameters]
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states count as much as the result; where there are none, the result alone."""
@@ -205,6 +223,23 @@ class _Healer:
         """The batches to train on, all of them in a new order each time round."""
         while True:
             yield from self.order.sample(self.trained_on, len(self.trained_on))
+
+
+def _note(model: nn.Module) -> None:
+    """Say in the record of the sketch that the errors there are those of before."""
+    record: SketchRecord | None = vars(model).get(RECORD_ATTRIBUTE)
+    if record is not None:
+        fitted = {
+            name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, _NOTE)))))
+            for name, one in record.fitted.items()
+        }
+        keep_record(model, replace(record, fitted=fitted))
+
+
+@torch.no_grad()
+def _restore(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def _check_options(
@@ -275,17 +310,8 @@ def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
     """Eval mode, gradients for the factors of the first model alone; everything is put back afterwards."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state = random.getstate()
     fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.callback(random.setstate, state)
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with undisturbed(grad=True), ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # it leaves out modules, and packs what is padded
         for module, mode in modes:

@@ -22,6 +22,7 @@ class HealReport:
             what was kept.
         stopped: why healing ended.
         batches: trained on, and held out.
+        blocks_reverted: landmarks whose layers are as they were, as the model does better with them so.
     """
 
     before: dict[str, float]
@@ -30,6 +31,7 @@ class HealReport:
     kept_step: int
     stopped: str
     batches: tuple[int, int]
+    blocks_reverted: tuple[str, ...] = ()
 
     @property
     def reverted(self) -> bool:
@@ -44,6 +46,7 @@ class HealReport:
             "no step improved on the start: nothing was changed"
             if self.reverted
             else f"kept: the state after step {self.kept_step}",
+            *(f"{name}: got worse, as it was before" for name in self.blocks_reverted),
         )
         columns = (("held-out loss at", "left"), ("before", "right"), ("after", "right"))
         return render_table("Healing", columns, rows, footer)

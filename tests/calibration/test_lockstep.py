@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from panther_compile.calibration.batches import Call
-from panther_compile.calibration.lockstep import Side, fit_in_lockstep
-from panther_compile.calibration.watched import Watched, copy_sharing
+from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.watched import Side, Watched, copy_sharing
 
 
 class Branches(nn.Module):
@@ -59,7 +59,7 @@ def test_order_inputs_and_result():
         came[name] = arrivals
         return doubled(model.get_submodule(name))
 
-    order = fit_in_lockstep(dense, sketched, [Call((x,), {}) for x in batches], fit, progress=False)
+    order = fit_in_lockstep(dense, sketched, [Call((x,), {}) for x in batches], fit, skips={}, progress=False)
     assert order == ["first", "sometimes", "last"] or order == ["first", "last", "sometimes"]
     assert [arrival.batch for arrival in came["first"]] == [0, 1, 2]
     assert [arrival.batch for arrival in came["sometimes"]] == [0, 2]
@@ -91,6 +91,7 @@ def test_layer_that_is_called_twice_is_fitted_once():
         sketched,
         [Call((torch.randn(2, 4),), {})],
         lambda name, arrivals: calls.append(name) or doubled(model.fc),
+        skips={},
         progress=False,
     )
     assert calls == ["fc"]
@@ -113,7 +114,9 @@ def test_what_the_model_raises_is_raised_and_no_thread_stays():
     before = threading.active_count()
     calls = [Call((torch.ones(2, 4),), {}), Call((100 * torch.ones(2, 4),), {})]
     with pytest.raises(RuntimeError, match="too large"):
-        fit_in_lockstep(dense, sketched, calls, lambda name, arrivals: doubled(model.fc), progress=False)
+        fit_in_lockstep(
+            dense, sketched, calls, lambda name, arrivals: doubled(model.fc), skips={}, progress=False
+        )
     assert threading.active_count() == before
 
 
@@ -126,5 +129,5 @@ def test_fit_that_raises_leaves_no_thread():
         raise KeyError(name)
 
     with pytest.raises(KeyError):
-        fit_in_lockstep(dense, sketched, [Call((torch.ones(2, 4),), {})], fit, progress=False)
+        fit_in_lockstep(dense, sketched, [Call((torch.ones(2, 4),), {})], fit, skips={}, progress=False)
     assert threading.active_count() == before

@@ -1,0 +1,154 @@
+"""Where the output of a layer is added to what went around it.
+
+    s ──┬──► norm ──► ... ──► layer ──y──► + ──► v = y + s
+        └──────────────────────────────────┘
+
+In the sketched model s carries the errors of all layers before. A layer whose output is added to it can make
+up for the part of them that shows in its own input: it is fitted to W x + (s - s') instead of W x, s' being
+what goes around it in the sketched model.
+
+Found by looking, whatever the model's code is: y, s and v pass in or out of modules, and y + s
+is v to the bit.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.watched import Side, Watched
+from panther_compile.layers.attention import SketchedMultiheadAttention
+
+_CANDIDATES = 16  # of the tensors seen before a layer, that it may be added to
+_LOOKS = 6  # at tensors seen after it, that may be the sum
+_PROBE = 64  # numbers compared before all are
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What passes into a module ("in", its first tensor) or out of it ("out")."""
+
+    module: str
+    kind: str
+
+
+Skips = Mapping[str, Passage]
+"""By the name of a layer, where what its output is added to was last seen when the layer is reached."""
+
+Seen = Callable[[Passage, Tensor], None]
+
+
+def observe(model: nn.Module, passages: set[Passage], seen: Seen) -> AbstractContextManager[object]:
+    """While the context is open, tell of every tensor at these passages.
+
+    Args:
+        model: that is run.
+        passages: of its modules.
+        seen: called with each, in the order of the run.
+    """
+    stack = ExitStack()
+    for passage in passages:
+        module = model.get_submodule(passage.module)
+        if passage.kind == "in":
+
+            def enter(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: Passage = passage
+            ) -> None:
+                _tell(seen, at, (*args, *kwargs.values()))
+
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        else:
+
+            def leave(_: nn.Module, args: object, out: object, at: Passage = passage) -> None:
+                _tell(seen, at, out if isinstance(out, tuple | list) else (out,))
+
+            stack.callback(module.register_forward_hook(leave).remove)
+    return stack
+
+
+def find_skips(side: Side, call: Call) -> dict[str, Passage]:
+    """The layers of a watched model whose output is added to a tensor, and where that is seen.
+
+    Args:
+        side: the dense model, watched; runs once.
+        call: one batch.
+    """
+    recent: dict[int, tuple[Passage, Tensor]] = {}  # holds the tensors, so that no address is used again
+    entered: dict[str, list[tuple[Passage, Tensor]]] = {}
+    pending: dict[str, _Pending] = {}
+    found: dict[str, Passage] = {}
+
+    def see(passage: Passage, tensor: Tensor) -> None:
+        if id(tensor) not in recent:
+            for name, one in list(pending.items()):
+                source = one.source_of(tensor)
+                if source is not None:
+                    found[name] = source
+                if source is not None or one.looks == 0:
+                    del pending[name]
+        recent.pop(id(tensor), None)
+        recent[id(tensor)] = passage, tensor
+
+    def enter(name: str, _: Tensor) -> None:
+        entered.setdefault(name, list(recent.values())[::-1])
+
+    def leave(name: str, out: Tensor) -> Tensor:
+        if name in entered:
+            alike = [(at, s) for at, s in entered[name] if s.shape == out.shape and s.dtype == out.dtype]
+            if name not in found and name not in pending and alike:
+                pending[name] = _Pending(out, alike[:_CANDIDATES], _LOOKS)
+            entered[name] = []
+        return out
+
+    for watched in side.watched.values():
+        watched.on_input, watched.on_output = enter, leave
+    try:
+        with observe(side.model, _passages(side.model), see), torch.no_grad():
+            call.run(side.model)
+    finally:
+        for watched in side.watched.values():
+            watched.on_input = watched.on_output = None
+    return found
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The output of a layer, the tensors that it may be added to, and how often the sum is looked for."""
+
+    out: Tensor
+    candidates: list[tuple[Passage, Tensor]]
+    looks: int
+
+    def source_of(self, total: Tensor) -> Passage | None:
+        if total is self.out or total.shape != self.out.shape or total.dtype != self.out.dtype:
+            return None
+        self.looks -= 1
+        probe = slice(0, _PROBE)
+        out, wanted = self.out.flatten()[probe], total.flatten()[probe]
+        for passage, source in self.candidates:
+            if torch.equal(out + source.flatten()[probe], wanted) and torch.equal(self.out + source, total):
+                return passage
+        return None
+
+
+def _passages(model: nn.Module) -> set[Passage]:
+    """Of all modules but the parts of stand-ins and of attentions, which not every copy of a model has."""
+    hidden = {
+        part
+        for module in model.modules()
+        if isinstance(module, Watched | SketchedMultiheadAttention)
+        for part in module.modules()
+        if part is not module
+    }
+    names = {name for name, module in model.named_modules() if module not in hidden}
+    return {Passage(name, kind) for name in names for kind in ("in", "out")}
+
+
+def _tell(seen: Seen, passage: Passage, values: tuple[Any, ...] | list[Any]) -> None:
+    tensor = next((value for value in values if isinstance(value, Tensor)), None)
+    if tensor is not None:
+        seen(passage, tensor)

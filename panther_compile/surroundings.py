@@ -1,0 +1,29 @@
+"""Work the same wherever the caller stands, and leave everything there as it was."""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+@contextmanager
+def undisturbed(*, grad: bool = False) -> Iterator[None]:
+    """Put the global generators back afterwards; within, the caller's autograd, autocast and device are off.
+
+    Args:
+        grad: whether gradients are recorded within.
+    """
+    state = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
