@@ -28,24 +28,16 @@ from peers.job import Job, NotDefinedError
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.errors import ConfigTypeError
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = (0.75, 0.5, 0.35, 0.25)
 TOLERANCE = 0.01
-# The keyword arguments of `sketchify`; without `data` the first, with it the others.
-OURS: dict[str, dict[str, Any]] = {
-    "ours-free": {},
-    "ours": {"refine": "none"},
-    "ours-block": {"refine": "block"},
-    "ours-kl": {"refine": "kl"},
-}
-TITLES = {
+OURS = {
     "ours-free": "**ours, data-free**",
     "ours": "**ours, closed form**",
-    "ours-block": "**ours, healed (block)**",
-    "ours-kl": "**ours, healed (kl)**",
-} | {name: peer.title for name, peer in PEERS.items()}
+    "ours-healed": "**ours, healed**",
+}
+TITLES = OURS | {name: peer.title for name, peer in PEERS.items()}
 CALIBRATED = {*OURS, *PEERS} - {"ours-free"} - {n for n, peer in PEERS.items() if not peer.calibrated}
 
 
@@ -66,7 +58,7 @@ def replaced_layers(subject: Subject, ratios: Sequence[float]) -> tuple[tuple[st
     return names.pop(), plans[0].dense_numbers
 
 
-def compress(job: Job, subject: Subject, method: str, ratio: float) -> nn.Module:
+def compress(job: Job, subject: Subject, method: str, domain: str, ratio: float) -> nn.Module:
     """One method at one ratio.
 
     Raises:
@@ -74,16 +66,15 @@ def compress(job: Job, subject: Subject, method: str, ratio: float) -> nn.Module
     """
     if method in PEERS:
         return PEERS[method].compress(job, ratio)
-    options = dict(subject.options) | {"progress": False, "seed": job.seed} | OURS[method]
-    if method in CALIBRATED:
-        options["data"] = list(job.batches)
-        options["output"] = "logits" if subject.outputs == "classes" else "features"
-    try:
-        return pc.sketchify(job.model, ratio, **options)
-    except ConfigTypeError as error:
-        if str(error).startswith("unknown option"):
-            raise NotDefinedError(f"not in this version: {str(error).split(';')[0]}") from error
-        raise
+    options: dict[str, Any] = {"progress": False, "seed": job.seed}
+    if method == "ours-free":
+        return pc.sketchify(job.model, ratio, **subject.options, **options)
+    options["output"] = "logits" if subject.outputs == "classes" else "features"
+    small = pc.sketchify(job.model, ratio, data=list(job.batches), **subject.options, **options)
+    if method == "ours":
+        return small
+    more = subject.healing(domain, job.seed)
+    return pc.heal(small, teacher=job.model, data=more, steps=subject.heal_steps, inplace=True, **options)
 
 
 def achieved_ratio(small: nn.Module, job: Job, replaced: int) -> float:
@@ -113,6 +104,7 @@ def measure(name: str, options: argparse.Namespace, store: Store) -> None:
             "layers": len(names),
             "replaced": replaced,
             "numbers": count_numbers(subject.model),
+            "healing": f"{subject.heal_steps} steps on {subject.healed_on}",
             "in": subject.in_domain,
             "off": subject.off_domain,
         },
@@ -135,7 +127,7 @@ def _measure_one(key: Result, job: Job, subject: Subject, replaced: int, store: 
     where = f"{key.model:7} {key.method:14} {key.domain:4} {key.ratio:<5} seed {key.seed}"
     begin = time.perf_counter()
     try:
-        small = compress(job, subject, key.method, key.ratio)
+        small = compress(job, subject, key.method, key.domain, key.ratio)
     except NotDefinedError as error:
         print(f"{where}  skipped: {error}", flush=True)
         return

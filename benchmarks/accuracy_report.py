@@ -119,7 +119,7 @@ def _section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, st
     yield (
         f"{description['layers']} layers replaced, {description['replaced']:,} of {description['numbers']:,} "
         f"numbers. Dense: {dense}. Calibration in domain: {description['in']}; off domain: "
-        f"{description['off']}. Cells: {arrows}"
+        f"{description['off']}; healing: {description['healing']}. Cells: {arrows}"
         + (f"; mean ± standard deviation of {seeds} draws of calibration data." if seeds > 1 else ".")
     )
     yield ""

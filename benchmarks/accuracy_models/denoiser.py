@@ -12,7 +12,7 @@ from accuracy_models.photos import patches
 from accuracy_models.subject import Subject
 
 SIZE, NOISE, BATCH, STEPS, RATE = 32, 0.15, 16, 500, 2e-3
-CALIBRATION_PATCHES, EVALUATION_PATCHES = 64, 128
+CALIBRATION_PATCHES, EVALUATION_PATCHES, HEAL_STEPS = 64, 128, 200
 
 
 def _double(inputs: int, outputs: int) -> nn.Sequential:
@@ -101,6 +101,9 @@ def unet(cache: Path, quick: bool) -> Subject:
         calibration=calibration,
         in_domain=f"{count} noisy patches of the training part",
         off_domain=f"{count} noisy digits",
+        healing=calibration,
+        healed_on="the same",
+        heal_steps=20 if quick else HEAL_STEPS,
         evaluate=lambda small: {"PSNR": psnr(small, noisy, clean)},
         metrics={"PSNR": True},
         outputs="values",

@@ -18,7 +18,7 @@ from accuracy_models.photos import grey_patches
 from accuracy_models.subject import Subject, classify
 
 SIZE, CLASSES, BATCH = 16, 10, 64
-CALIBRATION_IMAGES = 256
+CALIBRATION_IMAGES, HEAL_STEPS = 256, 200
 
 
 class Residual(nn.Module):
@@ -153,6 +153,9 @@ def _subject(title: str, model: nn.Module, blocks: tuple[str, ...], quick: bool)
         calibration=calibration,
         in_domain=f"{count} training images",
         off_domain=f"{count} grey patches of two photographs",
+        healing=calibration,
+        healed_on="the same",
+        heal_steps=20 if quick else HEAL_STEPS,
         evaluate=evaluate,
         metrics={"accuracy": True, "KL": False},
         outputs="classes",

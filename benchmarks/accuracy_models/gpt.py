@@ -23,6 +23,7 @@ BATCH, STEPS, WARM_UP, RATE, MUON_RATE = 32, 600, 30, 4e-3, 0.02
 CODE_SHARE = 1 / 3
 HELD_OUT = 10  # one document in ten
 CALIBRATION_SEQUENCES, EVALUATION_SEQUENCES = 256, 256
+HEAL_SEQUENCES, HEAL_STEPS = 1024, 600
 
 
 class Attention(nn.Module):
@@ -211,6 +212,9 @@ def gpt(cache: Path, quick: bool) -> Subject:
         calibration=lambda domain, seed: calibration(texts, domain, seed, count),
         in_domain=f"{count} pieces of {CONTEXT} tokens of the documentation it was trained on",
         off_domain=f"{count} pieces of {CONTEXT} tokens of source code",
+        healing=lambda domain, seed: calibration(texts, domain, seed, count if quick else HEAL_SEQUENCES),
+        healed_on=f"{HEAL_SEQUENCES} such pieces, 32 at a time",
+        heal_steps=20 if quick else HEAL_STEPS,
         evaluate=evaluate,
         metrics={"over dense": False},
         outputs="classes",

@@ -16,6 +16,7 @@ from accuracy_models.subject import Subject
 from accuracy_models.texts import code_paragraphs, english_paragraphs
 
 TEXTS, BATCH, MAX_TOKENS = 256, 32, 128
+HEAL_TEXTS, HEAL_BATCH, HEAL_STEPS = 1024, 16, 500
 
 
 def model_directory() -> Path:
@@ -26,13 +27,15 @@ def model_directory() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[dict[str, Tensor]]:
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], size: int = BATCH
+) -> list[dict[str, Tensor]]:
     """Batches of texts of like length, so that little is padding."""
     texts = sorted(texts, key=len)
     options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
     return [
-        dict(tokenizer(texts[i : i + BATCH], return_tensors="pt", **options))
-        for i in range(0, len(texts), BATCH)
+        dict(tokenizer(texts[i : i + size], return_tensors="pt", **options))
+        for i in range(0, len(texts), size)
     ]
 
 
@@ -75,6 +78,11 @@ def minilm(cache: Path, quick: bool) -> Subject:
         start = seed * TEXTS % (len(pool) - TEXTS)
         return tokenized(tokenizer, pool[start : start + count])
 
+    def healing(domain: str, seed: int) -> list[dict[str, Tensor]]:
+        pool = english[TEXTS:] if domain == "in" else code_paragraphs()
+        start = seed * TEXTS % (len(pool) - HEAL_TEXTS)
+        return tokenized(tokenizer, pool[start : start + (count if quick else HEAL_TEXTS)], HEAL_BATCH)
+
     return Subject(
         title="all-MiniLM-L6-v2, sentence embeddings against those of the dense model",
         model=model,
@@ -82,6 +90,9 @@ def minilm(cache: Path, quick: bool) -> Subject:
         calibration=calibration,
         in_domain=f"{count} other paragraphs of Python's language reference",
         off_domain=f"{count} paragraphs of standard-library source code",
+        healing=healing,
+        healed_on=f"{HEAL_TEXTS} such paragraphs, {HEAL_BATCH} at a time",
+        heal_steps=20 if quick else HEAL_STEPS,
         evaluate=lambda small: compare(embed(small, evaluation), reference),
         metrics={"Spearman": True, "cosine": True, "neighbours": True},
         outputs="values",

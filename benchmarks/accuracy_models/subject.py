@@ -19,6 +19,9 @@ class Subject:
             if the model has no such chain.
         calibration: (domain, seed) to a list of batches of model inputs; the domain is "in" or "off".
         in_domain, off_domain: what they are, in words.
+        healing: the same for healing, where there may be more data.
+        healed_on: what that is, in words.
+        heal_steps: to heal for.
         evaluate: quality of a model on held-out data; never seen in calibration.
         metrics: what `evaluate` measures, the most telling one first, and whether higher is better.
         outputs: what the model computes: "classes" are logits with the classes last, "values" the rest.
@@ -31,6 +34,9 @@ class Subject:
     calibration: Callable[[str, int], list[Any]]
     in_domain: str
     off_domain: str
+    healing: Callable[[str, int], list[Any]]
+    healed_on: str
+    heal_steps: int
     evaluate: Callable[[nn.Module], dict[str, float]]
     metrics: Mapping[str, bool]
     outputs: str
