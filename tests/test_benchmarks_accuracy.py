@@ -305,6 +305,7 @@ def description() -> dict:
         "numbers": 120,
         "in": "this",
         "off": "that",
+        "healing": "200 steps on the same",
     }
 
 

@@ -46,7 +46,7 @@ from panther_compile.partition.sharding_sites import COLUMN, ROW, VOCABULARY, Si
 WHOLE, SHARDED, SEQUENCE = "whole", "sharded", "sequence"
 _UNITS_PER_SECOND = 10**12
 # Cuts of one move where one is not enough.
-_CUTS_OF_A_MOVE = 4
+_CUTS_OF_A_MOVE = 2
 
 
 @dataclass(frozen=True)

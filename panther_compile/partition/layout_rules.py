@@ -72,6 +72,20 @@ def derive_rule(node: fx.Node, source: fx.Node, layout: Layout, tp: int) -> Rule
     return rule if fits and (not has_shape(node) or rule.out.fits(shape(node), tp)) else None
 
 
+class KnownRules:
+    """The rules of a graph that does not change, each derived once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[fx.Node, fx.Node, Layout, int], Rule | None] = {}
+
+    def derive(self, node: fx.Node, source: fx.Node, layout: Layout, tp: int) -> Rule | None:
+        """See `derive_rule`."""
+        key = node, source, layout, tp
+        if key not in self._known:
+            self._known[key] = derive_rule(node, source, layout, tp)
+        return self._known[key]
+
+
 def local_arguments(node: fx.Node, out: Layout, tp: int) -> tuple[Any, ...]:
     """The node's arguments with sizes and offsets as one device needs them, for a result of that layout."""
     return _TABLE[_packet(node)][1](node, out, tp)

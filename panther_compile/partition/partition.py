@@ -26,6 +26,7 @@ from panther_compile.partition.flow_graph import (
 )
 from panther_compile.partition.hardware import Hardware, find_hardware, read_bytes
 from panther_compile.partition.label import Labelling, find_labelling
+from panther_compile.partition.layout_rules import KnownRules
 from panther_compile.partition.measure import Measured, measure_nodes
 from panther_compile.partition.mesh_search import Expectation, Outline, find_meshes
 from panther_compile.partition.observe import Observed, fold_shapes, observe, observe_backward
@@ -64,6 +65,7 @@ class Graphs:
     persistent: frozenset[str]
     flows: Mapping[str, FlowGraph]
     sequence_parallel: bool | str = "auto"
+    _known: KnownRules = field(default_factory=KnownRules)
     _lightened: dict[tuple[Ring, bool], tuple[FlowGraph, ...]] = field(default_factory=dict)
 
     def leanings(self, tp: int) -> tuple[bool, ...]:
@@ -97,6 +99,7 @@ class Graphs:
             whole,
             sequence=bool(self.sequence_parallel),
             byte_seconds=_LEAN * sum(one.seconds for one in work) / saved if lean and saved else 0.0,
+            known=self._known,
         )
         return problem, find_labelling(problem)
 

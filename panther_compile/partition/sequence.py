@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from panther_compile.partition.layout_rules import Rule, aten, derive_rule, has_shape, shape
+from panther_compile.partition.layout_rules import KnownRules, Rule, aten, has_shape, shape
 from panther_compile.partition.layouts import Layout
 from panther_compile.partition.sharding_sites import Site
 
@@ -45,6 +45,7 @@ def find_positions(
     inner: Collection[fx.Node],
     constants: Collection[fx.Node],
     tp: int,
+    known: KnownRules,
 ) -> Positions:
     """Follow the positions through a graph.
 
@@ -54,13 +55,14 @@ def find_positions(
         inner: the other nodes of layers that are more than one.
         constants: nodes that have nothing to do with the inputs.
         tp: number of devices.
+        known: rules of the graph.
     """
     found = Positions()
     for node in graph.nodes:
         if node in inner or node in constants or node.op not in ("placeholder", "call_function"):
             continue
         if node not in sites and node.op == "call_function":
-            _follow(found, node, tp)
+            _follow(found, node, tp, known)
             continue
         if not has_shape(node) or not node.meta["tensor"].is_floating_point():
             continue
@@ -72,7 +74,7 @@ def find_positions(
     return found
 
 
-def _follow(found: Positions, node: fx.Node, tp: int) -> None:
+def _follow(found: Positions, node: fx.Node, tp: int, known: KnownRules) -> None:
     """From operands to a result; a norm may be where positions are seen first."""
     sources = [operand for operand in node.all_input_nodes if operand in found.axes]
     packet = getattr(node.target, "overloadpacket", None)
@@ -85,7 +87,7 @@ def _follow(found: Positions, node: fx.Node, tp: int) -> None:
             found.axes[x] = layout
             sources = [x]
     for source in sources:
-        rule = derive_rule(node, source, found.axes[source], tp)
+        rule = known.derive(node, source, found.axes[source], tp)
         if rule is not None:
             found.rules[node], found.axes[node] = rule, rule.out
             return

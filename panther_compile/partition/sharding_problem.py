@@ -10,7 +10,7 @@ from panther_compile.partition.capture import Captured, attribute
 from panther_compile.partition.flow import Work
 from panther_compile.partition.flow_graph import Costs, weigh
 from panther_compile.partition.hardware import Link
-from panther_compile.partition.layout_rules import Rule, derive_rule, has_shape, shape
+from panther_compile.partition.layout_rules import KnownRules, Rule, has_shape, shape
 from panther_compile.partition.layouts import Layout
 from panther_compile.partition.observe import Observed
 from panther_compile.partition.sequence import Positions, find_positions
@@ -62,6 +62,7 @@ class Problem:
         ring: the devices.
         training: whether there is a backward.
         byte_seconds: price of a byte that is kept for the backward, where memory is short.
+        known: rules of the graph.
     """
 
     graph_module: fx.GraphModule
@@ -76,6 +77,7 @@ class Problem:
     ring: Ring
     training: bool
     byte_seconds: float
+    known: KnownRules
 
     def is_parameter(self, node: fx.Node) -> bool:
         """Whether a node reads a parameter."""
@@ -132,6 +134,7 @@ def pose(
     *,
     sequence: bool = False,
     byte_seconds: float = 0.0,
+    known: KnownRules | None = None,
 ) -> Problem:
     """Find what could be sharded, and what it costs.
 
@@ -144,7 +147,9 @@ def pose(
         whole: names of nodes whose results must be whole, as those that other stages use.
         sequence: whether tensors may be sharded along a sequence.
         byte_seconds: price of a byte that is kept for the backward.
+        known: rules of the graph, of earlier calls.
     """
+    known = known or KnownRules()
     graph_module, tp = captured.graph_module, ring.tp
     written = {key for note in notes.values() for key in note.writes}
     frozen = {node for node in graph_module.graph.nodes if notes[node].touches & written} | set(constants)
@@ -155,7 +160,9 @@ def pose(
         if frozen.isdisjoint(site.members)
     }
     inner = frozenset(member for site in sites.values() for member in site.members[:-1])
-    positions = find_positions(graph_module.graph, sites, inner, frozen, tp) if sequence else Positions()
+    positions = (
+        find_positions(graph_module.graph, sites, inner, frozen, tp, known) if sequence else Positions()
+    )
     problem = Problem(
         graph_module,
         fixed,
@@ -169,13 +176,14 @@ def pose(
         ring,
         costs.training,
         byte_seconds,
+        known,
     )
     for node in graph_module.graph.nodes:
         if node in sites:
             problem.blocks[node] = _choose_blocks(problem, node)
         elif node.op == "call_function" and node not in problem.inner and node not in fixed:
             layouts = ((source, problem.layout_of(source)) for source in node.all_input_nodes)
-            found = (derive_rule(node, source, layout, tp) for source, layout in layouts if layout)
+            found = (known.derive(node, source, layout, tp) for source, layout in layouts if layout)
             rule = next((rule for rule in found if rule is not None), None)
             if rule is not None:
                 problem.rules[node] = rule
@@ -224,7 +232,7 @@ def _reach(problem: Problem, start: fx.Node, layout: Layout) -> int:
                 if known[source].dim == len(shape(source)) - 1:
                     known[user] = known[source]
                 continue
-            rule = derive_rule(user, source, known[source], problem.ring.tp)
+            rule = problem.known.derive(user, source, known[source], problem.ring.tp)
             if rule is not None:
                 known[user] = rule.out
                 queue.append(user)
