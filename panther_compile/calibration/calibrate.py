@@ -29,6 +29,7 @@ from panther_compile.sites import Found
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 # One input factor for several layers is taken where results come closer than this share of the distance.
 WORTH_SHARING = 0.95
+_OF_GROUPS = 4  # one in so many of the held-out batches tries groups, of which there are many
 _TRIAL = 8  # batches at most on which an allocation is fitted to be tried
 
 
@@ -197,8 +198,7 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
     study, targets = studied.study, studied.targets
     if not study.shared:
         return plan
-    half = studied.held_out[::2][:_TRIAL]
-    held_out = _HeldOut(studied, config, half)
+    held_out = _HeldOut(studied, config, studied.held_out[::_OF_GROUPS][:_TRIAL])
     side = watch(studied.model, targets)
     for sets in study.shared:
         found: list[tuple[SketchPlan, Sequence[str]]] = []

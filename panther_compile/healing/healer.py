@@ -35,6 +35,7 @@ Model = TypeVar("Model", bound=nn.Module)
 METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
 _NOTE = "healed since, the errors are those before"
+_BESIDE_LOGITS = 0.1  # weight of the hidden states where the result is judged by its divergence
 _EVALUATIONS = 10  # of the held-out batches, while healing
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
@@ -200,9 +201,10 @@ class _Healer:
             yield name, [id(parameter) in own for parameter in parameters]
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """The hidden states count as much as the result; where there are none, the result alone."""
+        """The hidden states beside the result; where there are none, the result alone."""
         hidden = [loss for name, loss in losses.items() if name != OUTPUT]
-        parts = [torch.stack(hidden).mean()] if hidden else []
+        weight = _BESIDE_LOGITS if self.method == "kl" and self.match.has_logits else 1.0
+        parts = [weight * torch.stack(hidden).mean()] if hidden else []
         if self.method == "kl":
             parts.append(losses[OUTPUT])
         return torch.stack(parts).sum()

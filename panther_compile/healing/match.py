@@ -48,6 +48,9 @@ class Match:
         logits: whether the results are logits; None: those called "logits" are.
         half: run both models under bfloat16 autocast.
         cache_bytes: what the teacher's answers may take up.
+
+    Attributes:
+        has_logits: whether a result is compared by its divergence; known once there were losses.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Match:
         self._logits, self._half, self._left = logits, half, cache_bytes
         self._kept = [kept_positions(small, call) for call in calls]
         self._answers: dict[int, Given] = {}
+        self.has_logits = False
 
     def losses(self, place: int) -> dict[str, Tensor]:
         """The loss at each landmark, and under "output" that of the result, for the call at a place.
@@ -88,6 +92,7 @@ class Match:
                 f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
                 f"equal shape: {_shapes(found)} and {_shapes(wanted)}"
             )
+        self.has_logits = any(self._is_logits(name) for name, _, _ in pairs)
         losses[OUTPUT] = _mean(
             _divergence(t, s, kept)
             if self._is_logits(name)
