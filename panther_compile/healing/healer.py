@@ -47,7 +47,7 @@ def heal(
     data: Data,
     steps: int = 200,
     method: str = "kl",
-    lr: float = 5e-3,
+    lr: float = 4e-3,
     output: str = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
