@@ -20,27 +20,24 @@ from tqdm import tqdm
 
 from panther_compile.calibration.fit_conv2d import channel_rows, fit_conv2d_to
 from panther_compile.calibration.fit_matrix import fit_matrix_to
-from panther_compile.calibration.layer_fit import METHOD, matrix_layer
+from panther_compile.calibration.layer_fit import fitted_of, matrix_layer
 from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import Moments, MomentSums
 from panther_compile.calibration.outputs import kept_rows
+from panther_compile.calibration.study import groups_within
 from panther_compile.calibration.whiten import best_low_rank, term_sizes
 from panther_compile.config import SketchConfig
 from panther_compile.errors import DataError
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.linear import SketchedLinear
 from panther_compile.onnx_data import Feed, ObservedModel
 from panther_compile.onnx_lowering import bias_of
 from panther_compile.onnx_sites import OnnxFound, OnnxWeight, Use
-from panther_compile.passes.sketch_conv2d import relative_error
-from panther_compile.passes.sketch_linear import matrix_error
 from panther_compile.plan import hides_progress
 from panther_compile.records import Choice, Fitted
 
-MAX_BYTES = (
-    2 << 30
-)  # of moments, or of the inputs of kernels, held at once; more takes more runs of the model
+# Of moments, or of the inputs of kernels, held at once; more takes more runs of the model.
+MAX_BYTES = 2 << 30
 MASK = "attention_mask"  # name of the input (batch, length) that is 0 where a position is padding
 
 
@@ -194,7 +191,7 @@ class WeightFit:
         """Of each matrix; those that are given the same rows share the sums."""
         owners = {self._seen[name].key: name for name in reversed(names)}
         sizes = {name: 8 * self._seen[name].matrix.shape[1] ** 2 for name in owners.values()}
-        for group in _groups([name for name in names if name in sizes], sizes):
+        for group in groups_within(MAX_BYTES, {name: sizes[name] for name in names if name in sizes}):
             sums = {
                 self._seen[name].key: MomentSums(self._seen[name].matrix.shape[1], torch.device("cpu"))
                 for name in group
@@ -231,7 +228,7 @@ class WeightFit:
             name: 2 * len(runs.feeds) * sum(first[str(value.name)].nbytes for value in self.values([name]))
             for name in names
         }
-        for group in _groups(names, sizes):
+        for group in groups_within(MAX_BYTES, sizes):
             arrivals: dict[str, list[Arrival]] = {name: [] for name in group}
             for place, (xs, zs) in enumerate(runs(self.values(group))):
                 for name in group:
@@ -299,15 +296,7 @@ class WeightFit:
         rows: int,
         fitted: FittedWeights,
     ) -> None:
-        weight = self._seen[name].matrix
-        if isinstance(layer, SketchedLinear):
-            distance = matrix_error(layer, weight, name, self._config)
-        else:
-            stored: Any = layer.weight
-            distance = relative_error(weight, stored.detach().flatten(1))
-        few = f"fewer samples ({rows:,}) than inputs ({weight.shape[1]:,}): regularised"
-        note = few if rows < weight.shape[1] else ""
-        came_of_it = Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
+        came_of_it = fitted_of(layer, self._seen[name].matrix, name, rows, error, self._config)
         fitted.ready[name] = layer, came_of_it
         if shift is not None:
             fitted.shifts[name] = shift
@@ -354,18 +343,6 @@ def _is_flipped(use: Use) -> bool:
     return use.node.op_type == "Gemm" and bool(
         use.node.attributes.get_int("transA" if use.index else "transB", 0)
     )
-
-
-def _groups(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in groups of at most `MAX_BYTES`, the order kept."""
-    group: list[str] = []
-    for name in names:
-        if group and sum(sizes[one] for one in group) + sizes[name] > MAX_BYTES:
-            yield group
-            group = []
-        group.append(name)
-    if group:
-        yield group
 
 
 def _padded(x: Tensor, node: ir.Node) -> Tensor:

@@ -21,6 +21,17 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled before counts, and nothing compiled here remains."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items):
     if HAS_CUDA:
         return

@@ -23,12 +23,7 @@ FAST = ("mixer", "tied_autoencoder", "odd_convnet", "unet", "convnext", "encoder
 HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Net(nn.Module):

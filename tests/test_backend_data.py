@@ -21,12 +21,7 @@ from panther_compile.timing import time_sites
 SKETCH = {"ratio": 0.4, "min_params": 0, "allow_slower": True, "progress": False}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

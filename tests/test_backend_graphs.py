@@ -12,12 +12,7 @@ import panther_compile as pc
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.passes import graph_default
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Gated(nn.Module):

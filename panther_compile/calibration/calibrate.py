@@ -230,6 +230,8 @@ class _HeldOut:
 
     def __init__(self, studied: Studied, config: SketchConfig, calls: Sequence[Call]) -> None:
         self._studied, self._config, self._calls = studied, config, calls
+        self._kept = _masks(studied.model, calls)
+        self._learnt_kept = _masks(studied.model, studied.learnt)
         dense = watch(studied.model, {})
         with torch.no_grad():
             self._wanted = [call.run(dense.model) for call in calls]
@@ -237,8 +239,8 @@ class _HeldOut:
     def trial(self, plan: SketchPlan) -> "_Trial":
         """What makes the layers of a plan."""
         studied, chosen = self._studied, _chosen(plan, self._studied.targets)
-        masks = _masks(studied.model, studied.learnt)
-        return _Trial(LayerFit(chosen, plan, studied.study, masks, self._config), studied.study)
+        fit = LayerFit(chosen, plan, studied.study, self._learnt_kept, self._config)
+        return _Trial(fit, studied.study)
 
     def cut(self, plan: SketchPlan) -> Side:
         """The model with the layers of a plan."""
@@ -253,11 +255,10 @@ class _HeldOut:
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""
-        model, logits = self._studied.model, self._config.logits
         with torch.no_grad():
             return sum(
-                distance(wanted, call.run(side.model), kept_positions(model, call), logits=logits)
-                for call, wanted in zip(self._calls, self._wanted, strict=True)
+                distance(wanted, call.run(side.model), kept, logits=self._config.logits)
+                for call, wanted, kept in zip(self._calls, self._wanted, self._kept, strict=True)
             ) / len(self._calls)
 
 

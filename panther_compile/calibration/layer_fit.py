@@ -170,22 +170,34 @@ class LayerFit:
 
     def _fitted(self, target: Target, layer: SketchedLayer, error: float | None, rows: int) -> Fitted:
         weight, _ = target.weight_and_bias()
-        inputs = weight.shape[1]
-        if isinstance(layer, SketchedLinear):
-            distance = matrix_error(layer, weight, target.name, self._config)
-        else:
-            stored: Tensor = layer.weight  # type: ignore[assignment]
-            distance = relative_error(weight.detach(), stored.detach().flatten(1))
-        return Fitted(
-            layer.scheme,
-            layer.ranks,
-            METHOD,
-            distance,
-            output_error=error,
+        return replace(
+            fitted_of(layer, weight.detach(), target.name, rows, error, self._config),
             sensitivity=self._study.sensitivity.get(target.name),
             predicted_error=self.choices[target.name].error if target.name in self._study.values else None,
-            note=f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else "",
         )
+
+
+def fitted_of(
+    layer: SketchedLayer, weight: Tensor, name: str, rows: int, error: float | None, config: SketchConfig
+) -> Fitted:
+    """The record of a layer that was fitted to data.
+
+    Args:
+        layer: that was made.
+        weight: the dense one (O, I), of a convolution (O, I taps).
+        name: of the unit.
+        rows: of data that it was fitted to.
+        error: of its output, if known.
+        config: the options.
+    """
+    if isinstance(layer, SketchedLinear):
+        distance = matrix_error(layer, weight, name, config)
+    else:
+        stored: Tensor = layer.weight  # type: ignore[assignment]
+        distance = relative_error(weight, stored.detach().flatten(1))
+    inputs = weight.shape[1]
+    note = f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else ""
+    return Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
 
 
 def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:

@@ -92,7 +92,8 @@ def study_layers(
     for name, square in gradients.items():
         outer, study.sensitivity[name] = weight_of_errors(square)
         study.weights[name] = outer.float().contiguous()
-    for group in _groups(targets):
+    for names in groups_within(MAX_BYTES, {name: _bytes_of_moments(one) for name, one in targets.items()}):
+        group = {name: targets[name] for name in names}
         inputs = InputGroups()
         known: dict[str, MomentSums] = {}
         for name, sums in _moments(side, group, calls, study, inputs, progress):
@@ -136,19 +137,22 @@ def _keep_factors(study: Study, name: str, left: Tensor, right: Tensor, mean: Te
         study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
 
 
-def _groups(targets: Mapping[str, Target]) -> Iterator[dict[str, Target]]:
-    """The targets in groups whose moments fit into memory, the order kept."""
-    group: dict[str, Target] = {}
+def groups_within(most: int, sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names in groups whose sizes sum to at most so much, or that are of one name; the order is kept."""
+    group: list[str] = []
     held = 0
-    for name, target in targets.items():
-        needed = 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.is_matrix else 0
-        if group and held + needed > MAX_BYTES:
+    for name, size in sizes.items():
+        if group and held + size > most:
             yield group
-            group, held = {}, 0
-        group[name] = target
-        held += needed
+            group, held = [], 0
+        group.append(name)
+        held += size
     if group:
         yield group
+
+
+def _bytes_of_moments(target: Target) -> int:
+    return 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.is_matrix else 0
 
 
 def _moments(
