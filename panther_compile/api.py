@@ -14,19 +14,13 @@ from tqdm import tqdm
 from panther_compile.calibration.batches import Call, Data, record_calls
 from panther_compile.calibration.calibrate import Studied, fit_model, study_model
 from panther_compile.config import Selector, SketchConfig
-from panther_compile.errors import (
-    ConfigError,
-    ConfigTypeError,
-    NoTargetError,
-    WeightError,
-    WrappedModelError,
-)
+from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
 from panther_compile.healing.healer import heal
 from panther_compile.layers.base import outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
 from panther_compile.passes.base import NOTHING_READY, Ready, SharingPass
 from panther_compile.passes.lift_functional import lift_functional
-from panther_compile.plan import TIMED, hides_progress, make_plan
+from panther_compile.plan import PAYS, TIMED, TimedSites, hides_progress, make_plan
 from panther_compile.ratio_search import Evaluate, check_search, measured, search_ratio
 from panther_compile.records import (
     NEVER_REACHED,
@@ -37,10 +31,10 @@ from panther_compile.records import (
     SketchRecord,
     keep_record,
 )
-from panther_compile.sites import Found, find_sites
+from panther_compile.sites import Found, check_module, check_weights, find_sites
 from panther_compile.substitute import copied, copy_with, replace_inside
 from panther_compile.surroundings import undisturbed
-from panther_compile.timing import time_sites
+from panther_compile.timing import time_sites, without_least
 from panther_compile.trace import clone_structure, read_graph
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,6 +61,7 @@ class SketchOptions(TypedDict, total=False):
     output: str
     refine: str
     refine_steps: int
+    narrow: bool
 
 
 def sketchify(
@@ -97,8 +92,9 @@ def sketchify(
         evaluate: with `max_drop`: gives the score of a model, higher is better. It runs in eval mode.
         resume: a folder, made if missing, to keep what was learnt from `data` and each fitted layer in; a
             later call with the same model, data and options goes on from there. Ratios may share one.
-        example_inputs: with `objective="latency"`: a batch as the model will be given it, on which layers are
-            timed; a tensor, a tuple of arguments or a mapping of keywords. Default: the first batch of data.
+        example_inputs: with `objective="latency"`: a batch as the model will be given it, on which layers and
+            the model are timed; a tensor, a tuple of arguments or a mapping of keywords. Default: the first
+            batch of data.
         **options: the fields of `SketchConfig`.
 
     Returns:
@@ -122,7 +118,7 @@ def sketchify(
     _check_example(config, example_inputs, data)
     with undisturbed():
         prepared = _prepare(model, config)
-        _check_weights(prepared.found, meta_allowed=False)
+        check_weights(prepared.found, meta_allowed=False)
         if example_inputs is not None:
             prepared = _timed(prepared, example_inputs)
         if data is not None and evaluate is None:
@@ -164,7 +160,8 @@ def plan_sketch(
 ) -> SketchPlan:
     """What `sketchify` would do with the same arguments, layer by layer, and why; changes nothing.
 
-    Works on models on the meta device too, unless layers are to be timed; their errors are then unknown.
+    Works on models on the meta device too, whose errors are unknown, unless layers are to be timed: to time
+    the whole model, it is sketched too, as without data.
 
     Raises:
         ConfigError, ConfigTypeError, NoTargetError, WrappedModelError: see `sketchify`.
@@ -174,10 +171,10 @@ def plan_sketch(
     _check_example(config, example_inputs, None)
     with undisturbed():
         prepared = _prepare(model, config)
-        _check_weights(prepared.found, meta_allowed=example_inputs is None)
-        if example_inputs is not None:
-            prepared = _timed(prepared, example_inputs)
-        return _plan(prepared, config)
+        check_weights(prepared.found, meta_allowed=example_inputs is None)
+        if example_inputs is None:
+            return _plan(prepared, config)
+        return _fit(_timed(prepared, example_inputs), config, None).plan
 
 
 def densify(model: Model, *, inplace: bool = False) -> Model:
@@ -192,7 +189,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         NoTargetError: the model holds no sketched layer.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
-    _check_module(model)
+    check_module(model)
     with undisturbed():
         dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
         if not dense:
@@ -250,7 +247,7 @@ def _prepare(model: nn.Module, config: SketchConfig) -> _Prepared:
         raise ConfigError("inplace=True conflicts with an ExportedProgram: a new module comes of it")
     if exported:
         model = model.module()  # type: ignore[attr-defined, operator]
-    _check_module(model)
+    check_module(model)
     given = model
     if isinstance(model, fx.GraphModule):
         model = copied(clone_structure, model)
@@ -265,25 +262,6 @@ def _timed(prepared: _Prepared, example: Any) -> _Prepared:
     return replace(prepared, found=time_sites(prepared.model, prepared.found, example))
 
 
-def _check_module(model: object) -> None:
-    """Raise unless this is a plain, unwrapped module."""
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
-    advice = {
-        "DistributedDataParallel": "sketch model.module first, then wrap the result",
-        "DataParallel": "sketch model.module first, then wrap the result",
-        "FullyShardedDataParallel": "sketch the plain model first, then wrap the result",
-        "FSDPModule": "sketch the plain model first, then call fully_shard on the result",
-        "OptimizedModule": "sketch the model that was compiled (model._orig_mod), then compile the result",
-        "ScriptModule": "sketch the plain model first, then script or trace the result",
-    }
-    for name, module in model.named_modules():
-        for base in type(module).__mro__:
-            if base.__name__ in advice and base.__module__.startswith("torch."):
-                where = f"its part {name}" if name else "the model"
-                raise WrappedModelError(f"{where} is a {base.__name__}: {advice[base.__name__]}")
-
-
 def _study(
     prepared: _Prepared, config: SketchConfig, data: Data, resume: str | PathLike[str] | None
 ) -> Studied:
@@ -292,19 +270,38 @@ def _study(
 
 
 def _make(prepared: _Prepared, config: SketchConfig, studied: Studied | None) -> _Made:
-    """Plan, fit and sketch at the ratio of the options."""
+    """Plan, fit and sketch at the ratio of the options, and heal."""
     with undisturbed():
-        unreached: tuple[str, ...] = ()
-        if studied is None:
-            plan, ready = _plan(prepared, config), NOTHING_READY
-        else:
-            calibrated = fit_model(studied, config)
-            plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
-            _check_plan(prepared, plan, config)
-        new, fitted = _sketch(prepared.found, plan, config, ready)
-        fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
+        made = _fit(prepared, config, studied)
         if studied is not None and config.refine != "none":
-            _refine(prepared.model, new, studied.calls, config)
+            _refine(prepared.model, made.new, studied.calls, config)
+    return made
+
+
+def _fit(prepared: _Prepared, config: SketchConfig, studied: Studied | None) -> _Made:
+    """Plan, fit and sketch; where time counts, with fewer layers until the whole model is faster."""
+    while True:
+        made, found = _fit_once(prepared, config, studied), prepared.found
+        if not isinstance(found, TimedSites) or not made.new:
+            return made
+        times = found.whole(made.new)
+        if times.speedup >= PAYS:
+            return replace(made, plan=replace(made.plan, seconds=times.fastest))
+        found = without_least(found, made.plan, times)
+        prepared = replace(prepared, found=found)
+        studied = None if studied is None else replace(studied, found=found)
+
+
+def _fit_once(prepared: _Prepared, config: SketchConfig, studied: Studied | None) -> _Made:
+    unreached: tuple[str, ...] = ()
+    if studied is None:
+        plan, ready = _plan(prepared, config), NOTHING_READY
+    else:
+        calibrated = fit_model(studied, config)
+        plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
+        _check_plan(prepared, plan, config)
+    new, fitted = _sketch(prepared.found, plan, config, ready)
+    fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
     return _Made(new, plan, fitted, unreached)
 
 
@@ -360,20 +357,6 @@ def _check_plan(prepared: _Prepared, plan: SketchPlan, config: SketchConfig) -> 
         elif prepared.reads_weights:
             wanted += "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
         raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {wanted}{reasons}{more}")
-
-
-def _check_weights(found: Found, *, meta_allowed: bool) -> None:
-    layers = [layer for site, _ in found.sites for layer in ((site.name, site.module), *site.tied)]
-    for layer_name, layer in layers:
-        for name, parameter in layer.named_parameters():
-            where = f"{layer_name}.{name}" if layer_name else name
-            if parameter.is_meta:
-                if meta_allowed:
-                    continue
-                raise WeightError(f"{where} is on the meta device: load the weights before sketching")
-            if not bool(torch.isfinite(parameter).all()):
-                bad = int((~torch.isfinite(parameter)).sum())
-                raise WeightError(f"{where} holds {bad:,} NaN or Inf among {parameter.numel():,} numbers")
 
 
 def _sketch(

@@ -112,7 +112,8 @@ def _fitted(
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
         excluded = (*excluded, nn.MultiheadAttention)  # one operation to Dynamo: no layer of a graph
     try:
-        small = sketchify(model, data=data, **{**options, "exclude": excluded})
+        # Narrow layers come in twos, one of which may be in a frame that Dynamo leaves alone.
+        small = sketchify(model, data=data, **{**options, "exclude": excluded, "narrow": False})
     except NoTargetError as error:
         _log.info("%s", error)
         return

@@ -189,7 +189,8 @@ def _record_from_json(record: dict[str, Any] | None) -> SketchRecord | None:
         choice = line["choice"]
         if choice is not None:
             sharing = tuple(choice.get("sharing", ()))  # of a factor that is shared; there was none earlier
-            choice = Choice(**choice | {"ranks": tuple(choice["ranks"]), "sharing": sharing})
+            link = tuple(choice.get("link", ()))
+            choice = Choice(**choice | {"ranks": tuple(choice["ranks"]), "sharing": sharing, "link": link})
         lines.append(LayerPlan(**line | {"shape": tuple(line["shape"]), "choice": choice}))
     fitted = {name: Fitted(**one | {"ranks": tuple(one["ranks"])}) for name, one in record["fitted"].items()}
     return SketchRecord(SketchPlan(**plan | {"layers": tuple(lines)}), fitted)

@@ -54,6 +54,7 @@ class SketchConfig:
         refine: "block" or "kl" heals the fitted model on the same data, see `heal`; "none" leaves it at the
             closed forms.
         refine_steps: of healing.
+        narrow: whether data may also leave features out that one layer hands another, see `NarrowLinear`.
 
     Raises:
         ConfigError: an option is out of range, or two options conflict.
@@ -78,6 +79,7 @@ class SketchConfig:
     output: str = "auto"
     refine: str = "none"
     refine_steps: int = 200
+    narrow: bool = True
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -114,6 +116,7 @@ class SketchConfig:
         if self.allow_slower and self.objective == "latency":
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
         _check_type("inplace", self.inplace, bool)
+        _check_type("narrow", self.narrow, bool)
         if self.progress is not None:
             _check_type("progress", self.progress, bool)
         if self.device is not None:

@@ -4,10 +4,13 @@ A weight's inputs x have second moments S = E[x xᵀ], about their mean where it
 cut in the metric of S (calibration/whiten.py), a kernel in that of its input channels
 (calibration/fit_conv2d.py); the bias makes up for the mean. Errors at the outputs of a node count alike.
 Where weights are fitted one by one, the inputs z of the model with what was fitted before stand beside x.
+At last the biases at the outputs of the model, of dense weights too, make up for the means there: activations
+turn the spread that low ranks lose into a shift of the means, which no layer before can see.
 """
 
 # I in_features or in_channels, O out_features, N rows
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,6 +78,51 @@ class Runs:
         if self.sketched is None:
             return ((found, found) for found in dense)
         return zip(dense, self.sketched.run(self.feeds, names), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A product with a bias whose result is an output of the model.
+
+    Attributes:
+        use: the product.
+        output: of the model.
+    """
+
+    use: Use
+    output: ir.Value
+
+    @property
+    def name(self) -> str:
+        """Of the output."""
+        return str(self.output.name)
+
+
+def find_ends(model: ir.Model, sites: OnnxFound) -> list[End]:
+    """The ends of a model; a weight that several nodes read makes none."""
+    ends = []
+    for weight in sites.weights.values():
+        use = weight.uses[0]
+        sizes = [int(size) for size in weight.tensor.shape]  # type: ignore[arg-type]
+        outputs = sizes[0] if use.is_conv or not use.linear_is_transposed else sizes[-1]
+        bias = bias_of(use, outputs) if len(weight.uses) == 1 else None
+        if bias is not None and bias.node.outputs[0] in [*model.graph.outputs]:
+            ends.append(End(use, bias.node.outputs[0]))
+    return ends
+
+
+def missing_means(ends: Sequence[End], runs: Runs) -> Iterator[tuple[End, Tensor]]:
+    """What the outputs of the sketched model lack (O,), float64, in the mean over the data."""
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = defaultdict(int)
+    for feed, (dense, sketched) in zip(runs.feeds, runs([end.output for end in ends]), strict=True):
+        kept = _kept(feed)
+        for end in ends:
+            missing = torch.from_numpy(dense[end.name]).double() - torch.from_numpy(sketched[end.name])
+            found = kept_rows(missing.movedim(1, -1), None) if end.use.is_conv else kept_rows(missing, kept)
+            sums[end.name] = sums.get(end.name, 0.0) + found.sum(dim=0)
+            rows[end.name] += len(found)
+    yield from ((end, sums[end.name] / rows[end.name]) for end in ends if rows[end.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +259,7 @@ class WeightFit:
         for place, (xs, zs) in enumerate(
             tqdm(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
         ):
-            mask = feeds[place].get(MASK)
-            kept = torch.from_numpy(mask) > 0 if mask is not None and mask.ndim == 2 else None
+            kept = _kept(feeds[place])
             for name, use in uses:
                 x, z = (
                     self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
@@ -300,6 +347,12 @@ class WeightFit:
         fitted.ready[name] = layer, came_of_it
         if shift is not None:
             fitted.shifts[name] = shift
+
+
+def _kept(feed: Feed) -> Tensor | None:
+    """The positions (batch, length) of a batch that are no padding; None without a mask."""
+    mask = feed.get(MASK)
+    return torch.from_numpy(mask) > 0 if mask is not None and mask.ndim == 2 else None
 
 
 def _data_of(use: Use) -> ir.Value:

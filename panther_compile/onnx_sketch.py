@@ -14,7 +14,7 @@ from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
 from panther_compile.onnx_data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx_file import read_model, stored_bytes, write_model
-from panther_compile.onnx_fit import FittedWeights, Runs, WeightFit
+from panther_compile.onnx_fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
 from panther_compile.onnx_lowering import GraphWriter, lower, shift_bias
 from panther_compile.onnx_sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx_verify import compare_files
@@ -106,7 +106,7 @@ def sketch_onnx(
             model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
             runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
         sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
-            for two runs on the data for each step of the graph in place of three in all.
+            for two runs on the data for each step of the graph in place of three in all, and one more.
         verify: whether to run both; False also writes what ONNX Runtime cannot run.
         **options: the fields of `SketchConfig` that have a meaning here.
 
@@ -167,8 +167,9 @@ def _fit_to_data(
     model: ir.Model, sites: OnnxFound, config: SketchConfig, data: OnnxData, folder: Path, sequential: bool
 ) -> tuple[SketchPlan, dict[str, Fitted], Feed]:
     """Plan by what data show, and replace the weights that they reach; gives a batch of the data too."""
-    weights = WeightFit(model, sites, config)
-    dense = ObservedModel(model, weights.values(weights.names), folder)
+    weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
+    outputs = [end.output for end in ends]
+    dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
     plan = make_plan(sites.found, config, "ONNX graph", values=weights.spectra(runs))
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
@@ -179,6 +180,10 @@ def _fit_to_data(
             runs = replace(runs, sketched=ObservedModel(model, weights.values(step), folder))
         found = weights.fit({name: choices[name] for name in step}, runs)
         fitted |= _rewrite(model, sites, {name: choices[name] for name in found.ready}, config, found)
+    if fitted and ends:
+        runs, writer = replace(runs, sketched=ObservedModel(model, outputs, folder)), GraphWriter(model)
+        for end, missing in missing_means(ends, runs):
+            shift_bias(end.use, missing, writer)
     return plan, fitted, runs.feeds[-1]
 
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from panther_compile import cost
 from panther_compile.candidates import Candidate, LinearCandidate
 from panther_compile.config import Selector, SketchConfig, selects
-from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Unit
+from panther_compile.linked import SCHEME, LinkLosses, join, split
+from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.sites import Found
 
 # A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
@@ -31,7 +32,7 @@ TOLERANCE = 0.005
 # Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
 _ASSUMED_DECAY = -0.5
 _BISECTIONS = 80
-# A sketch that was timed and gained less than this is not worth its error.
+# A sketch, or a whole model, that was timed and gained less than this is not worth its error.
 PAYS = 1.05
 TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
 
@@ -57,23 +58,26 @@ class Allocation:
         return energies.clamp_min(1e-30).log()
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """How a sketch ran here: the dense time over its own, and the shapes of the layer's inputs."""
-
-    speedup: float
-    inputs: tuple[tuple[int, ...], ...]
-
-
 Clock = Callable[[str, Choice], Timed | None]
 """From the name of a unit and a way to store it, how that ran; None where no input is known."""
+
+WholeClock = Callable[[Mapping[nn.Module, nn.Module]], WholeTimes]
+"""From the stand-ins of the dense layers, how the whole model ran with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedSites(Found):
-    """Sites with a clock: what a plan would sketch is timed, and stays dense where it does not pay."""
+    """Sites with clocks: what a plan would sketch is timed, and stays dense where it does not pay.
+
+    Attributes:
+        clock: of single layers.
+        whole: of the model.
+        returned: lines of units that stay dense for that, by their names.
+    """
 
     clock: Clock
+    whole: WholeClock
+    returned: Mapping[str, LayerPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ def make_plan(
     *,
     values: Mapping[str, Tensor] | None = None,
     allocation: Allocation = Allocation("energy"),
+    links: Sequence[LinkLosses] = (),
 ) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
@@ -103,6 +108,7 @@ def make_plan(
         route: how the sites were found, for the report.
         values: singular values of matrices in the metric of data, by unit, in place of their own.
         allocation: how a budget is divided.
+        links: layers that may be narrowed together, in place of being sketched apart.
     """
     values = {} if values is None else values
     budgets = config.ratios()
@@ -116,12 +122,23 @@ def make_plan(
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
-    clock = found.clock if isinstance(found, TimedSites) else None
+    timed = found if isinstance(found, TimedSites) else None
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
-        lines.extend(_plan_pool(pool, ratio, config, allocation, clock))
+        slow = config.allow_slower if timed is None else None
+        joined = join(pool, _allowed(links, timed), step=config.round_rank_to, slow=slow)
+        planned = _plan_pool(joined, ratio, config, allocation, timed)
+        lines.extend(split(planned, joined, pool))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route)
+
+
+def _allowed(links: Sequence[LinkLosses], timed: TimedSites | None) -> list[LinkLosses]:
+    """Where time counts, those that surely run faster, and of which nothing has to be dense."""
+    if timed is None:
+        return list(links)
+    returned = set(timed.returned)
+    return [one for one in links if not one.link.padded and returned.isdisjoint(one.link.names)]
 
 
 def _plan_pool(
@@ -129,27 +146,28 @@ def _plan_pool(
     ratio: float,
     config: SketchConfig,
     allocation: Allocation,
-    clock: Clock | None,
+    found: TimedSites | None,
 ) -> tuple[LayerPlan, ...]:
     """Plan a budget, and again without the units whose sketch does not pay, until all that is left do."""
-    slow: dict[str, LayerPlan] = {}
+    returned = {} if found is None else found.returned
+    slow = {unit.name: returned[unit.name] for unit, _ in pool if unit.name in returned}
     while True:
         rest = [(unit, kind) for unit, kind in pool if unit.name not in slow]
         lines = plan_units(rest, ratio, config.round_rank_to, config.allow_slower, allocation)
-        if clock is None:
+        if found is None:
             return lines
-        timed = [judged(line, clock) for line in lines]
-        found = {
+        timed = [judged(line, found.clock) for line in lines]
+        lost = {
             new.name: new for line, new in zip(lines, timed, strict=True) if line.choice and not new.choice
         }
-        if not found:
+        if not lost:
             return (*timed, *slow.values())
-        slow |= found
+        slow |= lost
 
 
 def judged(line: LayerPlan, clock: Clock) -> LayerPlan:
     """The line with what was measured; dense if the sketch does not pay."""
-    if line.choice is None:
+    if line.choice is None or line.choice.scheme == SCHEME:  # narrow layers are dense ones of fewer features
         return line
     timed = clock(line.name, line.choice)
     if timed is None:
@@ -284,7 +302,7 @@ class _Limits:
         """What the smallest rank stores that is a multiple of the step; None is the usual step."""
         numbers = []
         for candidate, limit in self.ranks.items():
-            first = cost.rank_step(candidate) if step is None else step
+            first = _step(candidate, step)
             if limit:
                 numbers.append(candidate.numbers(first if first <= limit else 1))
         return min(numbers)
@@ -307,6 +325,13 @@ class _Limits:
             return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
         best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
         return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
+
+
+def _step(candidate: Candidate, asked: int | None) -> int:
+    """Ranks are multiples of this; those of a link are the places of its ways."""
+    if candidate.scheme == SCHEME:
+        return 1
+    return cost.rank_step(candidate) if asked is None else asked
 
 
 def _fast_rank(unit: Unit, candidate: Candidate) -> int:
@@ -333,7 +358,7 @@ def _options(
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
     for candidate, limit in limits.ranks.items():
-        step = cost.rank_step(candidate) if round_rank_to is None else round_rank_to
+        step = _step(candidate, round_rank_to)
         ranks = range(step, limit + 1, step) or range(1, limit + 1)
         values_of_ranks = allocation.value(unit, candidate).tolist()
         found.extend(

@@ -72,6 +72,8 @@ class Choice:
         stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
         sharing: names of all the weights that share this one's input factor, its own among them; else empty.
+        link: of a narrow layer the names of those that write the features that are kept, then of the one that
+            reads them, see `linked.Link`; else empty.
     """
 
     scheme: str
@@ -80,6 +82,7 @@ class Choice:
     stored_numbers: int
     error: float | None
     sharing: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,13 @@ class LayerPlan:
         others = ", ".join(name for name in names if name != self.name)
         return f"input factor shared with {others}" if others else ""
 
+    @property
+    def link_text(self) -> str:
+        """With which layers the weight is narrowed; empty if with none."""
+        link = () if self.choice is None else self.choice.link
+        others = ", ".join(name for name in link if name != self.name)
+        return f"narrowed with {others}" if others else ""
+
 
 @dataclass(frozen=True, slots=True)
 class SketchPlan:
@@ -126,6 +136,7 @@ class SketchPlan:
         allocation: how data had the budget divided, see `plan.Allocation`; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation; empty where there
             was nothing to choose.
+        seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -133,6 +144,7 @@ class SketchPlan:
     route: str
     allocation: str = ""
     tried: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sketched(self) -> tuple[LayerPlan, ...]:
@@ -167,7 +179,7 @@ class SketchPlan:
                 f"{line.stored_numbers:,}",
                 share(line.stored_numbers, line.dense_numbers),
                 "" if line.choice is None or line.choice.error is None else f"{line.choice.error:.3f}",
-                "; ".join(filter(None, (line.sharing_text, line.reason))),
+                "; ".join(filter(None, (line.sharing_text, line.link_text, line.reason))),
             )
             for line in self.layers
         ]
@@ -187,7 +199,7 @@ class SketchPlan:
             f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
             f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
             f"found through: {self.route}",
-            *filter(None, (allocation_text(self.allocation, self.tried),)),
+            *filter(None, (allocation_text(self.allocation, self.tried), seconds_text(self.seconds))),
         )
         return render_table("Sketch plan", columns, rows, footer)
 
@@ -200,7 +212,8 @@ class Fitted:
         scheme: as stored.
         ranks: of the factors.
         method: how they were found: "svd", "randomized", "panther", "hosvd", "calibrated".
-        error: relative Frobenius error of the stored factors, estimated by Gaussian probes.
+        error: relative Frobenius error of the stored factors, estimated by Gaussian probes; None of a narrow
+            layer, whose weights are not those of the dense one.
         output_error: relative error of the layer's output on the calibration data, behind the sketched
             layers before it, after the fit; None without data.
         sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
@@ -212,11 +225,51 @@ class Fitted:
     scheme: str
     ranks: tuple[int, ...]
     method: str
-    error: float
+    error: float | None
     output_error: float | None = None
     sensitivity: float | None = None
     predicted_error: float | None = None
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How a sketch ran here.
+
+    Attributes:
+        speedup: the dense time over its own.
+        saved: seconds, in one call of the model.
+        inputs: the shapes of the layer's inputs.
+    """
+
+    speedup: float
+    saved: float
+    inputs: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTimes:
+    """Seconds that calls of a whole model take, dense and sketched by turns.
+
+    Attributes:
+        dense: of each turn, in their order.
+        sketched: likewise.
+    """
+
+    dense: tuple[float, ...]
+    sketched: tuple[float, ...]
+
+    @property
+    def speedup(self) -> float:
+        """By the fastest calls; of both halves of the turns, as if measured twice, the smaller one."""
+        middle = len(self.dense) // 2
+        halves = (slice(middle), slice(middle, None)) if middle else (slice(None),)
+        return min(min(self.dense[half]) / min(self.sketched[half]) for half in halves)
+
+    @property
+    def fastest(self) -> dict[str, float]:
+        """See `SketchPlan.seconds`."""
+        return {"dense": min(self.dense), "sketched": min(self.sketched)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +349,7 @@ class SketchRecord:
             return cls(replace(plan, layers=tuple(lines)), fitted, curve)
         ratio = f"{earlier.plan.ratio}, then {plan.ratio}"
         told = plan if plan.allocation else earlier.plan
-        both = replace(told, layers=tuple(lines), ratio=ratio, route=plan.route)
+        both = replace(told, layers=tuple(lines), ratio=ratio, route=plan.route, seconds=plan.seconds)
         return cls(both, {**earlier.fitted, **fitted}, curve or earlier.curve)
 
 
@@ -305,6 +358,17 @@ def allocation_text(allocation: str, tried: Mapping[str, float]) -> str:
     scores = ", ".join(f"{name} {distance:.3g}" for name, distance in tried.items())
     told = f"; distance from the dense model on held-out data: {scores}" if tried else ""
     return f"ranks divided by {allocation}{told}" if allocation else ""
+
+
+def seconds_text(seconds: Mapping[str, float]) -> str:
+    """How fast the whole model is; empty where that was not timed."""
+    if not seconds:
+        return ""
+    dense, sketched = seconds["dense"], seconds["sketched"]
+    return (
+        f"whole model, timed here: {sketched * 1e3:.3g} ms, dense {dense * 1e3:.3g} ms, "
+        f"{dense / sketched:.2f}x"
+    )
 
 
 NEVER_REACHED = "data never reached it"

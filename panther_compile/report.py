@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.plots import draw_layers
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -17,6 +18,7 @@ from panther_compile.records import (
     RatioCurve,
     SketchRecord,
     allocation_text,
+    seconds_text,
 )
 from panther_compile.tables import render_table, share
 
@@ -78,6 +80,7 @@ class SketchReport:
         allocation: how data had the budget divided; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation tried.
         curve: of the search for the ratio, if there was one; it is not saved with the model.
+        seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
     """
 
     rows: tuple[ReportRow, ...]
@@ -90,6 +93,7 @@ class SketchReport:
     allocation: str = ""
     tried: Mapping[str, float] = field(default_factory=dict)
     curve: RatioCurve | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def achieved_ratio(self) -> float:
@@ -185,7 +189,14 @@ class SketchReport:
             f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
             f"ratio {share(self.stored_numbers, self.dense_numbers)}",
             f"found through: {self.route}",
-            *filter(None, (allocation_text(self.allocation, self.tried), self._curve_text)),
+            *filter(
+                None,
+                (
+                    allocation_text(self.allocation, self.tried),
+                    self._curve_text,
+                    seconds_text(self.seconds),
+                ),
+            ),
         )
         return render_table("Sketch report", columns, rows, footer, width=190 if fitted else 160)
 
@@ -221,6 +232,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         allocation="" if record is None else record.plan.allocation,
         tried={} if record is None else record.plan.tried,
         curve=None if record is None else record.curve,
+        seconds={} if record is None else record.plan.seconds,
     )
 
 
@@ -239,10 +251,13 @@ def _numbers(tensors: Iterable[Tensor]) -> int:
 
 def _weight_layers(model: nn.Module) -> Iterator[tuple[str, SketchedLayer]]:
     """The sketched layers that hold factors themselves: not an attention, but its projections."""
+    inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, SketchedLayer):
+        if isinstance(module, SketchedLayer) and module not in inside:
             inner = list(module.modules())[1:]
-            if not any(isinstance(part, SketchedLayer) for part in inner):
+            if isinstance(module, NarrowLinear):
+                inside.update(inner)
+            if isinstance(module, NarrowLinear) or not any(isinstance(part, SketchedLayer) for part in inner):
                 yield name, module
 
 
@@ -275,11 +290,11 @@ def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> It
 
 
 def _with_sharing(row: ReportRow, line: LayerPlan, layer: SketchedLayer) -> ReportRow:
-    """The row, which tells with whom an input factor is shared, and counts it only if it is the first."""
+    """The row, which tells with whom a layer is narrowed or shares an input factor, which counts but once."""
     sharing = () if line.choice is None else line.choice.sharing
     down = getattr(layer, "down", None)
     if not sharing or down is None:
-        return row
+        return replace(row, shared=line.link_text)
     counted_before = 0 if line.name == sharing[0] else down.weight.numel()
     return replace(row, shared=line.sharing_text, stored_numbers=row.stored_numbers - counted_before)
 

@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.config import Selector, SketchConfig, selectors, selects
-from panther_compile.errors import SelectorError
+from panther_compile.errors import ConfigTypeError, SelectorError, WeightError, WrappedModelError
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.passes.base import SharingPass, SketchPass
 from panther_compile.passes.default import SKETCH_PASSES
@@ -79,6 +80,49 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
             sites.append((site, leader.owner))
     known = {target.name for target in targets} | {name for name, _ in sketched}
     return Found(tuple(sites), tuple(skipped), tuple(name for name in names.in_order() if name in known))
+
+
+def check_module(model: object) -> None:
+    """Check that this is a plain, unwrapped module.
+
+    Raises:
+        ConfigTypeError: it is no module.
+        WrappedModelError: it, or a part of it, is wrapped in DDP, FSDP or torch.compile.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+    advice = {
+        "DistributedDataParallel": "sketch model.module first, then wrap the result",
+        "DataParallel": "sketch model.module first, then wrap the result",
+        "FullyShardedDataParallel": "sketch the plain model first, then wrap the result",
+        "FSDPModule": "sketch the plain model first, then call fully_shard on the result",
+        "OptimizedModule": "sketch the model that was compiled (model._orig_mod), then compile the result",
+        "ScriptModule": "sketch the plain model first, then script or trace the result",
+    }
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in advice and base.__module__.startswith("torch."):
+                where = f"its part {name}" if name else "the model"
+                raise WrappedModelError(f"{where} is a {base.__name__}: {advice[base.__name__]}")
+
+
+def check_weights(found: Found, *, meta_allowed: bool) -> None:
+    """Check the weights of all sites.
+
+    Raises:
+        WeightError: one holds NaN or Inf, or has no data and that is not allowed.
+    """
+    layers = [layer for site, _ in found.sites for layer in ((site.name, site.module), *site.tied)]
+    for layer_name, layer in layers:
+        for name, parameter in layer.named_parameters():
+            where = f"{layer_name}.{name}" if layer_name else name
+            if parameter.is_meta:
+                if meta_allowed:
+                    continue
+                raise WeightError(f"{where} is on the meta device: load the weights before sketching")
+            if not bool(torch.isfinite(parameter).all()):
+                bad = int((~torch.isfinite(parameter)).sum())
+                raise WeightError(f"{where} holds {bad:,} NaN or Inf among {parameter.numel():,} numbers")
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:

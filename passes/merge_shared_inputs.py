@@ -19,14 +19,15 @@ three layers 768 -> 768 of rank 224: 1.09, 1.20 and 1.02 times as fast in the pa
 rows, 1.48, 1.05 and 1.00 in the pivoted form, 1.0 for dense ones at 32 and more (one core of an AMD EPYC,
 float32, torch 2.13).
 
-Layers that share an input factor have their first product computed once, whatever the prediction.
+Layers that share an input factor have their first product computed once, whatever the prediction. Others of
+which one is called again elsewhere stay apart: merged, its weight would be held twice.
 
 For inference: a graph module in training mode is left alone, since the merged `down` is a parameter by
 itself.
 """
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -48,10 +49,12 @@ def merge_shared_inputs(graph_module: fx.GraphModule) -> PassResult:
     """Rewrite the graph in place; counts the layers whose first product is shared now."""
     if graph_module.training:
         return PassResult(graph_module, 0)
+    calls = Counter(node.target for node in graph_module.graph.nodes if node.op == "call_module")
     count = 0
     for nodes in list(_groups(graph_module)):
         layers = [_layer(graph_module, node) for node in nodes]
-        if _is_worthwhile(layers):
+        held_twice = len(_distinct(layers)) > 1 and any(calls[node.target] > 1 for node in nodes)
+        if _is_worthwhile(layers) and not held_twice:
             _merge(graph_module, nodes, layers)
             count += len(nodes)
     return PassResult(graph_module, count)

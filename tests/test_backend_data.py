@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from zoo import ZOO, call, tensors
 import panther_compile as pc
 from panther_compile import backend_data
 from panther_compile.errors import BackendError, ConfigTypeError, DataError
+from panther_compile.records import WholeTimes
 from panther_compile.timing import time_sites
 
 SKETCH = {"ratio": 0.4, "min_params": 0, "allow_slower": True, "progress": False}
@@ -277,7 +279,10 @@ LATENCY = {"inner": "eager", "objective": "latency", "min_params": 0, "progress"
 
 @pytest.fixture
 def timer(monkeypatch):
-    """Sketches of square layers pay, others do not; gives the shapes of what they were timed on."""
+    """Sketches of square layers pay, others do not; gives the shapes of what they were timed on.
+
+    Whole models pay, but for those with a layer called slow.
+    """
     shapes = []
 
     def seconds(dense, sketched, x):
@@ -285,7 +290,13 @@ def timer(monkeypatch):
         shapes.append(tuple(x.shape))
         return (2.0 if dense.weight.shape == (96, 96) else 0.5), 1.0
 
-    monkeypatch.setattr("panther_compile.api.time_sites", partial(time_sites, timer=seconds))
+    def whole(dense, sketched, call):
+        for model in (dense, sketched):
+            call.run(model)
+        return WholeTimes((0.9 if any("slow" in name for name, _ in dense.named_modules()) else 2.0,), (1.0,))
+
+    both = partial(time_sites, timer=seconds, model_timer=whole)
+    monkeypatch.setattr("panther_compile.api.time_sites", both)
     return shapes
 
 
@@ -328,6 +339,15 @@ def test_where_nothing_pays_the_model_stays_dense(timer):
     model, x = chain(96, 128, 96), torch.randn(5, 96)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend="panther", options=LATENCY)(x), model(x))
+    assert timer
+
+
+def test_a_graph_that_is_not_faster_as_a_whole_stays_dense(timer):
+    model = nn.Sequential(OrderedDict(slow=nn.Linear(96, 96), other=nn.Linear(96, 96))).eval()
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        fast = torch.compile(model, backend="panther", options=LATENCY | {"include": "*"})
+        assert torch.equal(fast(x), model(x))
     assert timer
 
 

@@ -12,7 +12,7 @@ import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, WeightError
 from panther_compile.plan import PAYS
-from panther_compile.records import RECORD_ATTRIBUTE
+from panther_compile.records import RECORD_ATTRIBUTE, WholeTimes
 from panther_compile.timing import side_by_side, time_sites
 
 LATENCY = {"objective": "latency", "min_params": 512, "progress": False}
@@ -39,11 +39,12 @@ class FakeTimer:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Has sketches be so fast as a function of (dense, sketched, input) says."""
+    """Has sketches be so fast as a function of (dense, sketched, input) says; whole models gain."""
 
     def install(speedup):
         timer = FakeTimer(speedup)
-        monkeypatch.setattr("panther_compile.api.time_sites", partial(time_sites, timer=timer))
+        both = partial(time_sites, timer=timer, model_timer=lambda *_: WholeTimes((2.0,), (1.0,)))
+        monkeypatch.setattr("panther_compile.api.time_sites", both)
         return timer
 
     return install
@@ -297,7 +298,7 @@ def test_an_example_is_a_batch_in_any_form(fake, wrap):
 def test_the_first_batch_of_data_is_the_default_example(fake):
     timer = fake(lambda dense, *_: 0.5 if expands(dense) else 2.0)
     batches = iter([torch.randn(rows, 96) for rows in (6, 32, 32, 32)])  # can be read but once
-    small = pc.sketchify(mlp(), data=batches, **LATENCY)
+    small = pc.sketchify(mlp(), data=batches, narrow=False, **LATENCY)
     assert {shape[0] for shape in timer.shapes} == {6}
     found = lines(plan_of(small))
     assert found["4"].choice is None

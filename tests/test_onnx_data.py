@@ -142,6 +142,37 @@ def test_the_bias_makes_up_for_the_mean(kind, tmp_path):
     assert np.abs(lost.mean(axes)).max() < 0.03
 
 
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("kind", ["Gemm", "MatMul", "Conv", "no bias", "not the last"])
+def test_the_last_bias_makes_up_for_what_activations_shift(kind, sequential, tmp_path):
+    """Of a head that stays dense: behind a ReLU the means are others where less of the spread is left."""
+    tail = {
+        "Gemm": [node("Gemm", ["r", "head", "c"], ["y"], beta=0.5)],
+        "MatMul": [node("MatMul", ["r", "head"], ["m"]), node("Add", ["c", "m"], ["y"])],
+        "Conv": [node("Conv", ["r", "head", "c"], ["y"])],
+        "no bias": [node("MatMul", ["r", "head"], ["y"])],
+        "not the last": [node("Gemm", ["r", "head", "c"], ["m"]), node("Tanh", ["m"], ["y"])],
+    }[kind]
+    weights = {"w": random(48, 32), "b": random(32), "head": random(32, 7), "c": random(7)}
+    x, y, first = ("n", 48), ("n", 7), node("Gemm", ["x", "w", "b"], ["a"])
+    axes = (0,)
+    if kind == "Conv":
+        x, y, first = (2, 48, 5, 5), (2, 7, 5, 5), node("Conv", ["x", "w", "b"], ["a"])
+        weights |= {"w": random(32, 48, 1, 1), "head": random(7, 32, 1, 1)}
+        axes = (0, 2, 3)
+    source = make(tmp_path / "in.onnx", [first, node("Relu", ["a"], ["r"]), *tail], weights, x=x, y=y)
+    shape = (2, 48, 5, 5) if kind == "Conv" else (20, 48)
+    data = [{"x": random(*shape)} for _ in range(8)]
+    report, target = sketch(source, data=data, sequential=sequential, **(ALL | {"include": "w"}))
+    assert [line.name for line in report.plan.sketched] == ["w"]
+    pairs = [(run(source, batch["x"])[0], run(target, batch["x"])[0]) for batch in data]
+    missing = np.mean([one - other for one, other in pairs], axis=(0, *(axis + 1 for axis in axes)))
+    if kind in ("no bias", "not the last"):
+        assert np.abs(missing).max() > 1e-2
+    else:
+        assert np.abs(missing).max() < 1e-4
+
+
 def test_weights_and_biases_that_several_nodes_read(tmp_path):
     nodes = [
         node("Gemm", ["x", "w", "b"], ["p"]),

@@ -81,6 +81,28 @@ def test_zoo_model_exports_sketched(name, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("sketched", [False, True])
+def test_a_graph_of_the_backend_exports(sketched, tmp_path):
+    """Made of a sketched model, or of a dense one, which is sketched in it."""
+    model = mlp()
+    model = pc.sketchify(model, 0.5, **OPTIONS) if sketched else model
+    kept = []
+
+    def keep(graph_module, inputs):
+        kept.append((graph_module, tuple(inputs)))
+        return graph_module.forward
+
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        options = {"inner": keep} | ({} if sketched else OPTIONS)
+        wanted = torch.compile(model, backend="panther", options=options)(x)
+    ((graph_module, inputs),) = kept
+    path = tmp_path / "m.onnx"
+    pc.export_onnx(graph_module, inputs, path)
+    torch.testing.assert_close(run(path, [one.detach() for one in inputs])[0], wanted, rtol=1e-4, atol=1e-5)
+
+
 class Named(nn.Module):
     """Inputs by name, one of them no tensor; a dictionary with a list in it out."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from panther_compile.calibration.batches import Call, kept_positions
 from panther_compile.calibration.fit_matrix import FittedMatrix
 from panther_compile.calibration.layer_fit import LayerFit, matrix_layer
+from panther_compile.calibration.links import find_links
 from panther_compile.calibration.lockstep import Arrival, fit_in_lockstep
 from panther_compile.calibration.outputs import distance
 from panther_compile.calibration.resume import Folder, identity_of
@@ -22,6 +23,7 @@ from panther_compile.calibration.targets import Target, find_targets, watch
 from panther_compile.calibration.watched import Side
 from panther_compile.config import SketchConfig
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.linked import LinkLosses
 from panther_compile.plan import Allocation, hides_progress, make_plan
 from panther_compile.records import Fitted, SketchPlan
 from panther_compile.sites import Found
@@ -113,10 +115,12 @@ def study_model(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device)
     if study is None:
+        links = find_links(watch(model, targets), targets, calls[0]) if config.narrow else []
         study = study_layers(
             watch(model, targets),
             targets,
             _learnt(calls),
+            links,
             seed=config.seed,
             logits=config.logits,
             progress=not hides_progress(config),
@@ -151,37 +155,65 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
         progress=not hides_progress(config),
     )
     unreached = tuple(name for name in chosen if name not in fit.ready)
-    fit.cut_shared(unreached)
+    fit.cut(unreached)
     return Calibrated(plan, fit.ready, unreached)
 
 
 def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
-    """The plan of the allocation that keeps the results closest on held-out batches."""
-    study, folder = studied.study, studied.folder
+    """The plan that keeps the results closest on held-out batches: of allocations, then without links."""
+    study = studied.study
     damage = {
         name: study.sensitivity[name] * float(study.values[name].square().sum())
         if name in study.values
         else study.sensitivity[name] * study.power.get(name, 0.0)
         for name in study.sensitivity
     }
+    damage |= {name: losses.total for name, losses in study.losses.items()}
     allocations = [Allocation("energy"), Allocation("uniform")]
     if damage:
         allocations.append(Allocation("sensitivity", damage))
+    links = tuple(study.losses.values())
+    narrow, tried = _best(studied, [_plan(studied, config, one, links) for one in allocations], config, {})
+    if not any(line.choice and line.choice.link for line in narrow.layers):
+        return replace(narrow, tried=tried)
+    (allocation,) = (one for one in allocations if one.name == narrow.allocation.split(",")[0])
+    apart = _plan(studied, config, allocation, ())
+    best, tried = _best(studied, [narrow, apart], config, tried)
+    return replace(best, tried=tried)
+
+
+def _plan(
+    studied: Studied, config: SketchConfig, allocation: Allocation, links: Sequence[LinkLosses]
+) -> SketchPlan:
+    plan = make_plan(
+        studied.found, config, studied.route, values=studied.study.values, allocation=allocation, links=links
+    )
+    return replace(plan, allocation=f"{allocation.name}, narrow" if links else allocation.name)
+
+
+def _best(
+    studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig, known: Mapping[str, float]
+) -> tuple[SketchPlan, Mapping[str, float]]:
+    """The best of some plans, and how far each that differs from those before it is from the dense model.
+
+    Distances that are known already, by allocation, are not measured again.
+    """
     different: dict[tuple[object, ...], SketchPlan] = {}
-    for one in allocations:
-        plan = make_plan(studied.found, config, studied.route, values=study.values, allocation=one)
-        plan = replace(plan, allocation=one.name)
-        different.setdefault(tuple(line.choice and line.choice.ranks for line in plan.layers), plan)
+    for plan in plans:
+        choices = tuple(line.choice and (line.choice.scheme, line.choice.ranks) for line in plan.layers)
+        different.setdefault(choices, plan)
     plans = list(different.values())
     if len(plans) == 1 or not _chosen(plans[0], studied.targets):
-        return plans[0]
-    tried = None if folder is None else folder.tried(plans)
+        return plans[0], known
+    folder = studied.folder
+    new = [plan for plan in plans if plan.allocation not in known]
+    tried = None if folder is None else folder.tried(new)
     if tried is None:
-        tried = _try(studied, plans, config)
+        tried = _try(studied, new, config)
         if folder is not None:
-            folder.keep_tried(plans, tried)
-    best = min(plans, key=lambda plan: tried[plan.allocation])
-    return replace(best, tried=tried)
+            folder.keep_tried(new, tried)
+    tried = {**known, **tried}
+    return min(plans, key=lambda plan: tried[plan.allocation]), tried
 
 
 def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) -> dict[str, float]:
@@ -246,7 +278,8 @@ class _HeldOut:
         """The model with the layers of a plan."""
         studied, chosen = self._studied, _chosen(plan, self._studied.targets)
         sketched, trial = watch(studied.model, chosen), self.trial(plan)
-        if set(chosen) <= set(studied.study.factors):
+        linked = {line.name for line in plan.sketched if line.choice and line.choice.link}
+        if set(chosen) - linked <= set(studied.study.factors):
             _put(sketched, {name: trial(name, ()) for name in chosen})
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:_TRIAL]
@@ -271,6 +304,8 @@ class _Trial:
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
         target, choice = self._fit.targets[name], self._fit.choices[name]
+        if choice.link:
+            return self._fit.cut_link(choice)[name]
         together = choice.sharing or (name,)
         if stack_name(together) not in self._study.factors:
             return self._fit(name, arrivals)

@@ -7,9 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther_compile.calibration.fit_conv2d import fit_conv2d_to
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
+from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, linear_of
 from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import Moments, MomentSums
+from panther_compile.calibration.narrow import (
+    cut_link,
+    fit_reader,
+    fit_writer,
+    lift,
+    narrow_rows,
+)
 from panther_compile.calibration.resume import FittedLayer, Folder
 from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down, stack_name
 from panther_compile.calibration.study import Study
@@ -18,6 +25,8 @@ from panther_compile.config import SketchConfig
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.linked import Link
 from panther_compile.passes.sketch_conv2d import relative_error
 from panther_compile.passes.sketch_linear import matrix_error
 from panther_compile.records import Choice, Fitted, SketchPlan
@@ -55,6 +64,7 @@ class LayerFit:
         self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
         self.ready: dict[str, FittedLayer] = {}
+        self._cut: dict[tuple[str, ...], Mapping[str, NarrowLinear]] = {}
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`; layers that share an input factor are all fitted where the first is reached."""
@@ -84,7 +94,10 @@ class LayerFit:
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
         layer: SketchedLayer
-        if target.is_matrix:
+        error: float | None
+        if choice.link:
+            layer, error, rows = self._narrow(target, choice, arrivals, weight)
+        elif target.is_matrix:
             moments = self._moments(target, arrivals)
             layer, error = self._matrix(target, choice, moments, weight)
             rows = moments.rows
@@ -108,9 +121,58 @@ class LayerFit:
             found[target.name] = layer, self._fitted(target, layer, matrix.output_error, moments.rows)
         return found
 
-    def cut_shared(self, names: Sequence[str]) -> None:
-        """Make those of these layers that share an input factor from the study: no batch reached them."""
+    def _narrow(
+        self, target: Target, choice: Choice, arrivals: Sequence[Arrival], gradient: Tensor | None
+    ) -> tuple[SketchedLayer, float | None, int]:
+        """A layer of a link; with the error of its output, and to how many rows it was fitted."""
+        link = self._study.link(choice)
+        basis = self._study.between[link.name].basis
+        if target.name != link.reader:
+            moments = self._moments(target, [replace(arrival, skips=None) for arrival in arrivals])
+            return (*fit_writer(target, link, basis, choice.ranks, moments, gradient), moments.rows)
+        sums = self._reader_sums(target, link, choice.rank, arrivals)
+        if sums is None:
+            return self.cut_link(choice)[target.name], None, 0
+        centred = target.weight_and_bias()[1] is not None
+        moments = sums.moments(centred=centred, lifted=lift(link, basis, choice.rank))
+        return (*fit_reader(target, link, choice.ranks, moments, gradient), moments.rows)
+
+    def _reader_sums(
+        self, target: Target, link: Link, count: int, arrivals: Sequence[Arrival]
+    ) -> MomentSums | None:
+        """Of all features in the dense model and of the kept ones in the sketched one."""
+        added = all(_is_added(arrival) for arrival in arrivals)
+        sums: MomentSums | None = None
+        for arrival in arrivals:
+            kept = self._masks[arrival.batch]
+            x, z = target.rows(arrival.x, kept), target.rows(arrival.z, kept)
+            if len(x) != len(z):  # a router has sent other rows here
+                continue
+            z = narrow_rows(link, count, z)
+            sums = MomentSums(z.shape[1], z.device, dense=x.shape[1]) if sums is None else sums
+            skips = None
+            if added and arrival.skips is not None:
+                skips = target.rows(arrival.skips[0], kept), target.rows(arrival.skips[1], kept)
+            sums.add(x, z, skips)
+        return sums
+
+    def cut_link(self, choice: Choice) -> Mapping[str, NarrowLinear]:
+        """The layers of a link from the study, by name."""
+        if choice.link not in self._cut:
+            study, link = self._study, self._study.link(choice)
+            ranks = {name: self.choices[name].ranks for name in link.names}
+            between = study.between[link.name]
+            self._cut[choice.link] = cut_link(
+                self.targets, link, between, ranks, study.weights, study.factors
+            )
+        return self._cut[choice.link]
+
+    def cut(self, names: Sequence[str]) -> None:
+        """Make those of these layers from the study that hang on others: no batch reached them."""
         for name in names:
+            if self.choices[name].link:
+                narrow, target = self.cut_link(self.choices[name])[name], self.targets[name]
+                self.ready[name] = narrow, self._fitted(target, narrow, None, self._study.reached[name])
             sharing = self.choices[name].sharing
             if not sharing or name in self.ready:
                 continue
@@ -190,8 +252,11 @@ def fitted_of(
         error: of its output, if known.
         config: the options.
     """
+    distance: float | None = None
     if isinstance(layer, SketchedLinear):
         distance = matrix_error(layer, weight, name, config)
+    elif isinstance(layer, NarrowLinear):
+        pass  # other weights do the same
     else:
         stored: Tensor = layer.weight  # type: ignore[assignment]
         distance = relative_error(weight, stored.detach().flatten(1))
@@ -203,29 +268,17 @@ def fitted_of(
 def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:
     """The stand-in of a linear layer or of a 1 x 1 convolution that stores what was fitted."""
     if isinstance(dense, nn.Conv2d):
+        assert found.down is not None
         kernels = (found.down[..., None, None], found.left[..., None, None])
         scheme = "channel" if found.start is None else "pivoted"
         conv = SketchedConv2d.from_kernels(scheme, kernels, dense, start=found.start or 0)
         if found.bias is not None:
             copy_into(conv.up.bias, found.bias)  # type: ignore[arg-type]
         return conv
-    weight: Any = dense.weight
     layer_type = SketchedLinear if isinstance(dense, nn.Linear) else SketchedConv1D
-    pivot = 0 if found.start is None else found.left.shape[1]
-    layer = layer_type(
-        found.down.shape[1] + pivot,
-        found.left.shape[0],
-        found.left.shape[1],
-        bias=found.bias is not None,
-        form="pair" if found.start is None else "pivoted",
-        start=found.start or 0,
-        device="meta",
-        dtype=weight.dtype,
-    ).to_empty(device=weight.device)
-    copy_into(layer.down.weight, found.down)
-    copy_into(layer.up.weight, found.left)
-    if found.bias is not None:
-        copy_into(layer.up.bias, found.bias)
+    weight: Any = dense.weight
+    layer = linear_of(found, like=weight, layer_type=layer_type)
+    assert isinstance(layer, SketchedLinear)
     take_over(layer, dense, weight.requires_grad)
     return layer
 

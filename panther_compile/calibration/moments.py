@@ -35,7 +35,8 @@ class Moments:
     """Of the inputs x of the dense layer and z of the sketched one, float64.
 
     Attributes:
-        cross: E[x zᵀ] (I, I), about the means if they are not zero, with the ridge.
+        cross: E[x zᵀ] (I, I), about the means if they are not zero, with the ridge. A narrow layer is given
+            fewer features z than the dense one x: then (I, K).
         square: E[z zᵀ] (I, I), likewise.
         mean_x: (I,); zeros where moments are taken about zero.
         mean_z: likewise.
@@ -59,16 +60,19 @@ class MomentSums:
     """Adds rows up: products in float32, sums in float64.
 
     Args:
-        features: I.
+        features: of z.
         device: where the sums are kept.
+        dense: features of x, if they are others.
     """
 
-    def __init__(self, features: int, device: torch.device) -> None:
+    def __init__(self, features: int, device: torch.device, dense: int | None = None) -> None:
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._square = torch.zeros(features, features, dtype=dtype, device=device)
         self._cross: Tensor | None = None  # equal to the square until x and z differ
-        self._sum_x = torch.zeros(features, dtype=dtype, device=device)
-        self._sum_z = torch.zeros_like(self._sum_x)
+        if dense is not None:
+            self._cross = torch.zeros(dense, features, dtype=dtype, device=device)
+        self._sum_x = torch.zeros(dense or features, dtype=dtype, device=device)
+        self._sum_z = torch.zeros(features, dtype=dtype, device=device)
         self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
         self._samples: list[tuple[Tensor, ...]] = []
         self._change: tuple[Tensor, ...] = ()  # sums of d zᵀ and of d
@@ -122,8 +126,13 @@ class MomentSums:
         )
         return SkipMoments(cross, mean, sample, change - mean.float())
 
-    def moments(self, *, centred: bool) -> Moments:
-        """Of what was added; about the means for a layer with a bias, which makes up for them."""
+    def moments(self, *, centred: bool, lifted: Tensor | None = None) -> Moments:
+        """Of what was added.
+
+        Args:
+            centred: about the means, for a layer with a bias, which makes up for them.
+            lifted: x as z tells it (I, K), where they have other features.
+        """
         assert self._about is not None
         count = max(1, self.rows)
         shift_x, shift_z = (self._sum_x / count).double(), (self._sum_z / count).double()
@@ -140,7 +149,10 @@ class MomentSums:
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
         ridge = rounding + RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
         square.diagonal().add_(ridge)
-        cross.diagonal().add_(ridge)
+        if lifted is None:
+            cross.diagonal().add_(ridge)
+        else:
+            cross += ridge * lifted
         some_x, some_z = (torch.cat(rows) for rows in list(zip(*self._samples, strict=True))[:2])
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)

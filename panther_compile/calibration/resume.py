@@ -24,14 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from panther_compile.calibration.batches import Call
+from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, ResumeError
 from panther_compile.layers import LAYER_TYPES
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
+from panther_compile.linked import Link, LinkLosses
 from panther_compile.records import Fitted, SketchPlan
 
-FORMAT = "panther_compile.calibration 2"
+FORMAT = "panther_compile.calibration 3"
 MANIFEST = "calibration.json"
 _PLAIN = ("sensitivity", "power", "reached", "shared")  # numbers and names
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
@@ -84,14 +86,22 @@ class Folder:
         if kept is None:
             return None
         tensors, told = kept
+        links = {Link(**one | {"writers": tuple(one["writers"])}): total for one, total in told.pop("links")}
         study = Study(**told)
+        parts: dict[str, list[Tensor]] = {}
         for key, tensor in sorted(tensors.items()):
             kind, _, name = key.partition("/")
             if kind == "factors":
                 _, _, name = name.partition("/")  # the keys are sorted by the place, which stands first
                 study.factors[name] = (*study.factors.get(name, ()), tensor)  # type: ignore[assignment]
+            elif kind == "links":
+                parts.setdefault(name.partition("/")[2], []).append(tensor)
             else:
                 getattr(study, kind)[name] = tensor
+        for link, total in links.items():
+            *between, counts, narrowed, members = parts[link.name]
+            study.between[link.name] = Between(*between)
+            study.losses[link.name] = LinkLosses(link, counts.cpu(), narrowed.cpu(), members.cpu(), total)
         return study
 
     def keep_study(self, study: Study) -> None:
@@ -101,7 +111,13 @@ class Folder:
         }
         for name, parts in study.factors.items():
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
-        self._write_tensors("study.safetensors", tensors, {kind: getattr(study, kind) for kind in _PLAIN})
+        for name, lost in study.losses.items():
+            one = study.between[name]
+            told_of = (one.basis, one.square, one.mean, lost.kept, lost.narrowed, lost.members)
+            tensors |= {f"links/{place}/{name}": part for place, part in enumerate(told_of)}
+        told = {kind: getattr(study, kind) for kind in _PLAIN}
+        told["links"] = [(asdict(one.link), one.total) for one in study.losses.values()]
+        self._write_tensors("study.safetensors", tensors, told)
 
     def tried(self, plans: Sequence[SketchPlan]) -> dict[str, float] | None:
         """How the allocations of these plans did, None if it is not kept."""
@@ -243,7 +259,7 @@ def _key(*plans: SketchPlan) -> str:
     """Of what the plans do, not of how they came about."""
     done = [
         [
-            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing)
+            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.link)
             for line in plan.sketched
             if line.choice
         ]

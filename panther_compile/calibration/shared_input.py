@@ -128,6 +128,7 @@ def fit_shared(
     """
     found = fit_matrix_to(stack.weight, None, moments, None, rank, pivoted=True, dtype=dtype)
     assert found.start is not None
+    assert found.down is not None
     right = from_pivoted(found.left, found.down, found.start)[1]
     fitted = []
     for target, left in zip(targets, stack.parts(found.left), strict=True):

@@ -2,20 +2,30 @@
 
 # O out_features, I in_features
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.moments import MomentSums
+from panther_compile.calibration.moments import Moments, MomentSums
+from panther_compile.calibration.narrow import (
+    Between,
+    choose_features,
+    features_kept,
+    reader_losses,
+    writer_losses,
+)
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack, stack_name
 from panther_compile.calibration.targets import Target
 from panther_compile.calibration.watched import Side
 from panther_compile.calibration.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.errors import DataError
+from panther_compile.linked import Link, LinkLosses
+from panther_compile.records import Choice
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
 LARGEST_GRADIENT = 8192  # output features, above which errors count alike
@@ -34,6 +44,8 @@ class Study:
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         reached: units that the data reaches, and with how many rows.
         shared: for each group of layers of one input, the sets of them that may share an input factor.
+        losses: what narrowing layers does that can be narrowed together, by the name of the link.
+        between: what is between them, likewise.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -43,6 +55,12 @@ class Study:
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
+    losses: dict[str, LinkLosses] = field(default_factory=dict)
+    between: dict[str, Between] = field(default_factory=dict)
+
+    def link(self, choice: Choice) -> Link:
+        """The one that a choice is of."""
+        return next(one.link for one in self.losses.values() if one.link.names == choice.link)
 
     def stack(self, targets: Iterable[Target]) -> Stack | None:
         """The stack of some layers, None if gradients tell only of some what their errors do."""
@@ -60,6 +78,7 @@ def study_layers(
     side: Side,
     targets: Mapping[str, Target],
     calls: Sequence[Call],
+    links: Sequence[Link] = (),
     *,
     seed: int,
     logits: bool | None,
@@ -71,6 +90,7 @@ def study_layers(
         side: a copy of it that watches the targets.
         targets: by name.
         calls: the data.
+        links: see `find_links`.
         seed: of random projections.
         logits: see `outputs.distance`.
         progress: whether to show bars.
@@ -79,6 +99,7 @@ def study_layers(
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
     study = Study()
+    by_reader = {link.reader: link for link in links}
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
     gradients = output_gradients(
         side.model,
@@ -105,8 +126,12 @@ def study_layers(
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
             study.values[name] = term_sizes(left, right, moments.square, gradient)
             _keep_factors(study, name, left, right, moments.mean_x)
+            if name in by_reader:
+                _study_reader(study, by_reader[name], dense, moments, gradient)
         for sets in inputs.found(group):
             _study_stacks(study, targets, sets, known[sets[0][0]])
+    for link in links:
+        _study_writers(study, link)
     return study
 
 
@@ -126,6 +151,43 @@ def _study_stacks(
             told.append(names)
     if told:
         study.shared.append(told)
+
+
+def _study_reader(
+    study: Study, link: Link, weight: Tensor, moments: Moments, gradient: Tensor | None
+) -> None:
+    """Add what is between linked layers, and what narrowing does to the reader, while there is room."""
+    held = sum(4 * one.square.numel() for one in study.between.values())
+    if gradient is None or held + 4 * moments.square.numel() > MAX_BYTES:
+        return
+    rows = torch.linalg.cholesky(gradient).T @ weight
+    basis = choose_features(link, rows, moments.square)
+    scale = study.sensitivity[link.reader]
+    narrowed, tails = (scale * one for one in reader_losses(link, rows, moments.square, basis))
+    basis = (basis.float() if basis.is_floating_point() else basis).contiguous()
+    square, mean = moments.square.float().contiguous(), moments.mean_x.float().contiguous()
+    study.between[link.name] = Between(basis, square, mean)
+    total = scale * float(study.values[link.reader].square().sum())
+    study.losses[link.name] = LinkLosses(
+        link, torch.tensor(features_kept(link)), narrowed.cpu(), tails[:, None].cpu(), total
+    )
+
+
+def _study_writers(study: Study, link: Link) -> None:
+    """Add what ranks of the writers do; a link is of no use without."""
+    losses = study.losses.pop(link.name, None)
+    if losses is None or not all(name in study.weights and name in study.factors for name in link.writers):
+        study.between.pop(link.name, None)
+        return
+    members = []
+    for name in link.writers:
+        left, weight = study.factors[name][0].double(), study.weights[name].double()
+        lost = writer_losses(link, left, weight, study.between[link.name].basis)
+        members.append(study.sensitivity[name] * lost.cpu())
+    members.append(losses.members[:, 0])
+    longest = max(one.shape[1] for one in members)
+    padded = [F.pad(one, (0, longest - one.shape[1]), value=torch.inf) for one in members]
+    study.losses[link.name] = replace(losses, members=torch.stack(padded, 1))
 
 
 def _keep_factors(study: Study, name: str, left: Tensor, right: Tensor, mean: Tensor) -> None:

@@ -20,6 +20,7 @@ class Watched(nn.Module):
         layer: that is called; whatever else is read here is read from it.
         on_input: called with the name and the input, before.
         on_output: called with the name and the output, after; gives what is handed on.
+        instead: called with the name and the input in place of the layer.
     """
 
     layer: nn.Module
@@ -30,6 +31,7 @@ class Watched(nn.Module):
         self.layer = layer
         self.on_input: OnInput | None = None
         self.on_output: OnOutput | None = None
+        self.instead: OnOutput | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Read from the layer what the stand-in has not."""
@@ -42,6 +44,8 @@ class Watched(nn.Module):
         """Call the layer."""
         if self.on_input is not None:
             self.on_input(self.watched_name, x)
+        if self.instead is not None:
+            return self.instead(self.watched_name, x)
         out: Tensor = self.layer(x, *args, **kwargs)
         return out if self.on_output is None else self.on_output(self.watched_name, out)
 

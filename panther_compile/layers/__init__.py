@@ -5,6 +5,7 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 
 LAYER_TYPES: dict[str, type[SketchedLayer]] = {
     layer.__name__: layer
@@ -14,11 +15,15 @@ LAYER_TYPES: dict[str, type[SketchedLayer]] = {
         SketchedEmbedding,
         SketchedConv2d,
         SketchedMultiheadAttention,
+        NarrowLinear,
+        NarrowConv1D,
     )
 }
 
 __all__ = [
     "LAYER_TYPES",
+    "NarrowConv1D",
+    "NarrowLinear",
     "SketchedConv1D",
     "SketchedConv2d",
     "SketchedEmbedding",

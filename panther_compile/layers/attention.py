@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,12 @@ from panther_compile.layers.base import (
 from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.narrow import NarrowLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 ATTENTIONS = ("exact", "favor")
+
+Projection: TypeAlias = SketchedLinear | NarrowLinear | nn.Linear
 
 
 class SketchedMultiheadAttention(SketchedLayer):
@@ -56,7 +59,7 @@ class SketchedMultiheadAttention(SketchedLayer):
     Args:
         embed_dim: E.
         num_heads: H, a divisor of E.
-        q_proj: spec of a `SketchedLinear`, or None for an `nn.Linear`.
+        q_proj: spec of a `SketchedLinear` or `NarrowLinear`, or None for an `nn.Linear`.
         k_proj: likewise.
         v_proj: likewise.
         out_proj: likewise.
@@ -78,10 +81,10 @@ class SketchedMultiheadAttention(SketchedLayer):
         LayerError: E is not a multiple of H, or a projection has the wrong shape.
     """
 
-    q_proj: SketchedLinear | nn.Linear
-    k_proj: SketchedLinear | nn.Linear
-    v_proj: SketchedLinear | nn.Linear
-    out_proj: SketchedLinear | nn.Linear
+    q_proj: Projection
+    k_proj: Projection
+    v_proj: Projection
+    out_proj: Projection
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     favor: FavorAttention | None
@@ -122,10 +125,11 @@ class SketchedMultiheadAttention(SketchedLayer):
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.attention, self.features, self.feature_seed = attention, features, feature_seed
 
-        def projection(width: int, spec: Spec | None) -> SketchedLinear | nn.Linear:
+        def projection(width: int, spec: Spec | None) -> Projection:
             if spec is None:
                 return nn.Linear(width, embed_dim, bias=bias, device=device, dtype=dtype)
-            return SketchedLinear(**spec, device=device, dtype=dtype)
+            layer_type = NarrowLinear if "side" in spec else SketchedLinear
+            return layer_type(**spec, device=device, dtype=dtype)
 
         self.q_proj = projection(embed_dim, q_proj)
         self.k_proj = projection(self.kdim, k_proj)

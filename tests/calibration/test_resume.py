@@ -309,6 +309,7 @@ def test_what_the_folder_holds(tmp_path):
         "values",
         "weights",
         "factors",
+        "links",
     }
     stored = sum(t.numel() for file in tmp_path.glob("layers-*/*") for t in load_file(file).values())
     assert stored == pc.sketch_report(small).replaced_stored_numbers

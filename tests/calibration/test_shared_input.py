@@ -13,7 +13,7 @@ from panther_compile.calibration.moments import MomentSums
 from panther_compile.calibration.shared_input import InputGroups, Stack, cut_shared, fit_shared
 from panther_compile.calibration.targets import Target
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
-from panther_compile.records import Site
+from panther_compile.records import Site, WholeTimes
 from panther_compile.timing import time_sites
 from panther_compile.trace import SketchTracer
 
@@ -138,7 +138,8 @@ def test_latency_keeps_apart_what_would_be_too_slow(monkeypatch):
         asked.append(small.ranks[0])
         return (2.0 if small.ranks[0] < 18 else 0.5), 1.0
 
-    monkeypatch.setattr("panther_compile.api.time_sites", partial(time_sites, timer=timer))
+    whole = partial(time_sites, timer=timer, model_timer=lambda *_: WholeTimes((2.0,), (1.0,)))
+    monkeypatch.setattr("panther_compile.api.time_sites", whole)
     monkeypatch.setattr("panther_compile.cost.WORTHWHILE", 0.0)
     small = sketched(objective="latency", allow_slower=False)
     assert max(asked) >= 18
@@ -332,7 +333,7 @@ def test_attention_shares_among_its_projections(tmp_path):
 
     model = Mixed().eval()
     data = [torch.randn(4, 16, WIDTH) for _ in range(5)]
-    small = pc.sketchify(model, 0.35, data=data, **OPTIONS)
+    small = pc.sketchify(model, 0.35, data=data, narrow=False, **OPTIONS)
     assert shared_of(small) == {("mix.q_proj", "mix.k_proj", "mix.v_proj")}
     assert small.mix.q_proj.down.weight is small.mix.v_proj.down.weight
     assert pc.sketch_report(small).achieved_ratio <= 0.35

@@ -220,12 +220,14 @@ def test_merge_only_where_it_is_predicted_to_pay():
         assert merge_shared_inputs(traced(lambda m, x: m.a(x) + m.b(x), a=a, b=b)).changed == count
 
 
-@pytest.mark.parametrize("case", ["training", "written between", "other input", "hooked"])
+@pytest.mark.parametrize("case", ["training", "written between", "other input", "hooked", "called again"])
 def test_merge_leaves_alone(case):
     def forward(m, x):
         first = m.q(x)
         if case == "written between":
             x.mul_(2.0)
+        if case == "called again":
+            first = first + m.k(x + 1)
         return first + m.k(x + 1 if case == "other input" else x)
 
     q, k = nn.Linear(32, 16), nn.Linear(32, 16)

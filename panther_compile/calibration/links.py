@@ -1,0 +1,279 @@
+"""Layers that hand their features to one other layer only, one by one or head by head.
+
+    up ──► activation ──► down             gate ──► activation ─┐
+                                           up ──────────────────┴ × ──► down
+
+    value ──► attention: mixes positions, alike for all features of a head ──► output
+
+A feature of a feed-forward part can be left out of the layer that writes it and of the one that reads it. Of
+a head any change of basis passes through attention, so that the least telling directions are left out.
+
+Found by looking, whatever the model's code is: one batch runs again and again, every layer answering what it
+answered first, but for some whose answers are changed in a way that would be seen in the reader's input:
+
+    features permuted                ──► the reader's input is permuted alike: they pass one by one
+    all features the first one       ──► equal features of the reader's input belong to one head
+    permuted and scaled in each head ──► alike in the reader's input: heads pass as they are
+
+What is found is taken only if nothing else in the model sees the change.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.calibration.batches import Call
+from panther_compile.calibration.outputs import named_tensors
+from panther_compile.calibration.targets import Target
+from panther_compile.calibration.watched import Side
+from panther_compile.linked import Link
+
+_BACK = 3  # layers before a reader that may be the value of its attention
+# Relative: the same products in another order round otherwise.
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
+_WIDTHS = 32  # of a test: a narrow run keeps all but one in so many features
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class _Record:
+    """What reached layers and came of them in a run, by name, once for each call; and its results."""
+
+    inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    results: list[Tensor] = field(default_factory=list)
+
+
+def find_links(side: Side, targets: Mapping[str, Target], call: Call) -> list[Link]:
+    """The layers of a watched model that can be narrowed together; no layer is in two links.
+
+    Args:
+        side: the dense model, watched.
+        targets: by name; only linear layers can be narrowed.
+        call: one batch; runs some ten times, without the products of the layers.
+    """
+    looker = _Looker(side, targets, call)
+    links = looker.one_by_one()
+    taken = {name for link in links for name in link.names}
+    return links + looker.by_heads(taken)
+
+
+class _Looker:
+    def __init__(self, side: Side, targets: Mapping[str, Target], call: Call) -> None:
+        self._side, self._call = side, call
+        self._dense = _Record()
+        for name, watched in side.watched.items():
+            watched.on_input = lambda name, x: self._dense.inputs[name].append(x)
+            watched.on_output = self._keep
+        self._dense.results = self._run()
+        order = [name for name in self._dense.inputs if len(self._dense.inputs[name]) == 1]
+        self._order = [name for name in order if _is_linear(targets[name].layer)]
+        self._sizes = {name: tuple(targets[name].weight_and_bias()[0].shape) for name in self._order}
+
+    def _keep(self, name: str, out: Tensor) -> Tensor:
+        self._dense.outputs[name].append(out.clone())
+        return out
+
+    def _run(self) -> list[Tensor]:
+        try:
+            with torch.no_grad():
+                return [tensor for _, tensor in named_tensors(self._call.run(self._side.model))]
+        finally:
+            for watched in self._side.watched.values():
+                watched.on_input = watched.on_output = watched.instead = None
+
+    def changed(self, changes: Mapping[str, Change]) -> _Record:
+        """A run in which every layer answers what it answered first, some of them changed."""
+        record = _Record()
+
+        def answer(name: str, x: Tensor) -> Tensor:
+            place = len(record.inputs[name])
+            record.inputs[name].append(x)
+            out = self._dense.outputs[name][place].clone()
+            return changes[name](out) if name in changes else out
+
+        for watched in self._side.watched.values():
+            watched.instead = answer
+        record.results = self._run()
+        return record
+
+    def _before(self, reader: str, count: int) -> list[str]:
+        """The last layers before a reader whose input is not its own, the last one first."""
+        place = self._order.index(reader)
+        x = self._dense.inputs[reader][0]
+        names = [name for name in self._order[:place] if self._dense.inputs[name][0] is not x]
+        return names[-count:][::-1]
+
+    def one_by_one(self) -> list[Link]:
+        """Links of feed-forward parts: of one writer, and of two that read one tensor."""
+        found: list[Link] = []
+        for count in (1, 2):
+            wanted = [link for link in self._candidates(count) if _is_apart(link, found)]
+            for link in self._seen_narrow(self._permuted(wanted)):
+                if _is_apart(link, found):
+                    found.append(link)
+        return found
+
+    def _candidates(self, count: int) -> list[Link]:
+        links: list[Link] = []
+        for reader in self._order:
+            writers = self._before(reader, count)[::-1]
+            inputs = self._sizes[reader][1]
+            alike = len({id(self._dense.inputs[name][0]) for name in writers}) == 1
+            sizes = {self._sizes[name][0] for name in writers}
+            if len(writers) == count and alike and sizes == {inputs} and inputs > 1:
+                links.append(Link(tuple(writers), reader, 1, 1, inputs, padded=False))
+        return links
+
+    def _permuted(self, links: Sequence[Link]) -> list[Link]:
+        """Those whose reader is given permuted features when its writers permute theirs."""
+        orders = {
+            link.reader: torch.randperm(link.width, generator=torch.Generator().manual_seed(0))
+            for link in links
+        }
+        changes: dict[str, Change] = {}
+        for link in links:
+            for name in link.writers:
+                changes[name] = lambda out, order=orders[link.reader]: out[..., order.to(out.device)]  # type: ignore[misc]
+        seen = self.changed(changes) if links else _Record()
+        return [
+            link
+            for link in links
+            if _alike(self._input(seen, link), self._input(self._dense, link)[..., orders[link.reader]])
+        ]
+
+    @staticmethod
+    def _input(record: _Record, link: Link) -> Tensor:
+        return record.inputs[link.reader][0]
+
+    def _seen_narrow(self, links: Sequence[Link]) -> list[Link]:
+        """Those that still compute the same when some features are not there."""
+        if not links or self._holds_narrow(links):
+            return list(links)
+        return [link for link in links if self._holds_narrow([link])]
+
+    def _holds_narrow(self, links: Sequence[Link]) -> bool:
+        kept = {link.reader: link.width - max(1, link.width // _WIDTHS) for link in links}
+        changes: dict[str, Change] = {
+            name: lambda out, most=kept[link.reader]: out[..., :most]  # type: ignore[misc]
+            for link in links
+            for name in link.writers
+        }
+        try:
+            seen = self.changed(changes)
+        # The model's own code may raise anything at a width that it does not expect: it cannot be narrowed.
+        except Exception:
+            return False
+        wanted = {link.reader: self._input(self._dense, link)[..., : kept[link.reader]] for link in links}
+        return self._unseen(seen, wanted)
+
+    def _unseen(self, seen: _Record, wanted: Mapping[str, Tensor]) -> bool:
+        """Whether readers were given what is wanted, and all else is as it was."""
+        for name, inputs in self._dense.inputs.items():
+            expected = [wanted[name]] if name in wanted else inputs
+            found = seen.inputs[name]
+            if len(found) != len(expected) or not all(map(_alike, found, expected)):
+                return False
+        return len(seen.results) == len(self._dense.results) and all(
+            map(_alike, seen.results, self._dense.results)
+        )
+
+    def by_heads(self, taken: set[str]) -> list[Link]:
+        """Links of attention: value and output."""
+        found: list[Link] = []
+        for back in range(1, _BACK + 1):
+            busy = taken | {name for link in found for name in link.names}
+            pairs: dict[str, str] = {}  # by the reader
+            for reader in self._order:
+                before = self._before(reader, back)
+                if len(before) == back and not busy & {reader, before[-1]}:
+                    pairs[reader] = before[-1]
+            found += self._heads_of(pairs)
+        return found
+
+    def _heads_of(self, pairs: Mapping[str, str]) -> list[Link]:
+        if not pairs:
+            return []
+        first: dict[str, Change] = {
+            name: lambda out: out[..., :1].expand_as(out).clone() for name in pairs.values()
+        }
+        seen = self.changed(first)
+        links = []
+        for reader, writer in pairs.items():
+            outputs, inputs = self._sizes[writer][0], self._sizes[reader][1]
+            width = _head_width(seen.inputs[reader][0])
+            if width > 1 and outputs % width == 0 and inputs % outputs == 0:
+                heads = inputs // width
+                links.append(Link((writer,), reader, heads, inputs // outputs, width, padded=True))
+        if not links or self._holds_heads(links):
+            return links
+        return [link for link in links if self._holds_heads([link])]
+
+    def _holds_heads(self, links: Sequence[Link]) -> bool:
+        changes: dict[str, Change] = {link.writers[0]: _Mixed(link) for link in links}
+        seen = self.changed(changes)
+        wanted = {link.reader: _Mixed(link, link.shared)(self._input(self._dense, link)) for link in links}
+        return self._unseen(seen, wanted)
+
+
+class _Mixed:
+    """Permutes the features of each head and scales them by signed powers of two.
+
+    Args:
+        link: the heads are those of its writer.
+        repeats: of each, one after the other, as a reader sees them.
+    """
+
+    def __init__(self, link: Link, repeats: int = 1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._width = link.width
+        shape = link.heads_of(link.writers[0]), link.width
+        order = torch.rand(shape, generator=generator).argsort(-1)
+        sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+        scale = sign * 2.0 ** torch.randint(-2, 3, shape, generator=generator)
+        self._order, self._scale = order.repeat_interleave(repeats, 0), scale.repeat_interleave(repeats, 0)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        heads = features.unflatten(-1, (-1, self._width))
+        order = self._order.to(features.device).expand(heads.shape)
+        return (heads.gather(-1, order) * self._scale.to(features)).flatten(-2)
+
+
+def _is_apart(link: Link, others: Sequence[Link]) -> bool:
+    """Whether no layer of a link is in another one."""
+    return all(set(link.names).isdisjoint(other.names) for other in others)
+
+
+def _head_width(x: Tensor) -> int:
+    """How many features in a row are equal, if it is the same number all along; else 0."""
+    rows = x.reshape(-1, x.shape[-1])
+    size = float(rows.abs().max())
+    new = (rows[:, 1:] - rows[:, :-1]).abs().amax(0) > _tolerance(x) * size
+    starts = [0, *(new.nonzero().flatten() + 1).tolist(), x.shape[-1]]
+    widths = {b - a for a, b in itertools.pairwise(starts)}
+    return widths.pop() if size > 0 and len(widths) == 1 else 0
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    tolerance = _tolerance(wanted)
+    found, wanted = found.float(), wanted.float()
+    finite = wanted.isfinite()
+    if not torch.equal(found.isfinite(), finite):
+        return False
+    size = float(wanted[finite].abs().max()) if bool(finite.any()) else 0.0
+    return float((found - wanted)[finite].abs().max()) <= tolerance * size if size else True
+
+
+def _tolerance(x: Tensor) -> float:
+    return _HALF_TOLERANCE if x.element_size() < 4 else _TOLERANCE
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return not isinstance(layer, nn.Conv2d)

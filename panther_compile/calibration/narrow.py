@@ -1,0 +1,330 @@
+"""What two linked layers keep of the features between them, and their weights in closed form.
+
+The reader's output W a loses least where it is computed from the kept features k = T a with the best weights
+for them, W' = W S Tᵀ (T S Tᵀ)⁻¹, S = E[a aᵀ]: an interpolative decomposition of the reader's input in the
+metric of G, the weight of errors at its output.
+
+- Features that pass one by one can only be chosen. All are kept at first; those are left out, some at a
+  time, whose absence costs least with the best weights for the rest: of feature j ‖G^½ w_j‖² / (S⁻¹)_jj, w_j
+  its weights by then. This is the rule of Hassibi and Stork, "Second order derivatives for network
+  pruning" (1992), for features in place of single weights, as ZipLM (2302.04089) has it.
+- Of a head any directions can be kept: T is the left factor of the truncated G^½ W_h S_h^½, of which the
+  value's weights take T W_v. Heads that share a value share T, of their summed squares.
+
+With S = L Lᵀ in the order in which features are kept, the first k columns of G^½ W L are what k features
+keep, whitened: what the others lose and what ranks of the narrow reader lose are read off them.
+"""
+
+# O out_features of the reader, N features between the two, I in_features of the writers
+# H heads, D features of a head, K kept features of a head
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, linear_of
+from panther_compile.calibration.moments import Moments
+from panther_compile.calibration.targets import Target
+from panther_compile.calibration.whiten import root_of, solve
+from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.linked import Link
+
+_STEPS = 48  # in which features are left out
+_GRID = 12  # numbers of features of which losses are known, where they pass one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The features between linked layers, as the dense model has them.
+
+    Attributes:
+        basis: which features to keep, the first ones first: int64 places `(N,)`; of heads the rows of T,
+            float32 `(heads of the writer, D, D)`.
+        square: S with a ridge, float32 `(N, N)`, about the mean if the reader has a bias.
+        mean: `(N,)`, zeros if it has none.
+    """
+
+    basis: Tensor
+    square: Tensor
+    mean: Tensor
+
+
+def choose_features(link: Link, rows: Tensor, square: Tensor) -> Tensor:
+    """The basis of `Between`, float64 if it is of heads.
+
+    Args:
+        link: the layers.
+        rows: G^½ W of the reader, float64 `(O, N)`.
+        square: S, float64 `(N, N)`.
+    """
+    return (_by_heads if link.padded else _one_by_one)(link, rows, square)
+
+
+def _one_by_one(link: Link, rows: Tensor, square: Tensor) -> Tensor:
+    places = torch.arange(link.width, device=rows.device)
+    inverse, best = torch.linalg.inv(square), rows
+    order = []
+    most = max(1, link.width // _STEPS)
+    while len(places):
+        ranked = (best.square().sum(0) / inverse.diagonal()).argsort()
+        out, rest = ranked[:most], ranked[most:].sort().values
+        order.append(places[out])
+        given = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])
+        best = best[:, rest] - best[:, out] @ given
+        inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ given
+        places = places[rest]
+    return torch.cat(order).flip(0)
+
+
+def _by_heads(link: Link, rows: Tensor, square: Tensor) -> Tensor:
+    bases = []
+    for head in range(link.heads // link.shared):
+        readers = range(head * link.shared, (head + 1) * link.shared)
+        spans = [slice(one * link.width, (one + 1) * link.width) for one in readers]
+        # Of heads that share a value: one metric of their inputs, as it is the same value in all of them.
+        root = root_of(torch.stack([square[span, span] for span in spans]).mean(0))
+        size = torch.stack([rows[:, span].T @ rows[:, span] for span in spans]).sum(0)
+        vectors = torch.linalg.eigh(root.factor.T @ size @ root.factor)[1].flip(1)
+        bases.append(vectors.T @ root.inverse)
+    return torch.stack(bases)
+
+
+def keep(link: Link, basis: Tensor, kept: int, features: Tensor) -> Tensor:
+    """T a of features a (..., N) of the reader, or of a writer: (..., K of each head)."""
+    if not link.padded:
+        return features[..., basis[:kept]]
+    heads = features.unflatten(-1, (-1, link.width))
+    repeats = heads.shape[-2] // len(basis)
+    rows = basis[:, :kept].repeat_interleave(repeats, 0).to(features)
+    return torch.einsum("...hd,hkd->...hk", heads, rows).flatten(-2)
+
+
+def lift(link: Link, basis: Tensor, kept: int) -> Tensor:
+    """Features (N, K of each head) of which T makes the kept ones, and zeros of the others, float64."""
+    if not link.padded:
+        lifted = torch.zeros(link.width, kept, dtype=torch.float64, device=basis.device)
+        lifted[basis[:kept], torch.arange(kept, device=basis.device)] = 1.0
+        return lifted
+    inverse = torch.linalg.inv(basis.double())[:, :, :kept].repeat_interleave(link.shared, 0)
+    return torch.block_diag(*inverse)
+
+
+def features_kept(link: Link) -> list[int]:
+    """The numbers of features of a head of which losses are asked for, descending; all of them first."""
+    if link.padded:
+        return list(range(link.width, 0, -1))
+    step = 8 if link.width >= 120 else 1
+    grid = [link.width * share // _GRID for share in range(_GRID, 0, -1)]
+    return list(dict.fromkeys([link.width, *(max(1, kept - kept % step) for kept in grid[1:])]))
+
+
+def reader_losses(link: Link, rows: Tensor, square: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """What is lost to the features left out (g,), and to ranks 0, 1, ... of the narrow reader (g, r + 1).
+
+    Args:
+        link: the layers.
+        rows: G^½ W, float64 `(O, N)`.
+        square: S, float64 `(N, N)`.
+        basis: see `Between`.
+    """
+    lifted = lift(link, basis, link.width)
+    inner = keep(link, basis, link.width, keep(link, basis, link.width, square).T)
+    if link.padded:  # the first features of all heads stand first
+        order = torch.arange(len(inner), device=inner.device).view(-1, link.width).T.flatten()
+        lifted, inner = lifted[:, order], inner[order][:, order]
+    terms = rows @ lifted @ root_lower(inner)
+    kept = features_kept(link)
+    total = terms.square().sum()
+    narrowed = torch.stack([total - terms[:, : one * link.heads].square().sum() for one in kept])
+    tails = [_tails(terms[:, : one * link.heads]) for one in (kept[:1] if link.padded else kept)]
+    return narrowed.clamp_min(0.0), _stacked(tails, len(kept))
+
+
+def writer_losses(link: Link, left: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
+    """What is lost to ranks 0, 1, ... of a narrow writer (g, r + 1).
+
+    Args:
+        link: the layers.
+        left: float64 `(N, m)`, with W S Wᵀ = left leftᵀ, W the writer's weight and S its input's square.
+        gradient: weight of errors at its output, float64 `(N, N)`.
+        basis: see `Between`.
+    """
+    kept = features_kept(link)
+    tails = []
+    for one in kept[:1] if link.padded else kept:
+        places = slice(None) if link.padded else basis[:one]
+        root = torch.linalg.cholesky(gradient[places][:, places])
+        tails.append(_tails(root.T @ left[places]))
+    return _stacked(tails, len(kept))
+
+
+def _tails(terms: Tensor) -> Tensor:
+    """Squared singular values summed from the r-th on, r = 0, 1, ..., those of full rank left out."""
+    small = terms @ terms.T if terms.shape[0] <= terms.shape[1] else terms.T @ terms
+    values = torch.linalg.eigvalsh(small).clamp_min(0.0)
+    return values.cumsum(0).flip(0)
+
+
+def _stacked(tails: list[Tensor], count: int) -> Tensor:
+    longest = max(map(len, tails))
+    rows = torch.full((count, longest), torch.inf, dtype=torch.float64, device=tails[0].device)
+    for place, one in enumerate(tails):
+        rows[place, : len(one)] = one
+    return rows
+
+
+def root_lower(square: Tensor) -> Tensor:
+    """L of S = L Lᵀ, lower triangular; a little is added to what is not positive by rounding."""
+    factor, failed = torch.linalg.cholesky_ex(square)
+    if int(failed):
+        little = (
+            1e-9 * square.diagonal().mean() * torch.eye(len(square), dtype=square.dtype, device=square.device)
+        )
+        factor = torch.linalg.cholesky(square + little)
+    return factor
+
+
+def fit_writer(
+    target: Target,
+    link: Link,
+    basis: Tensor,
+    ranks: tuple[int, ...],
+    moments: Moments,
+    gradient: Tensor | None,
+) -> tuple[NarrowLinear, float]:
+    """The writer that gives T (W x + b) from z; and the relative error of that.
+
+    Args:
+        target: the dense layer.
+        link: that it is of.
+        basis: see `Between`.
+        ranks: how many features are kept, and the rank if it is factorized.
+        moments: of x and z, about the means if the layer has a bias.
+        gradient: weight of errors at its dense outputs, float64 `(N, N)`, or None.
+    """
+    weight, bias = target.weight_and_bias()
+    kept = ranks[0] // link.heads_of(target.name)
+    dense = keep(link, basis, kept, weight.detach().double().T).T
+    shift = None if bias is None else keep(link, basis, kept, bias.detach().double())
+    if gradient is not None:
+        lifted = lift(link, basis, kept) if link.heads == 1 else None
+        gradient = None if lifted is None else lifted.T @ gradient @ lifted
+    return _fit(target, link, ranks, dense, shift, moments, gradient)
+
+
+def fit_reader(
+    target: Target, link: Link, ranks: tuple[int, ...], moments: Moments, gradient: Tensor | None
+) -> tuple[NarrowLinear, float]:
+    """The reader that gives W x + b + (s - s') from the kept features z; and its relative error.
+
+    Args:
+        target: the dense layer.
+        link: that it is of.
+        ranks: see `fit_writer`.
+        moments: of all features x and of the kept ones z, about the means if the layer has a bias.
+        gradient: G, float64 `(O, O)`, or None.
+    """
+    weight, bias = target.weight_and_bias()
+    return _fit(target, link, ranks, weight.detach().double(), bias, moments, gradient)
+
+
+def _fit(
+    target: Target,
+    link: Link,
+    ranks: tuple[int, ...],
+    dense: Tensor,
+    bias: Tensor | None,
+    moments: Moments,
+    gradient: Tensor | None,
+) -> tuple[NarrowLinear, float]:
+    if len(ranks) > 1:
+        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=_dtype(target))
+    else:
+        found = fit_whole_to(dense, bias, moments)
+    return _around(target, link, found), found.output_error
+
+
+def _dtype(target: Target) -> torch.dtype:
+    return target.weight_and_bias()[0].dtype
+
+
+def _around(target: Target, link: Link, found: FittedMatrix) -> NarrowLinear:
+    side = "in" if target.name == link.reader else "out"
+    inner = linear_of(found, like=target.weight_and_bias()[0])
+    heads = link.heads_of(target.name)
+    return NarrowLinear.around(inner, target.layer, side=side, heads=heads, padded=link.padded)
+
+
+def cut_link(
+    targets: Mapping[str, Target],
+    link: Link,
+    between: Between,
+    ranks: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, Tensor],
+    factors: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+) -> dict[str, NarrowLinear]:
+    """All layers of a link from the study alone, by name.
+
+    Args:
+        targets: the dense layers, by name.
+        link: that they are of.
+        between: what is between them.
+        ranks: see `fit_writer`; by name.
+        weights: of errors, by name.
+        factors: of the study, by name.
+    """
+    layers = {}
+    for name in link.names:
+        target, rank = targets[name], ranks[name][1:]
+        kept = ranks[name][0] // link.heads_of(name)
+        cut = _cut_reader if name == link.reader else _cut_writer
+        weight, spread, bias, metric = cut(target, link, between, kept, factors.get(name), weights.get(name))
+        left, right = _truncated(weight, spread, metric, rank[0]) if rank else (weight, None)
+        layers[name] = _around(target, link, FittedMatrix(left, right, None, bias, 0.0))
+    return layers
+
+
+_Cut = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_Factors = tuple[Tensor, Tensor, Tensor] | None
+
+
+def _cut_writer(
+    target: Target, link: Link, between: Between, kept: int, factors: _Factors, gradient: Tensor | None
+) -> _Cut:
+    """Weight M of the narrow layer, Z with M S Mᵀ = Z Zᵀ, bias, and weight of errors."""
+    weight, bias = target.weight_and_bias()
+    rows = keep(link, between.basis, kept, weight.detach().double().T).T
+    shift = None if bias is None else keep(link, between.basis, kept, bias.detach().double())
+    if link.padded or factors is None:
+        return rows, rows, shift, None
+    places = between.basis[:kept]
+    metric = None if gradient is None else gradient[places][:, places].double()
+    return rows, factors[0][places].double(), shift, metric
+
+
+def _cut_reader(
+    target: Target, link: Link, between: Between, kept: int, _: _Factors, gradient: Tensor | None
+) -> _Cut:
+    weight, bias = target.weight_and_bias()
+    dense, square = weight.detach().double(), between.square.double()
+    cross = keep(link, between.basis, kept, dense @ square)  # E[W a kᵀ]
+    inner = keep(link, between.basis, kept, keep(link, between.basis, kept, square).T)
+    new = solve(inner, cross.T).T
+    if bias is not None:
+        mean = between.mean.double()
+        bias = bias.detach().double() + dense @ mean - new @ keep(link, between.basis, kept, mean)
+    return new, new @ root_lower(inner), bias, None if gradient is None else gradient.double()
+
+
+def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors of the best matrix of a rank, where errors count by the metric and M S Mᵀ = spread spreadᵀ."""
+    root = root_lower(torch.eye(len(weight)).to(weight) if metric is None else metric)
+    terms = root.T @ spread
+    vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)
+    return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight
+
+
+def narrow_rows(link: Link, kept: int, rows: Tensor) -> Tensor:
+    """The kept features (n, K of each head) of what reaches a narrow reader."""
+    return rows.unflatten(-1, (link.heads, -1))[..., :kept].flatten(-2) if link.padded else rows

@@ -1,0 +1,238 @@
+"""NarrowLinear: a linear layer of which some features that it hands on, or is handed, are left out.
+
+Two layers are narrowed together: the first writes fewer features, the second reads no more than those.
+
+    between two layers of a feed-forward part              between value and output of attention heads
+    up: I ──► n          I ──► k                           value: I ──► H · D         I ──► H · k, and zeros
+    activation      ──►  activation                        attention             ──►  attention
+    down: n ──► O        k ──► O                           output: H · D ──► O        k of each D ──► O
+
+What is between two layers of a feed-forward part never sees the features that are left out. Attention needs
+its heads at their full width: the features left out are written as zeros, and not read.
+"""
+
+# O out_features, I in_features, H heads, D features of a head, K kept features of a head
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.errors import ConfigError
+from panther_compile.layers.base import SketchedLayer, Spec, check_rank, copy_into, take_over
+from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.linear import SketchedLinear
+
+SIDES = ("out", "in")
+
+
+class NarrowLinear(SketchedLayer):
+    """Stands in for `nn.Linear`, of whose outputs or inputs it keeps the first K of each head.
+
+    Args:
+        in_features: I of the dense layer.
+        out_features: O of the dense layer.
+        kept: K, in 1..D, of each head.
+        side: "out" keeps outputs, "in" inputs.
+        heads: H, that the features on that side are divided into; D = O / H, or I / H.
+        padded: whether x and y keep the dense layer's widths: outputs left out are zeros, inputs left out
+            are not read. Otherwise they are H K wide on that side.
+        bias: whether there is a bias.
+        factors: spec of the `SketchedLinear` that maps between the narrow widths; None for an `nn.Linear`.
+        device: where the weight is made.
+        dtype: of the weight, any floating dtype.
+
+    Raises:
+        ConfigError: the side is unknown, or heads do not divide the features.
+        RankError: kept is outside 1..D.
+    """
+
+    scheme = "narrow"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kept: int,
+        *,
+        side: str,
+        heads: int = 1,
+        padded: bool = False,
+        bias: bool = True,
+        factors: Spec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        what = f"{type(self).__name__}({in_features}, {out_features})"
+        if side not in SIDES:
+            raise ConfigError(f"{what}: {side=}, wanted one of {SIDES}")
+        features = out_features if side == "out" else in_features
+        if heads < 1 or features % heads:
+            raise ConfigError(f"{what}: {heads=}, wanted a divisor of {features}")
+        check_rank(kept, features // heads, what)
+        self.in_features, self.out_features = in_features, out_features
+        self.side, self.heads, self.kept, self.padded = side, heads, kept, padded
+        shape = (in_features, heads * kept) if side == "out" else (heads * kept, out_features)
+        self.narrow: nn.Linear | SketchedLinear
+        if factors is None:
+            self.ranks = (heads * kept,)
+            self.narrow = nn.Linear(*shape, bias=bias, device=device, dtype=dtype)
+            return
+        if (factors["in_features"], factors["out_features"], factors["bias"]) != (*shape, bias):
+            raise ConfigError(f"{what}: {factors=}, wanted those of a layer {shape} with {bias=}")
+        self.ranks = (heads * kept, factors["rank"])
+        self.narrow = SketchedLinear(**factors, device=device, dtype=dtype)
+
+    @classmethod
+    def around(
+        cls, inner: nn.Linear | SketchedLinear, like: nn.Module, *, side: str, heads: int, padded: bool
+    ) -> "NarrowLinear":
+        """The stand-in of a dense layer.
+
+        Args:
+            inner: `(H K, I)` on the side "out", `(O, H K)` on "in"; not copied.
+            like: the dense layer, an `nn.Linear` or Hugging Face's `Conv1D`; gives mode and `requires_grad`.
+            side: see the class; so for the other two.
+            heads: H.
+            padded: whether widths are kept.
+        """
+        dense: Any = like.weight
+        linear = isinstance(like, nn.Linear)
+        outputs, inputs = dense.shape if linear else dense.shape[::-1]
+        features = inner.out_features if side == "out" else inner.in_features
+        layer = (cls if linear else NarrowConv1D)(
+            inputs,
+            outputs,
+            features // heads,
+            side=side,
+            heads=heads,
+            padded=padded,
+            bias=inner.bias is not None,
+            factors=inner.sketch_spec() if isinstance(inner, SketchedLinear) else None,
+            device="meta",
+        )
+        layer.narrow = inner
+        take_over(layer, like, dense.requires_grad)
+        if inner.bias is not None:
+            old: Any = like.bias
+            inner.bias.requires_grad_(old.requires_grad)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., I) to (..., O), narrow on one side unless padded."""
+        if not self.padded:
+            return self.narrow(x)
+        if self.side == "in":
+            return self.narrow(x.unflatten(-1, (self.heads, -1))[..., : self.kept].flatten(-2))
+        return self._padded(self.narrow(x), -1)
+
+    def _padded(self, values: Tensor, dim: int) -> Tensor:
+        """Zeros for what was left out of a dimension H K."""
+        width = (self.out_features if self.side == "out" else self.in_features) // self.heads
+        values = values.movedim(dim, -1).unflatten(-1, (self.heads, self.kept))
+        return F.pad(values, (0, width - self.kept)).flatten(-2).movedim(-1, dim)
+
+    def to_dense(self) -> nn.Module:
+        """The ordinary layer, with zeros for what was left out, and last in each head."""
+        dense = self._empty_dense()
+        weight = self._padded(_weight(self.narrow).detach(), 0 if self.side == "out" else 1)
+        self._fill_dense(dense, weight)
+        if self.bias is not None:
+            copy_into(dense.bias, self.bias)  # type: ignore[arg-type]
+        take_over(dense, self, self._any_weight().requires_grad)
+        return dense
+
+    def _empty_dense(self) -> nn.Module:
+        like, bias = self._any_weight(), self.narrow.bias is not None
+        size = self.in_features, self.out_features
+        return nn.utils.skip_init(nn.Linear, *size, bias=bias, device=like.device, dtype=like.dtype)
+
+    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
+        copy_into(dense.weight, weight)  # type: ignore[arg-type]
+
+    def _any_weight(self) -> Tensor:
+        """A parameter that has the layer's dtype and device."""
+        return next(self.narrow.parameters())
+
+    def _dense_weight(self) -> Tensor:
+        return self._padded(_weight(self.narrow), 0 if self.side == "out" else 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (O, I) of `to_dense`; read-only, made when it is read."""
+        return lazy_weight((self.out_features, self.in_features), self._any_weight(), self._dense_weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (O,) of `to_dense`, or None."""
+        bias = self.narrow.bias
+        return bias if bias is None or self.side == "in" else self._padded(bias, -1)
+
+    def sketch_spec(self) -> Spec:
+        """See `SketchedLayer.sketch_spec`."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "kept": self.kept,
+            "side": self.side,
+            "heads": self.heads,
+            "padded": self.padded,
+            "bias": self.narrow.bias is not None,
+            "factors": self.narrow.sketch_spec() if isinstance(self.narrow, SketchedLinear) else None,
+        }
+
+    def extra_repr(self) -> str:
+        """The shape, what is kept and the stored share, as `print(model)` shows them."""
+        spec = {name: value for name, value in self.sketch_spec().items() if name != "factors"}
+        spec["stored"] = f"{self.stored_numbers / self.dense_numbers:.3f}"
+        return ", ".join(f"{name}={value}" for name, value in spec.items())
+
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
+        return self.out_features * (self.in_features + (self.narrow.bias is not None))
+
+    @property
+    def dense_macs(self) -> int:
+        """See `SketchedLayer.dense_macs`."""
+        return self.out_features * self.in_features
+
+
+def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        return layer.weight
+    left, right = layer.factors()
+    return left @ right
+
+
+class NarrowConv1D(NarrowLinear):
+    """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+
+    @property
+    def nf(self) -> int:
+        """Output features, under Conv1D's name."""
+        return self.out_features
+
+    @property
+    def nx(self) -> int:
+        """Input features, under Conv1D's name."""
+        return self.in_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (I, O), transposed as Conv1D keeps it."""
+        shape = (self.in_features, self.out_features)
+        return lazy_weight(shape, self._any_weight(), lambda: self._dense_weight().t())
+
+    def _empty_dense(self) -> nn.Module:
+        # The one layer that is not torch's own; importing transformers up front would cost every user.
+        conv1d: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
+        like = self._any_weight()
+        with torch.device("meta"):
+            dense: nn.Module = conv1d(self.out_features, self.in_features)
+        return dense.to(dtype=like.dtype).to_empty(device=like.device)
+
+    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
+        copy_into(dense.weight, weight.t())  # type: ignore[arg-type]

@@ -1,0 +1,171 @@
+"""Which layers hand their features to one other alone: found by looking."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from panther_compile.calibration.batches import record_calls
+from panther_compile.calibration.links import find_links
+from panther_compile.calibration.targets import find_targets, watch
+from panther_compile.config import SketchConfig
+from panther_compile.sites import find_sites
+from panther_compile.trace import read_graph
+from tests import zoo
+
+WIDTH, HIDDEN = 8, 24
+
+
+def links_of(model, data):
+    model.eval()
+    config = SketchConfig(min_params=1, include="*")
+    targets = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
+    return find_links(watch(model, targets), targets, record_calls(model, data)[0])
+
+
+class Part(nn.Module):
+    """up, something, down; `between` is what."""
+
+    def __init__(self, between, inputs=WIDTH):
+        super().__init__()
+        self.up, self.gate = nn.Linear(inputs, HIDDEN), nn.Linear(inputs, HIDDEN)
+        self.down = nn.Linear(HIDDEN, inputs)
+        self.norm, self.slopes = nn.LayerNorm(HIDDEN), nn.PReLU(HIDDEN)
+        self.between = between
+
+    def forward(self, x):
+        return self.between(self, x)
+
+
+def plain(self, x):
+    return x + self.down(F.gelu(self.up(x)))
+
+
+def gated(self, x):
+    return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def normed(self, x):
+    return self.down(self.norm(F.gelu(self.up(x))))
+
+
+def bare_norm(self, x):
+    return self.down(F.layer_norm(self.up(x), (HIDDEN,)))
+
+
+def sloped(self, x):
+    return self.down(self.slopes(self.up(x).movedim(-1, 1)).movedim(1, -1))
+
+
+def shown(self, x):
+    hidden = F.relu(self.up(x))
+    return self.down(hidden), hidden
+
+
+def fixed(self, x):
+    return self.down(F.relu(self.up(x)).reshape(-1, HIDDEN)).reshape(x.shape)
+
+
+def twice(self, x):
+    return self.down(F.relu(self.up(self.down(F.relu(self.up(x))))))
+
+
+def crossed(self, x):
+    return self.down(F.relu(self.up(x)).flip(-1))
+
+
+@pytest.mark.parametrize(
+    ("between", "writers"),
+    [
+        (plain, ("up",)),
+        (gated, ("gate", "up")),
+        (normed, None),
+        (bare_norm, None),
+        (sloped, None),
+        (shown, None),
+        (fixed, None),
+        (twice, None),
+        (crossed, None),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_feed_forward_parts(between, writers):
+    torch.manual_seed(0)
+    found = links_of(Part(between), [torch.randn(4, 6, WIDTH)])
+    assert [(link.writers, link.reader) for link in found] == ([(writers, "down")] if writers else [])
+    for link in found:
+        assert (link.heads, link.width, link.padded) == (1, HIDDEN, False)
+
+
+def test_no_layer_is_in_two_links():
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16) for _ in range(4)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), layers[3])
+    found = links_of(model, [torch.randn(8, 16)])
+    assert [link.names for link in found] == [("0", "2"), ("4", "6")]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, its projections called in a given order."""
+
+    def __init__(self, order="qkv", shared=2, heads=4):
+        super().__init__()
+        self.order, self.shared, self.heads = order, shared, heads
+        self.q, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k, self.v = nn.Linear(16, 16 // shared), nn.Linear(16, 16 // shared)
+
+    def forward(self, x):
+        made = {name: getattr(self, name)(x) for name in self.order}
+        q, k, v = (made[name].unflatten(-1, (-1, 16 // self.heads)).transpose(1, 2) for name in "qkv")
+        k, v = (one.repeat_interleave(self.shared, 1) for one in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("order", ["qkv", "vkq", "qvk"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_attention_by_heads(order, shared):
+    torch.manual_seed(0)
+    (link,) = links_of(Attention(order, shared), [torch.randn(2, 6, 16)])
+    assert link.names == ("v", "out")
+    assert (link.heads, link.shared, link.width, link.padded) == (4, shared, 4, True)
+    assert link.heads_of("v") == 4 // shared
+
+
+def test_values_that_are_seen_elsewhere_are_no_link():
+    class Shows(Attention):
+        def forward(self, x):
+            return super().forward(x), self.v(x)
+
+    torch.manual_seed(0)
+    assert links_of(Shows(), [torch.randn(2, 6, 16)]) == []
+
+
+# Of the zoo's models: links one by one, by heads.
+COUNTS = {
+    "bert": (2, 2),
+    "gpt2": (2, 0),  # query, key and value are one layer
+    "llama": (2, 2),
+    "mixtral": (0, 2),  # experts keep their weights in one tensor
+    "t5": (4, 6),
+    "whisper": (4, 6),
+    "swin": (4, 4),
+    "nn_transformer": (4, 6),
+    "lstm": (1, 0),
+    "tied_autoencoder": (0, 0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_models_of_the_zoo(name):
+    entry = zoo.ZOO[name]
+    inputs = entry.inputs()
+    found = links_of(entry.build(), lambda model: zoo.call(model, inputs))
+    heads = sum(link.padded for link in found)
+    assert (len(found) - heads, heads) == COUNTS[name]
+
+
+def test_half_types_are_seen_through():
+    torch.manual_seed(0)
+    model = Part(plain).to(torch.bfloat16)
+    assert len(links_of(model, [torch.randn(4, 6, WIDTH, dtype=torch.bfloat16)])) == 1

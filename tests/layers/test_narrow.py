@@ -1,0 +1,102 @@
+"""NarrowLinear stands for a dense layer with zeros for what it leaves out."""
+
+import pytest
+import torch
+from torch import nn
+
+from panther_compile.errors import ConfigError, RankError
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.narrow import NarrowLinear
+
+torch.manual_seed(0)
+
+
+def narrow(side="out", *, heads=1, padded=False, rank=None, bias=True) -> NarrowLinear:
+    inputs, outputs, kept = 12, 20, 3 if heads > 1 else 7
+    shape = (inputs, heads * kept) if side == "out" else (heads * kept, outputs)
+    factors = SketchedLinear(*shape, rank, bias=bias).sketch_spec() if rank else None
+    return NarrowLinear(
+        inputs, outputs, kept, side=side, heads=heads, padded=padded, bias=bias, factors=factors
+    )
+
+
+KINDS = [
+    {},
+    {"rank": 4},
+    {"bias": False},
+    {"heads": 4, "padded": True},
+    {"heads": 2, "padded": True, "rank": 3},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_forward_is_that_of_the_dense_layer_at_what_is_kept(side, kind):
+    layer = narrow(side, **kind)
+    dense = layer.to_dense()
+    assert type(dense) is nn.Linear
+    assert dense.weight.shape == layer.weight.shape == (20, 12)
+    torch.testing.assert_close(dense.weight, layer.weight + 0)
+    width = (20 if side == "out" else 12) // layer.heads
+    keep = torch.arange(layer.heads)[:, None] * width + torch.arange(layer.kept)
+    x = torch.randn(2, 5, 12)
+    if side == "out":
+        wanted = dense(x)
+        torch.testing.assert_close(layer(x), wanted if layer.padded else wanted[..., keep.flatten()])
+        lost = torch.ones(20, dtype=torch.bool)
+        lost[keep.flatten()] = False
+        assert wanted[..., lost].count_nonzero() == 0
+    else:
+        given = x if layer.padded else x[..., keep.flatten()]
+        torch.testing.assert_close(layer(given), dense(x))
+        torch.testing.assert_close(layer(given), dense(x + torch.eye(12)[_lost(keep)].sum(0)))
+
+
+def _lost(keep):
+    lost = torch.ones(12, dtype=torch.bool)
+    lost[keep.flatten()] = False
+    return lost
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_spec_makes_the_same_layer(side, kind):
+    layer = narrow(side, **kind)
+    twin = NarrowLinear(**layer.sketch_spec())
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(3, layer.narrow.in_features if side == "in" and not layer.padded else 12)
+    assert torch.equal(twin(x), layer(x))
+    assert twin.ranks == layer.ranks
+    assert layer.stored_numbers == sum(p.numel() for p in layer.parameters())
+    assert layer.dense_numbers == 20 * (12 + (layer.bias is not None))
+
+
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_gradients_reach_every_parameter(side):
+    layer = narrow(side, heads=4, padded=True, rank=2)
+    layer(torch.randn(3, 12)).square().sum().backward()
+    assert all(bool(p.grad.abs().sum() > 0) for p in layer.parameters())
+
+
+def test_bad_arguments():
+    with pytest.raises(ConfigError, match="side='up', wanted one of"):
+        NarrowLinear(12, 20, 3, side="up")
+    with pytest.raises(ConfigError, match="heads=3, wanted a divisor of 20"):
+        NarrowLinear(12, 20, 3, side="out", heads=3)
+    with pytest.raises(RankError, match=r"1\.\.5"):
+        NarrowLinear(12, 20, 6, side="out", heads=4)
+    with pytest.raises(ConfigError, match="wanted those of a layer"):
+        NarrowLinear(12, 20, 7, side="out", factors=SketchedLinear(12, 8, 2).sketch_spec())
+
+
+def test_conv1d_of_transformers():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    like = conv1d(20, 12)
+    layer = NarrowLinear.around(nn.Linear(12, 7), like, side="out", heads=1, padded=False)
+    assert type(layer).__name__ == "NarrowConv1D"
+    dense = layer.to_dense()
+    assert type(dense) is conv1d
+    assert dense.weight.shape == layer.weight.shape == (12, 20)
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(dense(x)[:, :7], layer(x))
+    assert (layer.nf, layer.nx) == (20, 12)
