@@ -207,7 +207,8 @@ class _Looker:
         for reader, writer in pairs.items():
             outputs, inputs = self._sizes[writer][0], self._sizes[reader][1]
             width = _head_width(seen.inputs[reader][0])
-            if width > 1 and outputs % width == 0 and inputs % outputs == 0:
+            # One head of all features is what several look like to a single position.
+            if 1 < width < inputs and outputs % width == 0 and inputs % outputs == 0:
                 heads = inputs // width
                 links.append(Link((writer,), reader, heads, inputs // outputs, width, padded=True))
         if not links or self._holds_heads(links):

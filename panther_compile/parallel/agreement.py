@@ -172,7 +172,16 @@ def _describe(function: str, values: Mapping[str, Any]) -> str:
     for name, way in (("group_src", "from"), ("group_dst", "to")):
         if isinstance(values.get(name), int):
             told.append(f"{way} rank {ranks[values[name]]}")
-    return f"{' '.join(told)} between the ranks {ranks}"
+    return f"{' '.join(told)} between the ranks {ranks}{_number(group)}"
+
+
+def _number(group: object) -> str:
+    """Of the last operation of a group, for those backends that count."""
+    group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if group is None or dist.get_backend(group) not in ("gloo", "nccl"):
+        return ""
+    number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return f", number {number} of their group"
 
 
 def describe_tensor(tensor: Tensor) -> str:

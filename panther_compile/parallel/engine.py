@@ -75,6 +75,7 @@ class ParallelEngine:
         owned: frozenset[int],
         names: Names,
         layouts: Mapping[str, Layout],
+        along_tp: Sequence[str],
         averages: bool,
     ) -> None:
         self.devices = devices
@@ -91,6 +92,7 @@ class ParallelEngine:
         self._owned = owned
         self.names = names
         self.layouts = dict(layouts)
+        self._along_tp = tuple(along_tp)
         self._averages = averages
         self._steps = 0
 
@@ -211,8 +213,9 @@ class ParallelEngine:
         shape, found = self.devices.shape, []
         if shape.pp > 1:
             found.append(f"send and receive along pp{self._among('pp')}")
-        if shape.tp > 1:
-            found.append(f"all-reduce and all-gather along tp{self._among('tp')}")
+        if self._along_tp:
+            kinds = " and ".join(kind.replace("_", "-") for kind in self._along_tp)
+            found.append(f"{kinds} along tp{self._among('tp')}")
         if shape.dp > 1 and not self._averages:
             is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
             kind = "all-gather and reduce-scatter" if is_sharded else "all-reduce"

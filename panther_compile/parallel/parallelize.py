@@ -140,6 +140,7 @@ def parallelize_model(
         owned=_owned(stages, shared),
         names=_names(model, staged),
         layouts={name: layout for name, layout in parameter_layouts(part).items() if layout is not None},
+        along_tp=sorted({one.kind for one in part.collectives if one.stage in stages}),
         averages=data_parallel == "ddp" and part.mesh.dp > 1 and part.mesh.pp > 1,
     )
 

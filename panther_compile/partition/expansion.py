@@ -36,6 +36,7 @@ class Labels:
         clauses: cost of each set of one or two statements.
         constant: paid whatever is chosen.
         followers: variables that are YES where any of some statements holds, and NO elsewhere.
+        forbidden: statements that never all hold.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Labels:
         self.clauses: dict[tuple[Statement, ...], int] = {}
         self.constant = 0
         self.followers: dict[int, tuple[Statement, ...]] = {}
-        self._forbidden: dict[tuple[Statement, ...], None] = {}
+        self.forbidden: dict[tuple[Statement, ...], None] = {}
 
     def __len__(self) -> int:
         return len(self.options)
@@ -74,7 +75,7 @@ class Labels:
 
     def forbid(self, *statements: Statement) -> None:
         """Never let all of at most two statements hold."""
-        self._forbidden[tuple(sorted(set(statements)))] = None
+        self.forbidden[tuple(sorted(set(statements)))] = None
 
     def first(self) -> list[str]:
         """The first label of every variable."""
@@ -89,7 +90,7 @@ class Labels:
 
     def allows(self, labels: Sequence[str]) -> bool:
         """Whether nothing forbidden holds."""
-        return not any(all(_holds(labels, one) for one in key) for key in self._forbidden)
+        return not any(all(_holds(labels, one) for one in key) for key in self.forbidden)
 
     def cost(self, labels: Sequence[str]) -> int:
         """Of labels that are allowed."""
@@ -136,7 +137,7 @@ class Labels:
             found = [translate(leader) for leader in leaders]
             literals = [one for one in found if not isinstance(one, bool)]
             following[follower] = True if True in found else energy.follower(literals) if literals else False
-        for key, cost in (*self.clauses.items(), *self._forbidden.items()):
+        for key, cost in (*self.clauses.items(), *self.forbidden.items()):
             found = [translate(one) for one in key]
             if False in found:
                 continue

@@ -274,6 +274,13 @@ def _values(
             )
 
 
+def held_bytes(tensor: Tensor, costs: Costs) -> tuple[int, int]:
+    """Of a parameter or buffer itself, and of its gradient and optimizer states."""
+    size = tensor.numel() * tensor.element_size()
+    states = OPTIMIZER_BYTES[costs.optimizer] * tensor.numel()
+    return size, (size + states) * (costs.training and tensor.requires_grad)
+
+
 def _holdings(
     captured: Captured,
     readers: Mapping[str, Sequence[fx.Node]],
@@ -284,11 +291,9 @@ def _holdings(
         tensor = attribute(captured.graph_module, name)
         if not isinstance(tensor, Tensor):
             continue
-        size = tensor.numel() * tensor.element_size()
-        trained = costs.training and tensor.requires_grad
-        states = OPTIMIZER_BYTES[costs.optimizer] * tensor.numel()
+        size, trained = held_bytes(tensor, costs)
         vertices = tuple(dict.fromkeys(vertex_of[node] for node in nodes))
-        yield Holding(name, size, (size + states) * trained, size * trained, vertices)
+        yield Holding(name, size, trained, size * (trained > 0), vertices)
 
 
 def _requires_grad(value: object) -> bool:

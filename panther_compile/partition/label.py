@@ -15,9 +15,12 @@ their two sides to differ, everything else wants them alike, and where labels di
     other operation, whole            work that tp devices all do
     parameters used on a sequence     all-reduce of their gradients, backward, in one message
 
-Seconds of collectives are those of rings. Whole and sharded alone are minimised exactly by one cut wherever
+Seconds of collectives are those of rings. Where memory is short, its bytes have a price, and what is kept or
+held whole costs more. Whole and sharded alone are minimised exactly by one cut wherever
 all paths from a tensor to another pass the same number of layers, modulo two, as in transformers and residual
-networks of pairs. The third label comes in by moves from there (`expansion`), so that it never costs more.
+networks of pairs. With the third label the best labelling is found by elimination where the graph is narrow,
+as those of models are (`elimination`); elsewhere it comes in by moves from there (`expansion`), so that it
+never costs more.
 
 No layer runs on a sequence: its weight would be whole on all devices and its gradient summed in every
 microbatch, which the dp axis does once a step.
@@ -29,6 +32,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from panther_compile.partition.elimination import LARGEST, eliminate
 from panther_compile.partition.energy import Minimum
 from panther_compile.partition.expansion import NO, YES, Labels, Statement, deny
 from panther_compile.partition.layout_rules import Rule, has_shape
@@ -89,7 +93,7 @@ class Labelling:
         parameters: layouts of those that are stored in shards.
         absorbed: nodes that have become part of another's step.
         gap: share of the cost by which a better labelling is not ruled out; None if there is no bound, as
-            where sequences were tried.
+            where sequences were tried in a wide graph.
         seconds: the cost.
     """
 
@@ -106,16 +110,21 @@ class Labelling:
         return step is not None and step.on_sequence
 
 
-def find_labelling(problem: Problem, limit: int = 64) -> Labelling:
-    """The labelling of least cost of whole and sharded, and a better one with sequences if moves find it.
+def find_labelling(problem: Problem, limit: int = 64, largest: int = LARGEST) -> Labelling:
+    """The labelling of least cost; with sequences in a wide graph, the best that moves find.
 
     Args:
         problem: of `pose`.
-        limit: on the number of cuts of the first, where one is not enough.
+        limit: on the number of cuts, where one is not enough for whole and sharded.
+        largest: number of entries that the tables of `eliminate` may have.
     """
     builder = Builder(problem)
+    has_sequence = any(SEQUENCE in options for options in builder.labels.options)
+    best = eliminate(builder.labels, largest) if has_sequence else None
+    if best is not None:
+        return builder.labelling(best, 0.0)
     labels, minimum = builder.solve(SHARDED, builder.labels.first(), limit, free=False)
-    if not any(SEQUENCE in options for options in builder.labels.options):
+    if not has_sequence:
         return builder.labelling(labels, minimum.gap)
     turns, failed = itertools.cycle((SEQUENCE, WHOLE, SHARDED)), 0
     while failed < 3:
@@ -136,11 +145,12 @@ class Builder:
         self.problem, self.labels = problem, Labels()
         self._made: dict[str, int] = {}
         self._by_rows: dict[fx.Node, int] = {}
-        self._demands: dict[str, list[Demand]] = {}
+        self._demands: dict[tuple[str, int], list[Demand]] = {}
         self._reads: dict[str, fx.Node] = {}
         self._stored: dict[str, Layout] = {}
         readers: dict[str, set[fx.Node]] = {}
         graph = problem.graph_module.graph
+        self._parameters = {node for node in graph.nodes if problem.is_parameter(node)}
         for node in graph.nodes:
             for operand in node.all_input_nodes:
                 readers.setdefault(tensor_key(operand), set()).add(node)
@@ -150,6 +160,9 @@ class Builder:
                 self._site(problem.sites[node])
             elif node not in problem.inner and node.op != "placeholder" and node.op != "get_attr":
                 self._other(node)
+            if node in problem.sent:
+                self._demand(node, node, Whole.SAME, True)
+        self._store()
         self._tensors()
 
     def solve(
@@ -213,10 +226,12 @@ class Builder:
     def _pay(self, seconds: float, *statements: Statement) -> None:
         self.labels.pay(round(seconds * _UNITS_PER_SECOND), *statements)
 
-    def _demand(self, operand: fx.Node, state: State, reader: Statement | bool) -> None:
+    def _demand(self, node: fx.Node, operand: fx.Node, state: State, reader: Statement | bool) -> None:
+        """A node, in its stage, reads a tensor."""
         if has_shape(operand):
+            stage = self.problem.stage_of.get(node.name, 0)
             self._reads.setdefault(tensor_key(operand), operand)
-            self._demands.setdefault(tensor_key(operand), []).append(Demand(state, reader))
+            self._demands.setdefault((tensor_key(operand), stage), []).append(Demand(state, reader))
 
     def _rules(self, node: fx.Node) -> dict[str, Rule]:
         """The ways of a node that is no layer to run on shards."""
@@ -243,7 +258,7 @@ class Builder:
         if column is not None:
             not_column = out, SHARDED, False
             for operand, state in column[1].items():
-                self._demand(operand, state, (out, SHARDED, True))
+                self._demand(site.node, operand, state, (out, SHARDED, True))
         if row is not None:
             rows = self._by_rows[site.node] = self.labels.variable(NO, YES)
             not_row, is_row = (rows, NO, True), (rows, YES, True)
@@ -253,17 +268,17 @@ class Builder:
         work = [one for one in (not_column, not_row) if not isinstance(one, bool)]
         self._pay(max(0.0, whole - shared), *work)
         # A column layer and a whole one both read all of x; a row layer and a whole one, all of a bias.
-        self._demand(site.x, Whole.SAME, not_row if site.form != "embedding" else True)
-        self._demand(site.weight, Whole.SAME, not_row if site.form == "embedding" else not_column)
+        self._demand(site.node, site.x, Whole.SAME, not_row if site.form != "embedding" else True)
+        self._demand(site.node, site.weight, Whole.SAME, not_row if site.form == "embedding" else not_column)
         if site.bias is not None:
-            self._demand(site.bias, Whole.SAME, is_whole)
+            self._demand(site.node, site.bias, Whole.SAME, is_whole)
 
     def _row(self, site: Site, needs: Mapping[fx.Node, State], is_row: Statement) -> None:
         """A layer by rows, and where its result goes."""
         problem, ring, size = self.problem, self.problem.ring, tensor_bytes(site.node)
         for operand, state in needs.items():
             if state is not Whole.SAME:
-                self._demand(operand, state, is_row)
+                self._demand(site.node, operand, state, is_row)
         if problem.sequence_of(site.node) is None:
             self._pay(ring.seconds(ALL_REDUCE, size), is_row)
             return
@@ -274,7 +289,7 @@ class Builder:
         if problem.is_trained(site.node):
             self._pay(ring.seconds(ALL_GATHER, size), on_sequence)
         if site.bias is not None:
-            self._demand(site.bias, _joined_state(problem, site.bias), on_sequence)
+            self._demand(site.node, site.bias, _joined_state(problem, site.bias), on_sequence)
 
     def _other(self, node: fx.Node) -> None:
         problem, rules = self.problem, self._rules(node)
@@ -282,7 +297,7 @@ class Builder:
         if not rules:
             self._pay(whole)
             for operand in node.all_input_nodes:
-                self._demand(operand, Whole.SAME, True)
+                self._demand(node, operand, Whole.SAME, True)
             return
         split = next((one for one in node.all_input_nodes if not has_shape(one)), None)
         if split is None:
@@ -296,30 +311,42 @@ class Builder:
             layouts = [label for label in rules if isinstance(rules[label].needs[operand], Layout)]
             for label, rule in rules.items():
                 if rule.needs[operand] is not Whole.SAME:
-                    self._demand(operand, rule.needs[operand], (variable, label, True))
+                    self._demand(node, operand, rule.needs[operand], (variable, label, True))
             reader: Statement | bool = (variable, WHOLE, True) if len(layouts) > 1 else True
             if len(layouts) == 1:
                 reader = variable, layouts[0], False
-            self._demand(operand, Whole.SAME, reader)
+            self._demand(node, operand, Whole.SAME, reader)
+
+    def _store(self) -> None:
+        """How parameters are held, the same in all stages, and what their memory costs."""
+        problem = self.problem
+        in_shards: dict[str, dict[Statement, Layout]] = {}
+        for (key, _), demands in self._demands.items():
+            for one in demands if self._reads[key] in self._parameters else ():
+                if isinstance(one.state, Layout) and not isinstance(one.reader, bool):
+                    in_shards.setdefault(key, {})[one.reader] = one.state
+        for key, layouts in in_shards.items():
+            divided = list(layouts)
+            if key not in self._single:
+                self._stored[key] = layouts[divided[0]]
+                self._made[key] = self.labels.variable(WHOLE, SHARDED)
+                divided = [(self._made[key], SHARDED, True)]
+            repeated = problem.held_bytes[key] * (1 - 1 / problem.ring.tp)
+            self._pay(repeated * problem.prices.held, *map(deny, divided))
 
     def _tensors(self) -> None:
         """Collectives between those who make tensors and those who read them."""
         problem, ring = self.problem, self.problem.ring
-        joined: list[Statement] = []
-        for key, demands in self._demands.items():
+        joined: dict[int, list[Statement]] = {}
+        for (key, stage), demands in self._demands.items():
             node = self._reads[key]
             size = tensor_bytes(node)
             lies = {SHARDED: problem.layout_of(node), SEQUENCE: problem.sequence_of(node)}
-            if problem.is_parameter(node):
-                if key in self._single:
-                    demands = [one for one in demands if one.state in (Whole.SUMMED, Whole.JOINED)]
-                else:
-                    layouts = [demand.state for demand in demands if isinstance(demand.state, Layout)]
-                    if layouts:
-                        self._stored[key] = lies[SHARDED] = layouts[0]
-                        self._made[key] = self.labels.variable(WHOLE, SHARDED)
+            lies[SHARDED] = self._stored.get(key, lies[SHARDED])
+            if node in self._parameters and key in self._single:
+                demands = [one for one in demands if one.state in (Whole.SUMMED, Whole.JOINED)]
             made: dict[str, tuple[Layout, Statement]] = {}
-            if key in self._made:
+            if key in self._made and not problem.comes_from_another(node, stage):
                 variable = self._made[key]
                 made = {
                     label: (layout, (variable, label, True))
@@ -344,10 +371,11 @@ class Builder:
                 elif gathers:
                     self._pay(ring.seconds(ALL_GATHER, size), is_own, self.labels.follower(gathers))
             if problem.is_trained(node):
-                joined += self._gradients(size, made, by_state)
-        if joined:
-            seconds = ring.rounds(ALL_REDUCE) * ring.link.latency_seconds
-            self._pay(seconds, self.labels.follower(joined))
+                joined.setdefault(stage, []).extend(self._gradients(size, made, by_state))
+        for readers in joined.values():
+            if readers:
+                seconds = ring.rounds(ALL_REDUCE) * ring.link.latency_seconds
+                self._pay(seconds, self.labels.follower(readers))
 
     def _gradients(
         self,

@@ -1,6 +1,6 @@
 """A model and a cluster become pipeline stages: capture, observe, weigh, cut, simulate."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -33,7 +33,7 @@ from panther_compile.partition.observe import Observed, fold_shapes, observe, ob
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.result import Partition
 from panther_compile.partition.schedule import SCHEDULES
-from panther_compile.partition.sharding_problem import Problem, Ring, pose
+from panther_compile.partition.sharding_problem import ALL_REDUCE, Prices, Problem, Ring, pose
 from panther_compile.partition.shards import (
     Sharding,
     describe_shards,
@@ -41,17 +41,20 @@ from panther_compile.partition.shards import (
     lighten,
     place_collectives,
 )
-from panther_compile.partition.split import crossing_names
 from panther_compile.partition.stages import StageCuts, choose_cuts, least_memory
 
 TIED = ("auto", "shared", "together")
 SEQUENCE_PARALLEL = ("auto", True, False)
-# Meshes that are expected to do less than the best that was cut, by this factor, are not cut.
+# Meshes that are expected to do less than the best that was cut, by this factor, are not cut. One that is not
+# expected to fit is cut only if it is expected to do more than that.
 _CLOSE = 1.2
 # Of a step over all replicas, where devices are divided and no global batch is asked for.
 MICROBATCHES_PER_DEVICE = 2
-# Where memory is short, what the whole model keeps for its backward weighs so many times what it takes.
-_LEAN = 10.0
+# What the memory of the whole model costs when shards are chosen, in times of what all its work and an
+# all-reduce of every tensor take: one price after the other where it is short, the last to save all it can.
+_PRICES = (Prices(), Prices(1.0, 1.0), Prices(1000.0, 1000.0))
+# The first one where sequences are asked for.
+_SEQUENCES = Prices(kept=10.0)
 
 
 @dataclass(frozen=True)
@@ -66,39 +69,44 @@ class Graphs:
     flows: Mapping[str, FlowGraph]
     sequence_parallel: bool | str = "auto"
     _known: KnownRules = field(default_factory=KnownRules)
-    _lightened: dict[tuple[Ring, bool], tuple[FlowGraph, ...]] = field(default_factory=dict)
+    _lightened: dict[tuple[Ring, Prices], tuple[FlowGraph, ...]] = field(default_factory=dict)
 
-    def leanings(self, tp: int) -> tuple[bool, ...]:
-        """Whether to save memory rather than time when sharding, in the order to be tried."""
+    def prices(self, tp: int) -> tuple[Prices, ...]:
+        """Of memory when sharding, in the order to be tried."""
         if tp == 1:
-            return (False,)
-        return (False, True) if self.sequence_parallel == "auto" else (bool(self.sequence_parallel),)
+            return _PRICES[:1]
+        return (_SEQUENCES, *_PRICES[1:]) if self.sequence_parallel is True else _PRICES
 
-    def lightened(self, ring: Ring, *, lean: bool) -> tuple[FlowGraph, ...]:
+    def lightened(self, ring: Ring, prices: Prices) -> tuple[FlowGraph, ...]:
         """The flow graphs as one device of a stage sees them, before the stages are known."""
         if ring.tp == 1:
             return tuple(self.flows.values())
-        if (ring, lean) not in self._lightened:
-            problem, labelling = self.shard(ring, lean=lean)
+        if (ring, prices) not in self._lightened:
+            problem, labelling = self.shard(ring, prices)
             placed = place_collectives(problem, labelling)
-            self._lightened[ring, lean] = tuple(
+            self._lightened[ring, prices] = tuple(
                 lighten(problem, labelling, flow, placed) for flow in self.flows.values()
             )
-        return self._lightened[ring, lean]
+        return self._lightened[ring, prices]
 
-    def shard(self, ring: Ring, whole: Collection[str] = (), *, lean: bool) -> tuple[Problem, Labelling]:
-        """How the model is sharded over the devices of a stage, where some results must be whole."""
-        work = next(iter(self.flows.values())).work.values()
-        saved = sum(one.saved_bytes for one in work)
+    def shard(
+        self, ring: Ring, prices: Prices, stage_of: Mapping[str, int] | None = None
+    ) -> tuple[Problem, Labelling]:
+        """How the model is sharded over the devices of a stage, before and after the stages are known."""
+        flow = next(iter(self.flows.values()))
+        seconds = sum(one.seconds for one in flow.work.values())
+        seconds += sum(ring.seconds(ALL_REDUCE, one.bytes) for one in flow.values)
+        memory = sum(one.saved_bytes for one in flow.work.values())
+        memory += sum(one.bytes + one.trained_bytes for one in flow.holdings)
         problem = pose(
             self.captured,
             self.notes,
             self.costs,
             ring,
             self.constants,
-            whole,
+            stage_of,
             sequence=bool(self.sequence_parallel),
-            byte_seconds=_LEAN * sum(one.seconds for one in work) / saved if lean and saved else 0.0,
+            prices=Prices(*(price * seconds / max(memory, 1) for price in (prices.kept, prices.held))),
             known=self._known,
         )
         return problem, find_labelling(problem)
@@ -235,8 +243,9 @@ def search_meshes(name: str, graphs: Graphs, settings: Settings, devices: int) -
             left_out.append((mesh, str(error)))
             continue
         ring = Ring(mesh.tp, settings.shared_link(mesh))
-        for lean in graphs.leanings(mesh.tp):
-            expected = outline.expect(graphs.lightened(ring, lean=lean)[0], settings.setting(mesh))
+        tried = graphs.prices(mesh.tp)
+        for prices in dict.fromkeys((tried[0], tried[-1])):
+            expected = outline.expect(graphs.lightened(ring, prices)[0], settings.setting(mesh))
             if expected.room >= 1:
                 break
         ranked.append((expected, mesh))
@@ -246,7 +255,8 @@ def search_meshes(name: str, graphs: Graphs, settings: Settings, devices: int) -
     ranked.sort(key=lambda one: (one[0].room >= 1, one[0].per_second), reverse=True)
     best, reached = None, 0.0
     for expected, mesh in ranked:
-        if expected.hopeless or expected.per_second * _CLOSE < reached:
+        close = _CLOSE if expected.room >= 1 else 1.0
+        if expected.hopeless or expected.per_second * close < reached:
             continue
         found = _partition(name, graphs, settings, mesh)
         per_second = found.microbatches_per_second if found is not None else 0.0
@@ -293,15 +303,15 @@ def read_graphs(
 
 def _partition(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> Partition | None:
     """The best partition for one mesh; None if none was found that fits into the memory."""
-    found = (_fit(name, graphs, settings, mesh, lean=lean) for lean in graphs.leanings(mesh.tp))
+    found = (_fit(name, graphs, settings, mesh, prices) for prices in graphs.prices(mesh.tp))
     return next((partition for partition in found if partition is not None), None)
 
 
-def _fit(name: str, graphs: Graphs, settings: Settings, mesh: Mesh, *, lean: bool) -> Partition | None:
-    """The best partition whose shards save time, or memory if lean."""
+def _fit(name: str, graphs: Graphs, settings: Settings, mesh: Mesh, prices: Prices) -> Partition | None:
+    """The best partition whose shards are chosen at some prices of memory; None if it does not fit."""
     stages = mesh.pp * settings.stages_per_device
     ring = Ring(mesh.tp, settings.shared_link(mesh))
-    flows = graphs.lightened(ring, lean=lean)
+    flows = graphs.lightened(ring, prices)
     divisible = [
         (whole, flow)
         for whole, flow in zip(graphs.flows.values(), flows, strict=True)
@@ -322,7 +332,7 @@ def _fit(name: str, graphs: Graphs, settings: Settings, mesh: Mesh, *, lean: boo
             continue
         sharding = None
         if mesh.tp > 1:
-            flow, sharding = _shard_stages(graphs, whole, cuts, ring, lean=lean)
+            flow, sharding = _shard_stages(graphs, whole, cuts, ring, prices)
         partition = assemble(
             name,
             graphs.captured,
@@ -340,15 +350,12 @@ def _fit(name: str, graphs: Graphs, settings: Settings, mesh: Mesh, *, lean: boo
 
 
 def _shard_stages(
-    graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring, *, lean: bool
+    graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring, prices: Prices
 ) -> tuple[FlowGraph, Sharding]:
-    """The shards once the stages are known, between which every tensor is whole."""
+    """The shards once the stages are known, which hand each other whole tensors."""
     _, stage_of = stages_of(flow, cuts)
-    crossing = {
-        name for names in crossing_names(graphs.captured, stage_of, len(cuts.prefixes) - 1) for name in names
-    }
-    problem, labelling = graphs.shard(ring, crossing, lean=lean)
-    placed = place_collectives(problem, labelling, stage_of)
+    problem, labelling = graphs.shard(ring, prices, stage_of)
+    placed = place_collectives(problem, labelling)
     sharding = Sharding(
         labelling=labelling,
         shards=describe_shards(problem, labelling, placed),
@@ -363,7 +370,8 @@ def _shard_stages(
 def _explain_memory(name: str, graphs: Graphs, settings: Settings, mesh: Mesh) -> str:
     """Which stage does not fit, by how much, and what would help."""
     request = settings.request(mesh)
-    flows = graphs.lightened(Ring(mesh.tp, settings.shared_link(mesh)), lean=graphs.leanings(mesh.tp)[-1])
+    ring = Ring(mesh.tp, settings.shared_link(mesh))
+    flows = graphs.lightened(ring, graphs.prices(mesh.tp)[-1])
     flow = max(flows, key=lambda flow: len(flow.work))
     limit = request.memory_bytes or 0
     smallest, stage = least_memory(flow, request)

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from panther_compile.partition.capture import Captured, attribute
 from panther_compile.partition.flow import Work
-from panther_compile.partition.flow_graph import Costs, weigh
+from panther_compile.partition.flow_graph import Costs, held_bytes, weigh
 from panther_compile.partition.hardware import Link
 from panther_compile.partition.layout_rules import KnownRules, Rule, has_shape, shape
 from panther_compile.partition.layouts import Layout
@@ -45,6 +45,19 @@ class Ring:
         return self.rounds(ALL_REDUCE) * size / self.tp / self.link.bytes_per_second
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What memory costs, where it is short.
+
+    Attributes:
+        kept: seconds for a byte that is kept for the backward.
+        held: seconds for a byte of parameters, their gradients and optimizer states.
+    """
+
+    kept: float = 0.0
+    held: float = 0.0
+
+
 @dataclass(frozen=True)
 class Problem:
     """The choices in a graph and their costs.
@@ -52,6 +65,8 @@ class Problem:
     Attributes:
         graph_module: that is labelled.
         whole: nodes whose results must be whole.
+        stage_of: stage of each node that belongs to one, and of "output".
+        sent: nodes whose results other stages use; these get them whole.
         sites: layers, by their last node.
         inner: the other nodes of layers that are more than one.
         rules: of other nodes that can run on shards.
@@ -59,14 +74,17 @@ class Problem:
         blocks: of the features that each layer gives, and of those that it takes.
         whole_work: of each node if every device does all of it.
         shared_work: of each node if the devices divide it.
+        held_bytes: of each parameter with its gradient and optimizer states, by name.
         ring: the devices.
         training: whether there is a backward.
-        byte_seconds: price of a byte that is kept for the backward, where memory is short.
+        prices: of memory.
         known: rules of the graph.
     """
 
     graph_module: fx.GraphModule
     whole: frozenset[fx.Node]
+    stage_of: Mapping[str, int]
+    sent: frozenset[fx.Node]
     sites: dict[fx.Node, Site]
     inner: frozenset[fx.Node]
     rules: dict[fx.Node, Rule]
@@ -74,9 +92,10 @@ class Problem:
     blocks: dict[fx.Node, tuple[int, int]]
     whole_work: dict[fx.Node, Work]
     shared_work: dict[fx.Node, Work]
+    held_bytes: dict[str, int]
     ring: Ring
     training: bool
-    byte_seconds: float
+    prices: Prices
     known: KnownRules
 
     def is_parameter(self, node: fx.Node) -> bool:
@@ -88,6 +107,10 @@ class Problem:
     def is_trained(self, node: fx.Node) -> bool:
         """Whether a gradient of a node's result is computed."""
         return self.training and bool(node.meta["tensor"].requires_grad)
+
+    def comes_from_another(self, node: fx.Node, stage: int) -> bool:
+        """Whether a node's result comes to a stage from another one."""
+        return self.stage_of.get(node.name, stage) != stage
 
     def layout_of(self, node: fx.Node) -> Layout | None:
         """The layout that a node's result would have in shards."""
@@ -110,7 +133,7 @@ class Problem:
     def price(self, node: fx.Node, *, shared: bool) -> float:
         """Seconds of a node, and its memory in seconds."""
         work = (self.shared_work if shared else self.whole_work)[node]
-        return work.seconds + work.saved_bytes * self.byte_seconds
+        return work.seconds + work.saved_bytes * self.prices.kept
 
 
 def tensor_key(node: fx.Node) -> str:
@@ -130,10 +153,10 @@ def pose(
     costs: Costs,
     ring: Ring,
     constants: Collection[fx.Node] = (),
-    whole: Collection[str] = (),
+    stage_of: Mapping[str, int] | None = None,
     *,
     sequence: bool = False,
-    byte_seconds: float = 0.0,
+    prices: Prices | None = None,
     known: KnownRules | None = None,
 ) -> Problem:
     """Find what could be sharded, and what it costs.
@@ -144,19 +167,28 @@ def pose(
         costs: how seconds are counted.
         ring: the devices that share a stage.
         constants: nodes that are the same whatever the inputs, and stay whole.
-        whole: names of nodes whose results must be whole, as those that other stages use.
+        stage_of: stage of each node that belongs to one, by name; one stage if None.
         sequence: whether tensors may be sharded along a sequence.
-        byte_seconds: price of a byte that is kept for the backward.
+        prices: of memory; it costs nothing if None.
         known: rules of the graph, of earlier calls.
     """
     known = known or KnownRules()
     graph_module, tp = captured.graph_module, ring.tp
     written = {key for note in notes.values() for key in note.writes}
-    frozen = {node for node in graph_module.graph.nodes if notes[node].touches & written} | set(constants)
-    fixed = frozenset(node for node in graph_module.graph.nodes if node.name in whole or node in frozen)
+    nodes = graph_module.graph.nodes
+    frozen = frozenset(node for node in nodes if notes[node].touches & written).union(constants)
+    stages = dict.fromkeys((node.name for node in nodes), 0) if stage_of is None else dict(stage_of)
+    stages["output"] = max(stages.values(), default=0)
+    sent = frozenset(
+        operand
+        for node in nodes
+        if node.name in stages
+        for operand in node.all_input_nodes
+        if stages.get(operand.name, stages[node.name]) != stages[node.name]
+    )
     sites = {
         node: site
-        for node, site in find_sites(graph_module, fixed).items()
+        for node, site in find_sites(graph_module, frozen | sent).items()
         if frozen.isdisjoint(site.members)
     }
     inner = frozenset(member for site in sites.values() for member in site.members[:-1])
@@ -165,7 +197,9 @@ def pose(
     )
     problem = Problem(
         graph_module,
-        fixed,
+        frozen,
+        stages,
+        sent,
         sites,
         inner,
         {},
@@ -173,22 +207,26 @@ def pose(
         {},
         {node: weigh(node, notes[node], costs) for node in notes},
         {node: weigh(node, notes[node], costs, tp) for node in notes},
+        {
+            name: sum(held_bytes(parameter, costs))
+            for name, parameter in graph_module.named_parameters(remove_duplicate=False)
+        },
         ring,
         costs.training,
-        byte_seconds,
+        prices or Prices(),
         known,
     )
-    for node in graph_module.graph.nodes:
+    for node in nodes:
         if node in sites:
             problem.blocks[node] = _choose_blocks(problem, node)
-        elif node.op == "call_function" and node not in problem.inner and node not in fixed:
+        elif node.op == "call_function" and node not in problem.inner and node not in frozen:
             layouts = ((source, problem.layout_of(source)) for source in node.all_input_nodes)
             found = (known.derive(node, source, layout, tp) for source, layout in layouts if layout)
             rule = next((rule for rule in found if rule is not None), None)
             if rule is not None:
                 problem.rules[node] = rule
     for node, rule in list(positions.rules.items()):
-        if node in fixed or (node in problem.rules and problem.rules[node].out == rule.out):
+        if node in frozen or (node in problem.rules and problem.rules[node].out == rule.out):
             del positions.rules[node]
     _keep_splits_together(problem.rules)
     _keep_splits_together(positions.rules)

@@ -1,6 +1,6 @@
 """A labelling becomes numbers: the collectives of each stage, records of its shards, and lighter stages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,21 +56,16 @@ class Placed:
     node: fx.Node
 
 
-def place_collectives(
-    problem: Problem, labelling: Labelling, stage_of: Mapping[str, int] | None = None
-) -> list[Placed]:
+def place_collectives(problem: Problem, labelling: Labelling) -> list[Placed]:
     """Every collective of one microbatch, in the order of the graph.
 
-    A tensor is brought from the way it lies to each state that it is read in once for every stage.
+    A tensor is brought from the way it lies to each state that it is read in once for every stage. What goes
+    to another stage is whole.
 
     Args:
         problem: that was labelled.
         labelling: of it.
-        stage_of: stage of each node, by name; one stage if None.
     """
-    graph = problem.graph_module.graph
-    stages = dict.fromkeys((node.name for node in graph.nodes), 0) if stage_of is None else dict(stage_of)
-    stages["output"] = max(stages.values(), default=0)
     made: dict[tuple[int, str], set[State]] = {}
     joined: dict[tuple[int, torch.dtype], dict[str, int]] = {}
     first: dict[tuple[int, torch.dtype], fx.Node] = {}
@@ -81,10 +76,10 @@ def place_collectives(
             size = tensor_bytes(tensor)
             placed.append(Placed(Collective(stage, tensor_key(tensor), kind, phase, size), node))
 
-    for node in graph.nodes:
+    for node in problem.graph_module.graph.nodes:
         if node.name in labelling.absorbed or node.op in ("placeholder", "get_attr"):
             continue
-        stage = stages.get(node.name)
+        stage = problem.stage_of.get(node.name)
         if stage is None:
             continue
         step = labelling.steps.get(node.name)
@@ -95,6 +90,8 @@ def place_collectives(
                 joined.setdefault(message, {})[tensor_key(operand)] = tensor_bytes(operand)
                 first.setdefault(message, node)
             lies, on_sequence = layout_of(labelling, operand), labelling.lies_on_sequence(operand)
+            if problem.comes_from_another(operand, stage):
+                lies, on_sequence = None, False
             for kind, phase, reached in _ways(lies, state, on_sequence=on_sequence):
                 if reached not in known:
                     known.add(reached)
@@ -103,6 +100,9 @@ def place_collectives(
             place(stage, node, node, REDUCE_SCATTER if step.on_sequence else ALL_REDUCE, "forward")
             if step.on_sequence:
                 place(stage, node, node, ALL_GATHER, "backward")
+        if node in problem.sent and layout_of(labelling, node) is not None:
+            made.setdefault((stage, tensor_key(node)), set()).add(Whole.SAME)
+            place(stage, node, node, ALL_GATHER, "forward")
     for message, sizes in joined.items():
         summed = Collective(message[0], JOINED_GRADIENTS, ALL_REDUCE, "backward", sum(sizes.values()))
         placed.append(Placed(summed, first[message]))

@@ -132,6 +132,11 @@ def test_attention_by_heads(order, shared):
     assert link.heads_of("v") == 4 // shared
 
 
+def test_a_single_position_tells_nothing_of_heads():
+    torch.manual_seed(0)
+    assert links_of(Attention(), [torch.randn(2, 1, 16)]) == []
+
+
 def test_values_that_are_seen_elsewhere_are_no_link():
     class Shows(Attention):
         def forward(self, x):

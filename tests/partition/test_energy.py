@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from panther_compile.partition.elimination import eliminate
 from panther_compile.partition.energy import Energy, negate
 from panther_compile.partition.expansion import Labels
 
@@ -107,13 +108,16 @@ def expand(labels):
     return costs
 
 
+def least_labels(labels):
+    every = (labels.complete(names) for names in itertools.product(*labels.options))
+    return min(labels.cost(names) for names in every if labels.allows(names))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_moves_among_three_labels_only_go_down(seed):
     """Potts energies: what no move betters costs at most twice the least (Boykov et al. 2001)."""
     labels = random_labels(seed)
-    costs = expand(labels)
-    every = (labels.complete(names) for names in itertools.product(*labels.options))
-    least = min(labels.cost(names) for names in every if labels.allows(names))
+    costs, least = expand(labels), least_labels(labels)
     assert costs == sorted(costs, reverse=True)
     assert least <= costs[-1] <= 2 * least
 
@@ -122,9 +126,32 @@ def test_moves_mostly_find_the_least():
     reached = 0
     for seed in range(30):
         labels = random_labels(seed)
-        every = (labels.complete(names) for names in itertools.product(*labels.options))
-        reached += expand(labels)[-1] == min(labels.cost(names) for names in every if labels.allows(names))
+        reached += expand(labels)[-1] == least_labels(labels)
     assert reached >= 25
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_elimination_finds_the_least(seed):
+    labels = random_labels(seed)
+    found = eliminate(labels)
+    assert labels.allows(found)
+    assert found == labels.complete(found)
+    assert labels.cost(found) == least_labels(labels)
+
+
+def test_elimination_takes_no_wide_graphs():
+    """A clique of n needs a table of all n; a chain needs tables of two, however long it is."""
+    clique, chain = Labels(), Labels()
+    for labels in (clique, chain):
+        for number in range(12):
+            labels.pay(number, (labels.variable("a", "b", "c"), "a", True))
+    for first, second in itertools.combinations(range(12), 2):
+        clique.pay(1, (first, "a", True), (second, "b", False))
+        if second == first + 1:
+            chain.pay(1, (first, "a", True), (second, "a", False))
+    assert eliminate(clique, 3**12) is None
+    assert eliminate(clique, 2 * 3**12) is not None
+    assert eliminate(chain, 12 * 3**2) is not None
 
 
 def test_variables_of_one_offer_change_together():
