@@ -81,7 +81,7 @@ def compiled(model, data, **options):
 
 
 def fitted(model, data, **options):
-    return pc.sketchify(model, data=data, **(SKETCH | options))
+    return pc.sketchify(model, data=data, narrow=False, **(SKETCH | options))
 
 
 def same(found, wanted):
@@ -354,7 +354,9 @@ def test_a_graph_that_is_not_faster_as_a_whole_stays_dense(timer):
 def test_with_data_the_first_batch_is_timed(timer):
     torch.manual_seed(0)
     model, data, x = chain(96, 96, 128, 96), [torch.randn(n, 96) for n in (9, 3, 3)], torch.randn(4, 96)
-    small = pc.sketchify(model, 0.4, data=data, objective="latency", min_params=0, progress=False)
+    small = pc.sketchify(
+        model, 0.4, data=data, objective="latency", narrow=False, min_params=0, progress=False
+    )
     fast = torch.compile(model, backend="panther", options=LATENCY | {"data": data, "ratio": 0.4})
     with torch.no_grad():
         same(fast(x), small(x))

@@ -19,7 +19,7 @@ from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
 from panther_compile.calibration.watched import Watched
 
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
-_BATCHES = 0.5  # of the data
+_BATCHES = 1 / 3  # of the data
 _PROJECTIONS = 2
 
 
@@ -39,7 +39,7 @@ def output_gradients(
         model: a copy of the dense model that holds the stand-ins.
         watched: the stand-ins.
         channel_dims: which dimension of a layer's output is O.
-        calls: the data; half of it is used.
+        calls: the data; a third of it is used.
         seed: of the projections.
         logits: see `outputs.distance`.
         progress: whether to show a bar.

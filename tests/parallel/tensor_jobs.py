@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from panther_compile import partition_model, sketchify
 from panther_compile.errors import MeshError
+from panther_compile.layers import NarrowLinear, SketchedLinear
 from panther_compile.parallel.tensor import (
     full_state,
     parameter_layouts,
@@ -89,11 +90,34 @@ def build(name, *, sketched=False, double=False):
             model, inputs = Encoder(), (torch.randint(24, (3, 8)),)
         else:
             model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
-    if sketched:
+    if sketched == "narrow":
+        narrow(model)
+    elif sketched:
         model = sketchify(model, ratio=0.5, min_params=0, allow_slower=True, progress=False)
     if double:
         inputs = tree_map(lambda one: one.double() if one.is_floating_point() else one, inputs)
     return model.train().to(torch.float64 if double else torch.float32), inputs
+
+
+def narrow(model):
+    """BERT's values and feed-forward parts at half their features, as data would have it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for layer in model.bert.encoder.layer:
+            heads = layer.attention.self.num_attention_heads
+            for part, name, reader, reads, count, factors in (
+                (layer.attention.self, "value", layer.attention.output, "dense", heads, False),
+                (layer.intermediate, "dense", layer.output, "dense", 1, True),
+            ):
+                writer, after = getattr(part, name), getattr(reader, reads)
+                kept = writer.out_features // 2
+                inner = nn.Linear(writer.in_features, kept)
+                if factors:
+                    inner = SketchedLinear.from_dense(inner, rank=kept // 2)
+                around = {"heads": count, "padded": count > 1}
+                setattr(part, name, NarrowLinear.around(inner, writer, side="out", **around))
+                new = NarrowLinear.around(nn.Linear(kept, after.out_features), after, side="in", **around)
+                setattr(reader, reads, new)
 
 
 # Work is dear and messages are cheap, so that small models are divided: with "eager" everything that can be,

@@ -35,6 +35,12 @@ def test_shards_are_the_model(two, name, sketched):
     assert all(whole == here for whole, here in seen.norms)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_narrow_layers_are_sharded(two, sequence):
+    seen, _ = two.run(tensor_jobs.check, name="bert", sketched="narrow", sequence=sequence)
+    assert {"column", "row"} <= seen.kinds
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
 def test_sequence_parallelism_is_the_model(two, name):
     """Norms see their rows of the sequence; sums are scattered and gathered where they were all-reduced."""
