@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from panther_compile import cost
-from panther_compile.candidates import Candidate
+from panther_compile.candidates import Candidate, LinearCandidate
 from panther_compile.pivot import pivoted_numbers
 from panther_compile.records import Choice, LayerPlan, Unit
 
@@ -177,7 +177,7 @@ class LinkCandidate(Candidate):
             return found
         shape = self._narrow_shape(member, kept)
         lost = losses.members[place, member].tolist()
-        every = step or (8 if min(shape) >= 120 else 4 if min(shape) >= 60 else 1)
+        every = step or cost.rank_step(LinearCandidate(*shape, "pivoted"))
         for rank in range(every, len(lost), every):
             if lost[rank] < float("inf") and (self._slow or self._is_fast(member, shape, rank)):
                 found.append((self._numbers(member, kept, rank), lost[rank], rank))
@@ -222,7 +222,7 @@ def _joint(losses: LinkLosses, units: Mapping[str, Unit], step: int | None, slow
         shapes[-1],
         sum(unit.dense_numbers for unit in members),
         members[-1].bias_numbers,
-        (candidate,) if candidate.ways else (),
+        (candidate,),
         None,  # the candidate has only ways that are fast enough
     )
 
@@ -236,18 +236,16 @@ def split(lines: Sequence[LayerPlan], joined: Pool, pool: Pool) -> Iterator[Laye
         pool: the units before they were joined.
     """
     units = {unit.name: (unit, kind) for unit, kind in pool}
-    joint = {unit.name: unit for unit, kind in joined if kind == SCHEME}
+    joint = {unit.name: unit.candidates[0] for unit, kind in joined if kind == SCHEME}
     for line in lines:
         if line.name not in joint:
             yield line
             continue
-        for place, name in enumerate(line.name.split(" > ")):
+        candidate = joint[line.name]
+        assert isinstance(candidate, LinkCandidate)
+        for place, name in enumerate(candidate.link.names):
             unit, kind = units[name]
-            choice = None
-            if line.choice is not None:
-                (candidate,) = joint[line.name].candidates
-                assert isinstance(candidate, LinkCandidate)
-                choice = _part(line.choice, candidate, unit, place)
+            choice = None if line.choice is None else _part(line.choice, candidate, unit, place)
             yield replace(
                 line,
                 name=name,

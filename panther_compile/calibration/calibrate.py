@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.fit_matrix import FittedMatrix
+from panther_compile.calibration.fit_matrix import FittedMatrix, shifted_bias
 from panther_compile.calibration.layer_fit import LayerFit, matrix_layer
 from panther_compile.calibration.links import find_links
 from panther_compile.calibration.lockstep import Arrival, fit_in_lockstep
@@ -44,6 +44,7 @@ class Studied:
         found: its sites.
         route: how the sites were found.
         calls: the data.
+        masks: of each batch, see `batches.kept_positions`.
         targets: what data can fit.
         skips: where the outputs of layers are added to, see `find_skips`.
         study: of the batches in `learnt`.
@@ -54,15 +55,17 @@ class Studied:
     found: Found
     route: str
     calls: Sequence[Call]
+    masks: Sequence[Tensor | None]
     targets: Mapping[str, Target]
     skips: Skips
     study: Study
     folder: Folder | None
 
     @property
-    def held_out(self) -> Sequence[Call]:
-        """The batches on which allocations are compared."""
-        return self.calls[len(self.calls) - int(_HELD_OUT * len(self.calls)) :] or self.calls
+    def held_out(self) -> Sequence[tuple[Call, Tensor | None]]:
+        """The batches on which allocations are compared, with their masks."""
+        batches = list(zip(self.calls, self.masks, strict=True))
+        return batches[len(self.learnt) :] or batches
 
     @property
     def learnt(self) -> Sequence[Call]:
@@ -128,7 +131,8 @@ def study_model(
         if folder is not None:
             folder.keep_study(study)
     skips = find_skips(watch(model, targets), calls[0])
-    return Studied(model, found, route, calls, targets, skips, study, folder)
+    masks = [kept_positions(model, call) for call in calls]
+    return Studied(model, found, route, calls, masks, targets, skips, study, folder)
 
 
 def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
@@ -143,13 +147,12 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
         ResumeError: the folder cannot be read or written.
     """
     plan = _share(studied, _choose(studied, config), config)
-    model, calls = studied.model, studied.calls
     chosen = _chosen(plan, studied.targets)
-    fit = LayerFit(chosen, plan, studied.study, _masks(model, calls), config, studied.folder)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, studied.folder)
     fit_in_lockstep(
-        watch(model, chosen),
-        watch(model, chosen),
-        calls,
+        watch(studied.model, chosen),
+        watch(studied.model, chosen),
+        studied.calls,
         fit,
         skips=studied.skips,
         progress=not hides_progress(config),
@@ -173,11 +176,11 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
     if damage:
         allocations.append(Allocation("sensitivity", damage))
     links = tuple(study.losses.values())
-    narrow, tried = _best(studied, [_plan(studied, config, one, links) for one in allocations], config, {})
+    plans = [_plan(studied, config, one, links) for one in allocations]
+    narrow, tried = _best(studied, plans, config, {})
     if not any(line.choice and line.choice.link for line in narrow.layers):
         return replace(narrow, tried=tried)
-    (allocation,) = (one for one in allocations if one.name == narrow.allocation.split(",")[0])
-    apart = _plan(studied, config, allocation, ())
+    apart = _plan(studied, config, allocations[plans.index(narrow)], ())
     best, tried = _best(studied, [narrow, apart], config, tried)
     return replace(best, tried=tried)
 
@@ -260,18 +263,18 @@ def _put(side: Side, layers: Mapping[str, nn.Module]) -> None:
 class _HeldOut:
     """Compares results on held-out batches with those of the dense model."""
 
-    def __init__(self, studied: Studied, config: SketchConfig, calls: Sequence[Call]) -> None:
-        self._studied, self._config, self._calls = studied, config, calls
-        self._kept = _masks(studied.model, calls)
-        self._learnt_kept = _masks(studied.model, studied.learnt)
+    def __init__(
+        self, studied: Studied, config: SketchConfig, batches: Sequence[tuple[Call, Tensor | None]]
+    ) -> None:
+        self._studied, self._config = studied, config
         dense = watch(studied.model, {})
         with torch.no_grad():
-            self._wanted = [call.run(dense.model) for call in calls]
+            self._wanted = [(call, kept, call.run(dense.model)) for call, kept in batches]
 
     def trial(self, plan: SketchPlan) -> "_Trial":
         """What makes the layers of a plan."""
         studied, chosen = self._studied, _chosen(plan, self._studied.targets)
-        fit = LayerFit(chosen, plan, studied.study, self._learnt_kept, self._config)
+        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config)
         return _Trial(fit, studied.study)
 
     def cut(self, plan: SketchPlan) -> Side:
@@ -291,8 +294,8 @@ class _HeldOut:
         with torch.no_grad():
             return sum(
                 distance(wanted, call.run(side.model), kept, logits=self._config.logits)
-                for call, wanted, kept in zip(self._calls, self._wanted, self._kept, strict=True)
-            ) / len(self._calls)
+                for call, kept, wanted in self._wanted
+            ) / len(self._wanted)
 
 
 class _Trial:
@@ -314,8 +317,7 @@ class _Trial:
             left = left.split([self._fit.targets[one].outputs for one in together])[together.index(name)]
         weight, bias = target.weight_and_bias()
         left, right = left[:, : choice.rank], right[: choice.rank]
-        if bias is not None:
-            bias = bias.detach() + (weight.detach().float() @ mean - left @ (right @ mean)).to(bias.dtype)
+        bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))
         return matrix_layer(target.layer, FittedMatrix(left, right, None, bias, 0.0))
 
 
@@ -327,7 +329,3 @@ def _chosen(plan: SketchPlan, targets: Mapping[str, Target]) -> dict[str, Target
     """The targets that the plan sketches."""
     names = {line.name for line in plan.sketched}
     return {name: target for name, target in targets.items() if name in names}
-
-
-def _masks(model: nn.Module, calls: Sequence[Call]) -> list[Tensor | None]:
-    return [kept_positions(model, call) for call in calls]

@@ -5,12 +5,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from panther_compile.calibration.moments import Moments
-from panther_compile.calibration.whiten import anchored_product, best_low_rank, output_error, solve
-from panther_compile.layers.base import copy_into
-from panther_compile.layers.linear import SketchedLinear
+from panther_compile.calibration.whiten import (
+    anchored_mean,
+    anchored_product,
+    best_low_rank,
+    output_error,
+    solve,
+)
 from panther_compile.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
 
 # Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
@@ -65,7 +69,8 @@ def fit_matrix_to(
         start, left, right = _pivot(dense, left, right, moments, gradient, dtype)
         down = split_at(right, rank, start)[1]
     error = output_error(dense, left, right, moments)
-    return FittedMatrix(left, down, start, _bias(dense, left @ right, bias, moments), error)
+    bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
+    return FittedMatrix(left, down, start, bias, error)
 
 
 def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedMatrix:
@@ -74,54 +79,19 @@ def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> Fitte
     new = solve(moments.square, anchored_product(dense, moments).T).T
     identity = torch.eye(new.shape[1], dtype=new.dtype, device=new.device)
     error = output_error(dense, new, identity, moments)
-    return FittedMatrix(new, None, None, _bias(dense, new, bias, moments), error)
+    bias = shifted_bias(bias, anchored_mean(dense, moments), new @ moments.mean_z)
+    return FittedMatrix(new, None, None, bias, error)
 
 
-def _bias(dense: Tensor, new: Tensor, bias: Tensor | None, moments: Moments) -> Tensor | None:
-    """The bias that makes up for the means."""
-    if bias is None:
-        return None
-    shift = dense @ moments.mean_x - new @ moments.mean_z
-    if moments.skip is not None:
-        shift += moments.skip.mean
-    return bias.detach().to(shift) + shift
-
-
-def linear_of(
-    found: FittedMatrix, *, like: Tensor, layer_type: type[SketchedLinear] = SketchedLinear
-) -> SketchedLinear | nn.Linear:
-    """A layer that stores what was fitted, an `nn.Linear` if it is not factorized.
+def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:
+    """The bias that makes up for the means; None if there is none.
 
     Args:
-        found: of `fit_matrix_to` or `fit_whole_to`.
-        like: gives dtype and device.
-        layer_type: of the layer, if it is factorized.
+        bias: of the dense layer `(O,)`, or None.
+        wanted: the mean output `(O,)` without it.
+        given: the mean output `(O,)` of the new weight.
     """
-    outputs, bias = len(found.left), found.bias is not None
-    if found.down is None:
-        whole = nn.utils.skip_init(
-            nn.Linear, found.left.shape[1], outputs, bias=bias, device=like.device, dtype=like.dtype
-        )
-        copy_into(whole.weight, found.left)
-        if found.bias is not None:
-            copy_into(whole.bias, found.bias)
-        return whole
-    pivot = 0 if found.start is None else found.left.shape[1]
-    layer = layer_type(
-        found.down.shape[1] + pivot,
-        outputs,
-        found.left.shape[1],
-        bias=bias,
-        form="pair" if found.start is None else "pivoted",
-        start=found.start or 0,
-        device="meta",
-        dtype=like.dtype,
-    ).to_empty(device=like.device)
-    copy_into(layer.down.weight, found.down)
-    copy_into(layer.up.weight, found.left)
-    if found.bias is not None:
-        copy_into(layer.up.bias, found.bias)
-    return layer
+    return None if bias is None else bias.detach().to(wanted) + (wanted - given)
 
 
 def _pivot(

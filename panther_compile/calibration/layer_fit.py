@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther_compile.calibration.fit_conv2d import fit_conv2d_to
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, linear_of
+from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
 from panther_compile.calibration.lockstep import Arrival
 from panther_compile.calibration.moments import Moments, MomentSums
 from panther_compile.calibration.narrow import (
@@ -267,8 +267,8 @@ def fitted_of(
 
 def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:
     """The stand-in of a linear layer or of a 1 x 1 convolution that stores what was fitted."""
+    assert found.down is not None
     if isinstance(dense, nn.Conv2d):
-        assert found.down is not None
         kernels = (found.down[..., None, None], found.left[..., None, None])
         scheme = "channel" if found.start is None else "pivoted"
         conv = SketchedConv2d.from_kernels(scheme, kernels, dense, start=found.start or 0)
@@ -277,8 +277,9 @@ def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:
         return conv
     layer_type = SketchedLinear if isinstance(dense, nn.Linear) else SketchedConv1D
     weight: Any = dense.weight
-    layer = linear_of(found, like=weight, layer_type=layer_type)
-    assert isinstance(layer, SketchedLinear)
+    layer = layer_type.from_stored(
+        found.left, found.down, found.bias, start=found.start, dtype=weight.dtype, device=weight.device
+    )
     take_over(layer, dense, weight.requires_grad)
     return layer
 

@@ -21,12 +21,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, linear_of
+from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, shifted_bias
 from panther_compile.calibration.moments import Moments
 from panther_compile.calibration.targets import Target
-from panther_compile.calibration.whiten import root_of, solve
+from panther_compile.calibration.whiten import lower_root, root_of, solve
+from panther_compile.layers.base import copy_into
+from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.linked import Link
 
@@ -133,7 +135,7 @@ def reader_losses(link: Link, rows: Tensor, square: Tensor, basis: Tensor) -> tu
     if link.padded:  # the first features of all heads stand first
         order = torch.arange(len(inner), device=inner.device).view(-1, link.width).T.flatten()
         lifted, inner = lifted[:, order], inner[order][:, order]
-    terms = rows @ lifted @ root_lower(inner)
+    terms = rows @ lifted @ lower_root(inner)
     kept = features_kept(link)
     total = terms.square().sum()
     narrowed = torch.stack([total - terms[:, : one * link.heads].square().sum() for one in kept])
@@ -174,17 +176,6 @@ def _stacked(tails: list[Tensor], count: int) -> Tensor:
     return rows
 
 
-def root_lower(square: Tensor) -> Tensor:
-    """L of S = L Lᵀ, lower triangular; a little is added to what is not positive by rounding."""
-    factor, failed = torch.linalg.cholesky_ex(square)
-    if int(failed):
-        little = (
-            1e-9 * square.diagonal().mean() * torch.eye(len(square), dtype=square.dtype, device=square.device)
-        )
-        factor = torch.linalg.cholesky(square + little)
-    return factor
-
-
 def fit_writer(
     target: Target,
     link: Link,
@@ -203,14 +194,19 @@ def fit_writer(
         moments: of x and z, about the means if the layer has a bias.
         gradient: weight of errors at its dense outputs, float64 `(N, N)`, or None.
     """
-    weight, bias = target.weight_and_bias()
     kept = ranks[0] // link.heads_of(target.name)
-    dense = keep(link, basis, kept, weight.detach().double().T).T
-    shift = None if bias is None else keep(link, basis, kept, bias.detach().double())
+    dense, bias = _narrow_writer(target, link, basis, kept)
     if gradient is not None:
         lifted = lift(link, basis, kept) if link.heads == 1 else None
         gradient = None if lifted is None else lifted.T @ gradient @ lifted
-    return _fit(target, link, ranks, dense, shift, moments, gradient)
+    return _fit(target, link, ranks, dense, bias, moments, gradient)
+
+
+def _narrow_writer(target: Target, link: Link, basis: Tensor, kept: int) -> tuple[Tensor, Tensor | None]:
+    """Weight (K of each head, I) and bias of what the dense writer does for the kept features, float64."""
+    weight, bias = target.weight_and_bias()
+    rows = keep(link, basis, kept, weight.detach().double().T).T
+    return rows, None if bias is None else keep(link, basis, kept, bias.detach().double())
 
 
 def fit_reader(
@@ -239,21 +235,33 @@ def _fit(
     gradient: Tensor | None,
 ) -> tuple[NarrowLinear, float]:
     if len(ranks) > 1:
-        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=_dtype(target))
+        dtype = target.weight_and_bias()[0].dtype
+        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=dtype)
     else:
         found = fit_whole_to(dense, bias, moments)
     return _around(target, link, found), found.output_error
 
 
-def _dtype(target: Target) -> torch.dtype:
-    return target.weight_and_bias()[0].dtype
-
-
 def _around(target: Target, link: Link, found: FittedMatrix) -> NarrowLinear:
     side = "in" if target.name == link.reader else "out"
-    inner = linear_of(found, like=target.weight_and_bias()[0])
+    inner = _linear_of(found, target.weight_and_bias()[0])
     heads = link.heads_of(target.name)
     return NarrowLinear.around(inner, target.layer, side=side, heads=heads, padded=link.padded)
+
+
+def _linear_of(found: FittedMatrix, like: Tensor) -> nn.Linear | SketchedLinear:
+    """A layer that stores what was fitted, of the dtype and on the device of another tensor."""
+    dtype, device, bias = like.dtype, like.device, found.bias
+    if found.down is not None:
+        return SketchedLinear.from_stored(
+            found.left, found.down, bias, start=found.start, dtype=dtype, device=device
+        )
+    outputs, inputs = found.left.shape
+    whole = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias is not None, device=device, dtype=dtype)
+    copy_into(whole.weight, found.left)
+    if bias is not None:
+        copy_into(whole.bias, bias)
+    return whole
 
 
 def cut_link(
@@ -293,14 +301,12 @@ def _cut_writer(
     target: Target, link: Link, between: Between, kept: int, factors: _Factors, gradient: Tensor | None
 ) -> _Cut:
     """Weight M of the narrow layer, Z with M S Mᵀ = Z Zᵀ, bias, and weight of errors."""
-    weight, bias = target.weight_and_bias()
-    rows = keep(link, between.basis, kept, weight.detach().double().T).T
-    shift = None if bias is None else keep(link, between.basis, kept, bias.detach().double())
+    rows, bias = _narrow_writer(target, link, between.basis, kept)
     if link.padded or factors is None:
-        return rows, rows, shift, None
+        return rows, rows, bias, None
     places = between.basis[:kept]
     metric = None if gradient is None else gradient[places][:, places].double()
-    return rows, factors[0][places].double(), shift, metric
+    return rows, factors[0][places].double(), bias, metric
 
 
 def _cut_reader(
@@ -311,15 +317,14 @@ def _cut_reader(
     cross = keep(link, between.basis, kept, dense @ square)  # E[W a kᵀ]
     inner = keep(link, between.basis, kept, keep(link, between.basis, kept, square).T)
     new = solve(inner, cross.T).T
-    if bias is not None:
-        mean = between.mean.double()
-        bias = bias.detach().double() + dense @ mean - new @ keep(link, between.basis, kept, mean)
-    return new, new @ root_lower(inner), bias, None if gradient is None else gradient.double()
+    mean = between.mean.double()
+    bias = shifted_bias(bias, dense @ mean, new @ keep(link, between.basis, kept, mean))
+    return new, new @ lower_root(inner), bias, None if gradient is None else gradient.double()
 
 
 def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
     """Factors of the best matrix of a rank, where errors count by the metric and M S Mᵀ = spread spreadᵀ."""
-    root = root_lower(torch.eye(len(weight)).to(weight) if metric is None else metric)
+    root = lower_root(torch.eye(len(weight)).to(weight) if metric is None else metric)
     terms = root.T @ spread
     vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)
     return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight

@@ -21,7 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
+from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, shifted_bias
 from panther_compile.calibration.moments import Moments
 from panther_compile.calibration.targets import Target
 from panther_compile.calibration.whiten import Root, output_error
@@ -134,9 +134,7 @@ def fit_shared(
     for target, left in zip(targets, stack.parts(found.left), strict=True):
         weight, bias = target.weight_and_bias()
         dense = weight.detach().double()
-        if bias is not None:
-            shift = dense @ moments.mean_x - left @ (right @ moments.mean_z)
-            bias = bias.detach().to(shift) + shift
+        bias = shifted_bias(bias, dense @ moments.mean_x, left @ (right @ moments.mean_z))
         error = output_error(dense, left, right, moments)
         fitted.append(replace(found, left=left, bias=bias, output_error=error))
     return fitted
@@ -150,12 +148,11 @@ def cut_shared(
     found = to_pivoted(left[:, :rank], right[:rank], dtype=dtype, residual=math.inf)
     assert found is not None
     rows = from_pivoted(found.columns, found.coefficients, found.start)[1]
+    mean = mean.double()
     cut = []
     for target, columns in zip(targets, found.columns.split([one.outputs for one in targets]), strict=True):
         weight, bias = target.weight_and_bias()
-        if bias is not None:
-            shift = weight.detach().double() @ mean.double() - columns @ (rows @ mean.double())
-            bias = bias.detach().to(shift) + shift
+        bias = shifted_bias(bias, weight.detach().double() @ mean, columns @ (rows @ mean))
         cut.append(FittedMatrix(columns, found.coefficients, found.start, bias, 0.0))
     return cut
 

@@ -73,6 +73,12 @@ def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
     return product if moments.skip is None else product + moments.skip.cross
 
 
+def anchored_mean(weight: Tensor, moments: Moments) -> Tensor:
+    """E[t] (O,), likewise."""
+    mean = weight @ moments.mean_x
+    return mean if moments.skip is None else mean + moments.skip.mean
+
+
 def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
     """Singular values of G^½ W R (r,) from the factors of W, whose terms are orthogonal in both metrics.
 
@@ -86,13 +92,15 @@ def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | N
     return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
 
 
-def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix⁻¹ right for a symmetric positive matrix; by clamped eigenvalues where it is singular."""
+def lower_root(matrix: Tensor) -> Tensor:
+    """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed) == 0:
-        return torch.cholesky_solve(right, factor)
-    inverse = root_of(matrix).inverse
-    return inverse.T @ (inverse @ right)
+    return torch.linalg.qr(root_of(matrix).factor.T).R.T if int(failed) else factor
+
+
+def solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """matrix⁻¹ right for a symmetric positive matrix, see `lower_root`."""
+    return torch.cholesky_solve(right, lower_root(matrix))
 
 
 def output_error(

@@ -5,7 +5,6 @@ pivoted:  y = up(x₁ + down(x₂)) + b      down (r, I - r)   r (O + I - r) num
 """
 
 # O out_features, I in_features, R rank
-import importlib
 from typing import Any, Self
 
 import torch
@@ -17,7 +16,6 @@ from panther_compile.factorize import factorize
 from panther_compile.kernels import reference
 from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.base import (
-    SketchedLayer,
     Spec,
     check_rank,
     check_rank_or_ratio,
@@ -25,7 +23,7 @@ from panther_compile.layers.base import (
     is_plain,
     take_over,
 )
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import has_kernel
 from panther_compile.pivot import from_pivoted, split_at, to_pivoted
@@ -33,7 +31,7 @@ from panther_compile.pivot import from_pivoted, split_at, to_pivoted
 FORMS = ("auto", "pivoted", "pair")
 
 
-class SketchedLinear(SketchedLayer):
+class SketchedLinear(LinearStandIn):
     """A rank-r stand-in for `nn.Linear`; x of shape (..., in_features) gives (..., out_features).
 
     Args:
@@ -107,26 +105,54 @@ class SketchedLinear(SketchedLayer):
             ConfigError: the form is unknown.
             RankError: the pivoted form was asked for at full rank.
         """
-        (out_features, rank), in_features = left.shape, right.shape[1]
         if form not in FORMS:
             raise ConfigError(f"{form=}, wanted one of {FORMS}")
         pivoted = None if form == "pair" else to_pivoted(left, right, dtype=dtype, residual=residual)
         if pivoted is None and form == "pivoted":
+            (out_features, rank), in_features = left.shape, right.shape[1]
             raise RankError(f"{rank=} of a weight ({out_features}, {in_features}), wanted below full rank")
+        start = None
+        if pivoted is not None:
+            left, right, start = pivoted.columns, pivoted.coefficients, pivoted.start
+        device = left.device if device is None else device
+        return cls.from_stored(left, right, bias, start=start, dtype=dtype, device=device)
+
+    @classmethod
+    def from_stored(
+        cls,
+        left: Tensor,
+        down: Tensor,
+        bias: Tensor | None,
+        *,
+        start: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Self:
+        """A layer of factors as they are stored.
+
+        Args:
+            left: `(O, r)`.
+            down: `(r, I)`, or `(r, I - r)` in the pivoted form.
+            bias: `(O,)` or None.
+            start: of the pivot slice; None for a plain pair.
+            dtype: of the layer's parameters.
+            device: likewise.
+        """
+        (out_features, rank), width = left.shape, down.shape[1]
         layer = cls(
-            in_features,
+            width if start is None else rank + width,
             out_features,
             rank,
             bias=bias is not None,
-            form="pair" if pivoted is None else "pivoted",
-            start=0 if pivoted is None else pivoted.start,
+            form="pair" if start is None else "pivoted",
+            start=start or 0,
             device="meta",
             dtype=dtype,
         )
         # Made without data: initial values would be drawn from the user's random numbers, and lost.
-        layer.to_empty(device=left.device if device is None else device)
-        copy_into(layer.down.weight, right if pivoted is None else pivoted.coefficients)
-        copy_into(layer.up.weight, left if pivoted is None else pivoted.columns)
+        layer.to_empty(device=device)
+        copy_into(layer.down.weight, down)
+        copy_into(layer.up.weight, left)
         if bias is not None:
             copy_into(layer.up.bias, bias)
         return layer
@@ -158,7 +184,8 @@ class SketchedLinear(SketchedLayer):
             ConfigError, RankError: see above.
             WeightError: the weight holds NaN or Inf, or is on the meta device.
         """
-        weight, bias = cls._dense_weight(layer)
+        dense: Any = layer
+        weight, bias = cls._turned(dense.weight), dense.bias
         out_features, in_features = weight.shape
         what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
         check_rank_or_ratio(rank, ratio, what)
@@ -190,11 +217,6 @@ class SketchedLinear(SketchedLayer):
         form = "pivoted" if form == "auto" else form
         out_features, in_features = weight.shape
         return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
-
-    @staticmethod
-    def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The weight as (O, I), and the bias."""
-        return layer.weight, layer.bias  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., I) to (..., O)."""
@@ -234,36 +256,15 @@ class SketchedLinear(SketchedLayer):
 
     def to_dense(self) -> nn.Module:
         """An `nn.Linear` with the factors multiplied out."""
-        dense = self._empty_dense()
         left, right = (factor.detach().double() for factor in self.factors())
-        self._fill_dense(dense, left @ right)
-        if self.bias is not None:
-            copy_into(dense.bias, self.bias)  # type: ignore[arg-type]
-        take_over(dense, self, self.down.weight.requires_grad)
-        return dense
+        return self._dense_with(left @ right)
 
-    def _empty_dense(self) -> nn.Module:
-        like = self.up.weight
-        return nn.utils.skip_init(
-            nn.Linear,
-            self.in_features,
-            self.out_features,
-            bias=self.bias is not None,
-            device=like.device,
-            dtype=like.dtype,
-        )
-
-    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
-        copy_into(dense.weight, weight)  # type: ignore[arg-type]
-
-    def _product(self) -> Tensor:
+    def _dense_weight(self) -> Tensor:
         left, right = self.factors()
         return left @ right
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (O, I) that the factors stand for; read-only, multiplied out when it is read."""
-        return lazy_weight((self.out_features, self.in_features), self.up.weight, self._product)
+    def _any_weight(self) -> Tensor:
+        return self.up.weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -289,47 +290,6 @@ class SketchedLinear(SketchedLayer):
             f"bias={self.bias is not None}, form={self.form}, stored={share:.3f}"
         )
 
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.out_features * (self.in_features + (self.bias is not None))
 
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`."""
-        return self.out_features * self.in_features
-
-
-class SketchedConv1D(SketchedLinear):
+class SketchedConv1D(Conv1DStandIn, SketchedLinear):
     """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
-
-    @property
-    def nf(self) -> int:
-        """Output features, under Conv1D's name."""
-        return self.out_features
-
-    @property
-    def nx(self) -> int:
-        """Input features, under Conv1D's name."""
-        return self.in_features
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight (I, O), transposed as Conv1D keeps it."""
-        shape = (self.in_features, self.out_features)
-        return lazy_weight(shape, self.up.weight, lambda: self._product().t())
-
-    @staticmethod
-    def _dense_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-        return layer.weight.t(), layer.bias  # type: ignore[return-value, operator]
-
-    def _empty_dense(self) -> nn.Module:
-        # The one layer that is not torch's own; importing transformers up front would cost every user.
-        conv1d: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
-        like = self.up.weight
-        with torch.device("meta"):
-            dense: nn.Module = conv1d(self.out_features, self.in_features)
-        return dense.to(dtype=like.dtype).to_empty(device=like.device)
-
-    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
-        copy_into(dense.weight, weight.t())  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ its heads at their full width: the features left out are written as zeros, and n
 """
 
 # O out_features, I in_features, H heads, D features of a head, K kept features of a head
-import importlib
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError
-from panther_compile.layers.base import SketchedLayer, Spec, check_rank, copy_into, take_over
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.base import Spec, check_rank, take_over
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
 
 SIDES = ("out", "in")
 
 
-class NarrowLinear(SketchedLayer):
+class NarrowLinear(LinearStandIn):
     """Stands in for `nn.Linear`, of whose outputs or inputs it keeps the first K of each head.
 
     Args:
@@ -136,33 +135,14 @@ class NarrowLinear(SketchedLayer):
 
     def to_dense(self) -> nn.Module:
         """The ordinary layer, with zeros for what was left out, and last in each head."""
-        dense = self._empty_dense()
-        weight = self._padded(_weight(self.narrow).detach(), 0 if self.side == "out" else 1)
-        self._fill_dense(dense, weight)
-        if self.bias is not None:
-            copy_into(dense.bias, self.bias)  # type: ignore[arg-type]
-        take_over(dense, self, self._any_weight().requires_grad)
-        return dense
-
-    def _empty_dense(self) -> nn.Module:
-        like, bias = self._any_weight(), self.narrow.bias is not None
-        size = self.in_features, self.out_features
-        return nn.utils.skip_init(nn.Linear, *size, bias=bias, device=like.device, dtype=like.dtype)
-
-    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
-        copy_into(dense.weight, weight)  # type: ignore[arg-type]
-
-    def _any_weight(self) -> Tensor:
-        """A parameter that has the layer's dtype and device."""
-        return next(self.narrow.parameters())
+        inner: Any = self.narrow.to_dense() if isinstance(self.narrow, SketchedLinear) else self.narrow
+        return self._dense_with(self._padded_weight(inner.weight.detach()))
 
     def _dense_weight(self) -> Tensor:
-        return self._padded(_weight(self.narrow), 0 if self.side == "out" else 1)
+        return self._padded_weight(_weight(self.narrow))
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (O, I) of `to_dense`; read-only, made when it is read."""
-        return lazy_weight((self.out_features, self.in_features), self._any_weight(), self._dense_weight)
+    def _padded_weight(self, weight: Tensor) -> Tensor:
+        return self._padded(weight, 0 if self.side == "out" else 1)
 
     @property
     def bias(self) -> Tensor | None:
@@ -189,16 +169,6 @@ class NarrowLinear(SketchedLayer):
         spec["stored"] = f"{self.stored_numbers / self.dense_numbers:.3f}"
         return ", ".join(f"{name}={value}" for name, value in spec.items())
 
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.out_features * (self.in_features + (self.narrow.bias is not None))
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`."""
-        return self.out_features * self.in_features
-
 
 def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
     if isinstance(layer, nn.Linear):
@@ -207,32 +177,5 @@ def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
     return left @ right
 
 
-class NarrowConv1D(NarrowLinear):
+class NarrowConv1D(Conv1DStandIn, NarrowLinear):
     """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
-
-    @property
-    def nf(self) -> int:
-        """Output features, under Conv1D's name."""
-        return self.out_features
-
-    @property
-    def nx(self) -> int:
-        """Input features, under Conv1D's name."""
-        return self.in_features
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight (I, O), transposed as Conv1D keeps it."""
-        shape = (self.in_features, self.out_features)
-        return lazy_weight(shape, self._any_weight(), lambda: self._dense_weight().t())
-
-    def _empty_dense(self) -> nn.Module:
-        # The one layer that is not torch's own; importing transformers up front would cost every user.
-        conv1d: Any = importlib.import_module("transformers.pytorch_utils").Conv1D
-        like = self._any_weight()
-        with torch.device("meta"):
-            dense: nn.Module = conv1d(self.out_features, self.in_features)
-        return dense.to(dtype=like.dtype).to_empty(device=like.device)
-
-    def _fill_dense(self, dense: nn.Module, weight: Tensor) -> None:
-        copy_into(dense.weight, weight.t())  # type: ignore[arg-type]

@@ -5,7 +5,14 @@ import torch
 
 from panther_compile.calibration.fit_matrix import fit_matrix_to
 from panther_compile.calibration.moments import MomentSums
-from panther_compile.calibration.whiten import best_low_rank, output_error, root_of, solve, term_sizes
+from panther_compile.calibration.whiten import (
+    best_low_rank,
+    lower_root,
+    output_error,
+    root_of,
+    solve,
+    term_sizes,
+)
 
 
 def problem(outputs, inputs, rows=400, seed=0):
@@ -85,6 +92,15 @@ def test_root_of_a_singular_matrix():
     root = root_of(matrix)
     torch.testing.assert_close(root.factor @ root.factor.T, matrix, rtol=1e-6, atol=1e-6)
     assert torch.isfinite(root.inverse).all()
+
+
+@pytest.mark.parametrize("rank", [4, 9])
+def test_lower_root_of_a_matrix_of_any_rank(rank):
+    rows = torch.randn(rank, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = rows.T @ rows
+    root = lower_root(matrix)
+    assert torch.equal(root, root.tril())
+    torch.testing.assert_close(root @ root.T, matrix, atol=1e-6, rtol=0)
 
 
 def test_solve_of_a_matrix_that_cholesky_refuses():

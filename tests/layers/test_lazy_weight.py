@@ -155,8 +155,8 @@ class FeedForward(nn.Module):
 def products(monkeypatch):
     """How often a SketchedLinear multiplied its weight out."""
     counted = []
-    original = SketchedLinear._product
-    monkeypatch.setattr(SketchedLinear, "_product", lambda self: counted.append(1) or original(self))
+    original = SketchedLinear._dense_weight
+    monkeypatch.setattr(SketchedLinear, "_dense_weight", lambda self: counted.append(1) or original(self))
     return counted
 
 

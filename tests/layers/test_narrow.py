@@ -87,16 +87,3 @@ def test_bad_arguments():
         NarrowLinear(12, 20, 6, side="out", heads=4)
     with pytest.raises(ConfigError, match="wanted those of a layer"):
         NarrowLinear(12, 20, 7, side="out", factors=SketchedLinear(12, 8, 2).sketch_spec())
-
-
-def test_conv1d_of_transformers():
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    like = conv1d(20, 12)
-    layer = NarrowLinear.around(nn.Linear(12, 7), like, side="out", heads=1, padded=False)
-    assert type(layer).__name__ == "NarrowConv1D"
-    dense = layer.to_dense()
-    assert type(dense) is conv1d
-    assert dense.weight.shape == layer.weight.shape == (12, 20)
-    x = torch.randn(3, 12)
-    torch.testing.assert_close(dense(x)[:, :7], layer(x))
-    assert (layer.nf, layer.nx) == (20, 12)
