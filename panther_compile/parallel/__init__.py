@@ -5,6 +5,7 @@ devices        part.mesh ──► device mesh, groups, the stages of this rank
 stage_module   one stage, fit for a pipeline: contiguous gradients, train and eval
 replicas       DDP, fully_shard; sums of gradients over replicas and over stages that share
 pipeline       GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining
+divided_backward  which weights' gradients a zero-bubble schedule has to compute together
 engine         step, evaluate, predict; parameters and state under the user's names
 checkpoints    saved behind the training's back, whole or not at all; read by any mesh
 """

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from panther_compile.errors import ConfigError, ParallelError, ScheduleError
 from panther_compile.parallel.agreement import describe_tensor
 from panther_compile.parallel.devices import Devices
+from panther_compile.parallel.divided_backward import joined
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.partition import Partition, TensorSpec
 
@@ -157,10 +158,17 @@ class _WithLoss(nn.Module):
         return self._loss(self.stage(*inputs), target)
 
 
-class _TellingStage(PipelineStage):
-    """Remembers what it last asked to be sent and received."""
+class _Stage(PipelineStage):
+    """Remembers what it last asked to be sent and received, and divides its backward so that it adds up."""
 
     asked: dict[str, str]
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Of torch."""
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return grads, groups and joined(groups)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Of torch."""
@@ -234,7 +242,7 @@ class Pipeline:
         record = part.stages[index]
         # Without gradients of inputs there is nothing to do first: the backward is not divided.
         whole = None if any(spec.requires_grad for spec in record.inputs) or not index else _nothing_left
-        made = _TellingStage(
+        made = _Stage(
             module,
             index,
             len(part.stages),
