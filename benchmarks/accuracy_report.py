@@ -14,10 +14,13 @@ Rows = dict[tuple[str, str], dict[float, list[dict[str, float]]]]
 INTRODUCTION = """\
 Made by `benchmarks/accuracy.py`. A ratio is stored over dense numbers of the replaced layers, parameters and
 buffers, biases included; all methods replace the same layers and are held to the same count, within 1 % below
-it, which is asserted (2:4 and int8 store what their rows say). Peers are written from their papers'
-equations, `benchmarks/peers/`, and spend the budget by the same ratio in every layer. Calibration data comes
-from the model's own domain ("in") or from another one ("off"), never from the data that the model is judged
-on. The best of a column is bold, int8 aside."""
+it, which is asserted (2:4 and int8 store what their rows say, int8 a scale a row besides). Peers are written
+from their papers' equations, `benchmarks/peers/`, and spend the budget by the same ratio in every layer.
+Calibration data comes from the model's own domain ("in") or from another one ("off"), never from the data
+that the model is judged on. The best of a column is bold, int8 aside; of a peer that beats ours of the same
+domain by more than the digits shown there is a line below the table."""
+_APART = "int8"  # in the names of methods that store other types, and are not compared by their ratio
+_OURS = "ours"
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ def _section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, st
         f"{description['layers']} layers replaced, {description['replaced']:,} of {description['numbers']:,} "
         f"numbers. Dense: {dense}. Calibration in domain: {description['in']}; off domain: "
         f"{description['off']}; healing: {description['healing']}. Cells: {arrows}"
-        + (f"; mean ± standard deviation of {seeds} draws of calibration data." if seeds > 1 else ".")
+        + (
+            f"; ± is the standard deviation over draws of calibration data, up to {seeds}."
+            if seeds > 1
+            else "."
+        )
     )
     yield ""
     ratios = sorted({ratio for row in rows.values() for ratio in row}, reverse=True)
@@ -133,12 +140,39 @@ def _section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, st
                 row = rows[method, domain]
                 cells = [_cell(row.get(ratio, []), metrics, best[ratio]) for ratio in ratios]
                 yield f"| {title} | {'' if domain == 'none' else domain} | " + " | ".join(cells) + " |"
+    beaten = list(_beaten(rows, metrics, titles))
+    if beaten:
+        yield ""
+        yield f"Where a peer is ahead: {'; '.join(beaten)}. {description.get('remark', '')}".rstrip()
+
+
+def _beaten(rows: Rows, metrics: Mapping[str, bool], titles: Mapping[str, str]) -> Iterator[str]:
+    """Where a peer is better than the best of ours that saw data of the same domain, or no data."""
+    for (method, domain), row in rows.items():
+        if method.startswith(_OURS) or _APART in method:
+            continue
+        for ratio, found in sorted(row.items(), reverse=True):
+            ours = [
+                other[ratio]
+                for (name, theirs), other in rows.items()
+                if name.startswith(_OURS) and _APART not in name and theirs == domain and ratio in other
+            ]
+            for metric, higher in metrics.items() if ours else ():
+                theirs_is = mean(f[metric] for f in found)
+                best = (max if higher else min)(mean(f[metric] for f in each) for each in ours)
+                better = theirs_is > best if higher else theirs_is < best
+                if better and _number(theirs_is) != _number(best):
+                    where = "" if domain == "none" else f" {domain} domain"
+                    yield (
+                        f"{metric} at {ratio:g}{where}: {titles[method]} {_number(theirs_is)}, "
+                        f"ours {_number(best)}"
+                    )
 
 
 def _best(rows: Rows, metrics: Mapping[str, bool]) -> dict[float, dict[str, float]]:
     best: dict[float, dict[str, float]] = defaultdict(dict)
     for (method, _), row in rows.items():
-        for ratio, found in row.items() if method != "int8" else ():
+        for ratio, found in row.items() if _APART not in method else ():
             for metric, higher in metrics.items():
                 value = mean(f[metric] for f in found)
                 old = best[ratio].get(metric, value)
@@ -186,13 +220,13 @@ def draw(store: Store, models: Sequence[str], titles: Mapping[str, str], path: P
         description = store.descriptions[model, False]
         metric = next(iter(description["metrics"]))
         for (method, domain), row in store.rows(model, quick=False).items():
-            if domain == "off" or method not in titles:
+            if domain == "off" or method not in titles or method.endswith("-int8"):
                 continue
             ratios = sorted(row)
             values = [mean(found[metric] for found in row[ratio]) for ratio in ratios]
             ours = method.startswith("ours")
             style = {"linewidth": 2.4 if ours else 1.2, "zorder": 3 if ours else 2, "markersize": 4}
-            marker = {"int8": "*", "2:4": "s"}.get(method, "o")
+            marker = {"int8": "*", "int8-weights": "*", "2:4": "s"}.get(method, "o")
             (line,) = axis.plot(ratios, values, marker=marker, color=colours[method], **style)
             handles[titles[method].strip("*")] = line
         axis.axhline(description["dense"][metric], color="black", linewidth=0.8, linestyle=":")

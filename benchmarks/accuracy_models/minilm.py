@@ -30,11 +30,13 @@ def model_directory() -> Path:
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], size: int = BATCH
 ) -> list[dict[str, Tensor]]:
-    """Batches of texts of like length, so that little is padding."""
-    texts = sorted(texts, key=len)
-    options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": MAX_TOKENS}
+    """Batches of texts of like numbers of tokens, so that little is padding."""
+    options: dict[str, Any] = {"truncation": True, "max_length": MAX_TOKENS}
+    tokens = tokenizer(texts, **options)["input_ids"]
+    order = sorted(range(len(texts)), key=lambda place: len(tokens[place]))
+    texts = [texts[place] for place in order]
     return [
-        dict(tokenizer(texts[i : i + size], return_tensors="pt", **options))
+        dict(tokenizer(texts[i : i + size], return_tensors="pt", padding=True, **options))
         for i in range(0, len(texts), size)
     ]
 

@@ -26,6 +26,7 @@ class Subject:
         metrics: what `evaluate` measures, the most telling one first, and whether higher is better.
         outputs: what the model computes: "classes" are logits with the classes last, "values" the rest.
         options: of `plan_sketch` and `sketchify`.
+        remark: on how to read the metrics, a sentence.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Subject:
     metrics: Mapping[str, bool]
     outputs: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
 
 
 @torch.inference_mode()

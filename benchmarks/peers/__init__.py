@@ -10,6 +10,7 @@ from peers import (
     asvd,
     fwsvd,
     int8,
+    int8_weights,
     mpifa,
     panther_copy,
     svd,
@@ -44,6 +45,9 @@ PEERS = {
     "svd": Peer("truncated SVD", nested("svd", svd.decompose), calibrated=False),
     "2:4": Peer("2:4 by magnitude (.53 stored)", two_four.compress, calibrated=False, counted=False),
     "int8": Peer("dynamic int8 (.25 of the bytes)", int8.compress, calibrated=False, counted=False),
+    "int8-weights": Peer(
+        "int8 weights by torchao (.25 of the bytes)", int8_weights.compress, calibrated=False, counted=False
+    ),
     "fwsvd": Peer("FWSVD", nested("fwsvd", fwsvd.decompose), calibrated=True),
     "asvd": Peer("ASVD", nested("asvd", asvd.decompose), calibrated=True),
     "svd-llm": Peer("SVD-LLM (W)", nested("svd-llm", svd_llm.decompose), calibrated=True),

@@ -1,0 +1,45 @@
+"""Weights as int8 with a scale a row, by torchao: of a dense model, or of factors that were fitted before."""
+
+import importlib.util
+import warnings
+from collections.abc import Collection
+
+from torch import nn
+
+from peers.job import Job, NotDefinedError
+
+
+def compress(job: Job, ratio: float) -> nn.Module:
+    """The dense layers: a quarter of the bytes, so at 0.25 only."""
+    if ratio != 0.25:
+        raise NotDefinedError("int8 takes a quarter of the bytes, no other ratio")
+    return quantize_weights(job.copy(), job.names)
+
+
+def quantize_weights(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Quantise the linear layers at some names, or within what stands there; in place.
+
+    Raises:
+        NotDefinedError: torchao is not installed, or there are convolutions under the names.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise NotDefinedError("torchao is not installed: pip install torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    modules = dict(model.named_modules())
+    # The projections of an attention are one module in a model whose attention is not unfolded.
+    found = (modules[name] if name in modules else modules[name.rpartition(".")[0]] for name in names)
+    inside = {part for one in found for part in one.modules()}
+    if any(isinstance(part, nn.Conv2d) for part in inside):
+        raise NotDefinedError("torchao has int8 weights for linear layers only, this model has convolutions")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # A factor that several layers share comes up again as an int8 tensor, which torchao would not take.
+        quantize_(
+            model,
+            Int8WeightOnlyConfig(),
+            filter_fn=lambda part, _: (
+                part in inside and isinstance(part, nn.Linear) and type(part.weight) is nn.Parameter
+            ),
+        )
+    return model
