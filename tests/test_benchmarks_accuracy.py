@@ -289,7 +289,7 @@ def test_allocation_removes_less_where_the_loss_is_larger():
     assert sum(capped.values()) == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize("name", ["2:4", "int8"])
+@pytest.mark.parametrize("name", ["2:4", "int8", "int8-weights"])
 def test_fixed_ratios_are_skipped_elsewhere(name, mixed_job):
     with pytest.raises(NotDefinedError, match="no other ratio"):
         PEERS[name].compress(mixed_job, 0.75)
@@ -336,4 +336,17 @@ def test_report_gives_the_spread_of_several_seeds(tmp_path):
         store.add(Result("m", "w", False, "svd", "in", 0.5, seed), {"score": score}, 0.5, 1.0)
     text = "\n".join(report(store, ["m"], {"svd": "SVD"}, "here", quick=False))
     assert "| SVD | in | **0.300 ± 0.141** |" in text
-    assert "2 draws" in text
+    assert "over draws of calibration data, up to 2" in text
+
+
+def test_report_tells_where_a_peer_is_ahead(tmp_path):
+    store = Store(tmp_path / "results.jsonl")
+    store.describe("m", "w", description() | {"remark": "By chance."}, quick=False)
+    scores = {("ours", "in"): 0.5, ("ours", "off"): 0.8, ("svd", "in"): 0.7, ("svd", "off"): 0.7}
+    scores |= {("ours-int8", "in"): 0.9, ("int8-weights", "in"): 0.9, ("asvd", "in"): 0.5}
+    for (method, domain), score in scores.items():
+        store.add(Result("m", "w", False, method, domain, 0.5, 0), {"score": score}, 0.5, 1.0)
+    text = "\n".join(report(store, ["m"], {name: name for name, _ in scores}, "here", quick=False))
+    assert "Where a peer is ahead: score at 0.5 in domain: svd 0.700, ours 0.500. By chance." in text
+    assert "| ours | in | 0.500 |" in text
+    assert "| ours | off | **0.800** |" in text
