@@ -219,4 +219,8 @@ def gpt(cache: Path, quick: bool) -> Subject:
         metrics={"over dense": False},
         outputs="classes",
         options={"allow_slower": True},
+        remark=(
+            "Without data ranks follow the spectra of the weights, which here is worse than equal shares: of the "
+            "weights alone nothing tells which spectrum matters."
+        ),
     )
