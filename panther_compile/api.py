@@ -13,9 +13,11 @@ from tqdm import tqdm
 
 from panther_compile.calibration.batches import Call, Data, record_calls
 from panther_compile.calibration.calibrate import Studied, fit_model, study_model
+from panther_compile.calibration.watched import copy_sharing
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
-from panther_compile.healing.healer import heal
+from panther_compile.healing.healer import heal, keep_report
+from panther_compile.healing.report import HealReport, heal_report
 from panther_compile.layers.base import outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors, turn_on_nested_tensors
 from panther_compile.passes.base import NOTHING_READY, Ready, SharingPass
@@ -31,11 +33,11 @@ from panther_compile.records import (
     SketchRecord,
     keep_record,
 )
-from panther_compile.sites import Found, check_module, check_weights, find_sites
+from panther_compile.sites import Found, check_module, check_weights, find_sites, without_uncalled
 from panther_compile.substitute import copied, copy_with, replace_inside
 from panther_compile.surroundings import undisturbed
 from panther_compile.timing import time_sites, without_least
-from panther_compile.trace import clone_structure, read_graph
+from panther_compile.trace import clone_structure, read_graph, read_run
 
 Model = TypeVar("Model", bound=nn.Module)
 _HALF = 0.5  # the ratio where none is given
@@ -128,6 +130,8 @@ def sketchify(
         wanted = RatioCurve((), measured(evaluate, prepared.given, "the dense model"), max_drop, None)
     with undisturbed():
         studied = None if data is None else _study(prepared, config, data, resume)
+        if studied is not None:
+            prepared = replace(prepared, found=studied.found)
         if studied is not None and config.objective == "latency" and example_inputs is None:
             prepared = _timed(prepared, studied.calls[0])
             studied = replace(studied, found=prepared.found)
@@ -142,6 +146,8 @@ def sketchify(
     turn_off_nested_tensors(result)
     earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
     keep_record(result, SketchRecord.after(earlier, made.plan, made.fitted, curve))
+    if made.healed is not None:
+        keep_report(result, made.healed)
     if made.unreached:
         warnings.warn(
             f"data never reached {', '.join(made.unreached)}: sketched from the weights alone; give "
@@ -220,6 +226,7 @@ class _Made:
     plan: SketchPlan
     fitted: dict[str, Fitted]
     unreached: tuple[str, ...]
+    healed: HealReport | None = None
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
@@ -266,6 +273,10 @@ def _study(
     prepared: _Prepared, config: SketchConfig, data: Data, resume: str | PathLike[str] | None
 ) -> Studied:
     calls = record_calls(prepared.model, data)
+    uncalled = read_run(copy_sharing(prepared.model, {}), calls[0].run)
+    prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
+    if not prepared.found.sites:
+        _plan(prepared, config)  # says why
     return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume)
 
 
@@ -274,7 +285,8 @@ def _make(prepared: _Prepared, config: SketchConfig, studied: Studied | None) ->
     with undisturbed():
         made = _fit(prepared, config, studied)
         if studied is not None and config.refine != "none":
-            _refine(prepared.model, made.new, studied.calls, config)
+            healed = _refine(prepared.model, made.new, studied.calls, config)
+            return replace(made, healed=healed)
     return made
 
 
@@ -381,9 +393,9 @@ def _sketch(
 
 def _refine(
     dense: nn.Module, new: Mapping[nn.Module, nn.Module], calls: Sequence[Call], config: SketchConfig
-) -> None:
+) -> HealReport:
     """Heal the new layers, where they are in a copy of the dense model."""
-    heal(
+    healed = heal(
         _copy(dense, new),
         teacher=dense,
         data=calls,
@@ -394,6 +406,7 @@ def _refine(
         progress=config.progress,
         inplace=True,
     )
+    return heal_report(healed)
 
 
 def _replace_in_place(model: nn.Module, prepared: _Prepared, new: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
@@ -106,6 +107,7 @@ def _export(
     except OnnxExporterError as error:
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
+    _tell_apart(program.model.graph)
     return program
 
 
@@ -126,6 +128,14 @@ def _output_names(output: object) -> list[str] | None:
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         names.extend([str(key)] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))])
     return names
+
+
+def _tell_apart(graph: ir.Graph) -> None:
+    """Rename each output that is called as an input is: diffusers' U-Nets take a sample and give a sample."""
+    taken = {value.name for value in graph.inputs}
+    for value in graph.outputs:
+        if value.name in taken and not value.is_graph_input():
+            value.name = f"{value.name}_out"
 
 
 # What a Hugging Face configuration is set to while its model is exported.

@@ -81,6 +81,7 @@ class SketchReport:
         tried: how far results on held-out data were from the dense model's, by allocation tried.
         curve: of the search for the ratio, if there was one; it is not saved with the model.
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
+        others: numbers of the matrices and kernels that no row is of, by the class of what holds them.
     """
 
     rows: tuple[ReportRow, ...]
@@ -94,6 +95,7 @@ class SketchReport:
     tried: Mapping[str, float] = field(default_factory=dict)
     curve: RatioCurve | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def achieved_ratio(self) -> float:
@@ -112,6 +114,11 @@ class SketchReport:
             f"ratio {self.curve.ratio:g} found with {points} evaluations: score {score:.6g}, dense "
             f"{self.curve.dense_score:.6g}, max_drop {self.curve.max_drop:g}"
         )
+
+    @property
+    def _others_text(self) -> str:
+        told = ", ".join(f"{numbers:,} of {kind}" for kind, numbers in self.others.items())
+        return f"left as they are, weights of other kinds of module: {told}" if told else ""
 
     @property
     def sketched(self) -> tuple[ReportRow, ...]:
@@ -192,6 +199,7 @@ class SketchReport:
             *filter(
                 None,
                 (
+                    self._others_text,
                     allocation_text(self.allocation, self.tried),
                     self._curve_text,
                     seconds_text(self.seconds),
@@ -233,6 +241,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         tried={} if record is None else record.plan.tried,
         curve=None if record is None else record.curve,
         seconds={} if record is None else record.plan.seconds,
+        others=_others(model, {row.name for row in rows}),
     )
 
 
@@ -275,6 +284,25 @@ def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
         seen.add(factors)
         biases |= own_biases
     return total + _numbers(biases.values())
+
+
+def _others(model: nn.Module, named: set[str]) -> dict[str, int]:
+    """Numbers of the parameters of two or more dimensions that no layer of these names holds; most first."""
+    seen: set[int] = set()
+    rest: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if name in named or isinstance(module, SketchedLayer):
+            seen.update(id(parameter) for parameter in module.parameters())
+        else:
+            rest.append(module)
+    numbers: dict[str, int] = {}
+    for module in rest:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dim() > 1 and id(parameter) not in seen:
+                seen.add(id(parameter))
+                kind = type(module).__name__
+                numbers[kind] = numbers.get(kind, 0) + parameter.numel()
+    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
 def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> Iterator[ReportRow]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -73,13 +73,32 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
             for target in group
         }
         if leader is None or any(why.values()):
-            skipped.extend(_stays_dense(target, why[target.name] or "") for target in group)
+            skipped.extend(_stays_dense(t.name, t.module, t.kind, why[t.name] or "") for t in group)
         else:
             others = tuple((other.name, other.module) for other in group if other is not leader)
             site = Site(leader.name, leader.module, leader.kind, others, leader.aliases)
             sites.append((site, leader.owner))
     known = {target.name for target in targets} | {name for name, _ in sketched}
     return Found(tuple(sites), tuple(skipped), tuple(name for name in names.in_order() if name in known))
+
+
+def without_uncalled(found: Found, uncalled: frozenset[str]) -> Found:
+    """The same, with the sites left alone whose weights the model uses without calling them, see `read_run`.
+
+    A sketch of them would be multiplied out in every call.
+    """
+    sites: list[tuple[Site, SketchPass]] = []
+    skipped: list[LayerPlan] = []
+    for site, owner in found.sites:
+        layers = ((site.name, site.module), *site.tied)
+        names = [(name, one) for name, layer in layers for one in weight_names(layer)]
+        read = next((one for name, one in names if f"{name}.{one}" in uncalled), None)
+        if read is None:
+            sites.append((site, owner))
+        else:
+            reason = f"forward uses its {read} directly, and never called the layer on the data"
+            skipped.extend(_stays_dense(name, layer, site.kind, reason) for name, layer in layers)
+    return replace(found, sites=tuple(sites), skipped=(*found.skipped, *skipped))
 
 
 def check_module(model: object) -> None:
@@ -228,7 +247,10 @@ def _read_directly(target: _Target, reading: Reading) -> str | None:
     if not target.name:
         return None  # the model is the layer itself, and its own forward was read
     for name in weight_names(target.module):
-        if f"{target.name}.{name}" in reading.direct:
+        full = f"{target.name}.{name}"
+        if full in reading.direct:
+            if full in reading.opaque:
+                return f"forward uses its {name} directly; torch.export.export(model, args) may show a layer"
             return f"forward uses its {name} directly: sketch torch.fx.symbolic_trace(model) instead"
     return None
 
@@ -331,11 +353,11 @@ def _too_small(target: _Target, config: SketchConfig) -> str | None:
     return None
 
 
-def _stays_dense(target: _Target, reason: str) -> LayerPlan:
-    named = _filled_parameters(target.module)
-    shapes = [tuple(named[name].shape) for name in weight_names(target.module)]
+def _stays_dense(name: str, module: nn.Module, kind: str, reason: str) -> LayerPlan:
+    named = _filled_parameters(module)
+    shapes = [tuple(named[weight].shape) for weight in weight_names(module)]
     numbers = sum(parameter.numel() for parameter in named.values())
-    return LayerPlan(target.name, target.kind, shapes[0] if shapes else (), numbers, None, reason)
+    return LayerPlan(name, kind, shapes[0] if shapes else (), numbers, None, reason)
 
 
 def _stays_sketched(name: str, layer: SketchedLayer) -> LayerPlan:

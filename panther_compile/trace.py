@@ -1,14 +1,24 @@
-"""Read a model's graph where one is to be had, without running or touching the model."""
+"""Read a model's graph where one is to be had, without touching the model; else, given data, a run of it."""
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.passes.default import SKETCH_PASSES
+from panther_compile.passes.lift_functional import liftable_call
 from panther_compile.substitute import held_tensors
+
+# What is asked of a weight without reading its values.
+_METADATA = frozenset({"dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"})
+_METADATA_CALLS = frozenset({"size", "dim", "numel", "nelement", "element_size", "is_floating_point"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +27,15 @@ class Reading:
 
     Attributes:
         route: how the layers are found, for the report.
-        direct: fully qualified names of parameters that `forward` uses itself, not through their module.
+        direct: fully qualified names of parameters whose values `forward` uses itself, not through their
+            module.
+        opaque: those of them that go into something else than a functional layer, as a function that torch.fx
+            does not look into.
     """
 
     route: str
     direct: frozenset[str] = frozenset()
+    opaque: frozenset[str] = frozenset()
 
 
 class SketchTracer(fx.Tracer):
@@ -29,8 +43,7 @@ class SketchTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a call of the module is one node."""
-        known = isinstance(m, SketchedLayer) or any(one.kind(m) is not None for one in SKETCH_PASSES)
-        return known or super().is_leaf_module(m, module_qualified_name)
+        return _is_known(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 def read_graph(model: nn.Module) -> Reading:
@@ -40,8 +53,7 @@ def read_graph(model: nn.Module) -> Reading:
     changes on itself is thrown away.
     """
     if isinstance(model, fx.GraphModule):
-        reads = {str(node.target) for node in model.graph.nodes if node.op == "get_attr"}
-        return Reading("fx graph", frozenset(reads))
+        return Reading("fx graph", *_reads(model.graph))
     tracer = SketchTracer()
     if tracer.is_leaf_module(model, ""):
         return Reading("module tree")
@@ -53,8 +65,75 @@ def read_graph(model: nn.Module) -> Reading:
         message = str(error).strip().splitlines()
         brief = f"{type(error).__name__}: {message[0] if message else ''}"[:120]
         return Reading(f"module tree (torch.fx cannot trace the model: {brief})")
-    reads = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    return Reading("module tree, read through its fx graph", frozenset(reads))
+    return Reading("module tree, read through its fx graph", *_reads(graph))
+
+
+def _reads(graph: fx.Graph) -> tuple[frozenset[str], frozenset[str]]:
+    """What is `direct` and what is `opaque` in a graph, see `Reading`."""
+    direct, opaque = set(), set()
+    for node in graph.nodes:
+        readers = [user for user in node.users if not _asks_metadata(user)] if node.op == "get_attr" else []
+        if readers:
+            direct.add(str(node.target))
+        if any((liftable_call(reader) or {}).get("weight") is not node for reader in readers):
+            opaque.add(str(node.target))
+    return frozenset(direct), frozenset(opaque)
+
+
+def _asks_metadata(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _METADATA_CALLS
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
+
+
+def read_run(model: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
+    """Fully qualified names of the parameters that a run uses itself, and never calls the layers of.
+
+    Args:
+        model: in eval mode; may be changed, as by any run of it.
+        run: calls it.
+    """
+    called: set[nn.Module] = set()
+    watch = _WatchReads()
+    handle = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    try:
+        with torch.no_grad(), watch:
+            run(model)
+    finally:
+        handle.remove()
+    # What a layer that was called holds too, as a tied one does, may have been read there.
+    held = {id(tensor) for module in called for tensor in module._parameters.values()}
+    read = set(watch.read) - held
+    uncalled: set[str] = set()
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or not _is_known(module):
+            continue
+        inside.update(module.modules())
+        if module not in called:
+            named = module.named_parameters(prefix=name)
+            uncalled.update(full for full, parameter in named if id(parameter) in read)
+    return frozenset(uncalled)
+
+
+class _WatchReads(TorchFunctionMode):
+    """Keeps the parameters of which tensors are made; to ask for a shape or a dtype is not to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, nn.Parameter] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the function, and note what it was given."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(isinstance(one, Tensor) for one in tree_leaves(result)):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, nn.Parameter):
+                    self.read[id(one)] = one
+        return result
 
 
 def clone_structure(model: nn.Module) -> nn.Module:
@@ -62,6 +141,11 @@ def clone_structure(model: nn.Module) -> nn.Module:
     tensors = (*model.parameters(), *model.buffers())
     clone: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     return clone
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is sketched, or of a kind that could be."""
+    return isinstance(module, SketchedLayer) or any(one.kind(module) is not None for one in SKETCH_PASSES)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

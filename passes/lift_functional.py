@@ -11,7 +11,8 @@ Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them; a graph of 
 `lift_parameters` first. So every later pass knows one form. The module takes the place of the
 parameters' owner where that holds nothing else, so their names stay; else it is a new submodule of the
 owner, and a parameter that nothing else uses moves into it. A weight that is computed, not a parameter of
-the graph, is left alone.
+the graph, is left alone; the computed bias of a linear layer (BEiT has one) is added behind the module,
+which may round otherwise.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def lift_functional(graph_module: fx.GraphModule) -> PassResult:
     made: dict[tuple[str, str], str] = {}
     count = 0
     for node in list(graph_module.graph.nodes):
-        call = _read(node)
+        call = liftable_call(node)
         if call is None:
             continue
         layer = _layer(graph_module, call)
@@ -49,7 +50,11 @@ def lift_functional(graph_module: fx.GraphModule) -> PassResult:
             made[key] = _place(graph_module, weight_name, call.get("bias"), layer)
         with graph_module.graph.inserting_before(node):
             new = graph_module.graph.call_module(made[key], (call["input"],))
-        new.meta = dict(node.meta)
+            new.meta = dict(node.meta)
+            if call["added"] is not None:
+                added = graph_module.graph.call_method("type_as", (call["added"], new))  # as autocast does
+                new = graph_module.graph.call_function(torch.add, (new, added))
+                new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph_module.graph.erase_node(node)
         count += 1
@@ -69,12 +74,19 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any] | None:
     return call | {"function": function}
 
 
-def _read(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a functional layer that can be lifted; None for any other node."""
+def liftable_call(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a functional layer that can be lifted; None for any other node.
+
+    A bias that is computed is "added", not the layer's.
+    """
     call = arguments_by_name(node)
     if call is None:
         return None
     weight, bias = call["weight"], call.get("bias")
+    call["added"] = None
+    if call["function"] == "linear" and isinstance(bias, fx.Node) and bias.op != "get_attr":
+        call["added"], call["bias"] = bias, None
+        bias = None
     known = isinstance(weight, fx.Node) and weight.op == "get_attr"
     known = known and (bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr"))
     options = _ARGUMENTS[call["function"]][3:]

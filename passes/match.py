@@ -42,6 +42,10 @@ def why_not_plain(
     if parametrize.is_parametrized(module):
         return "parametrized (torch.nn.utils.parametrize); remove the parametrizations first"
     for method in methods:
+        if method in module.__dict__ and "_hf_hook" in module.__dict__:
+            return (
+                "accelerate (device_map=) hooks it; accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
         if method in module.__dict__:
             return f"its {method} was replaced on the instance"
         if getattr(type(module), method) is not getattr(base, method):

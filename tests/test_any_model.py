@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from zoo import ZOO, call, generate, tensors
@@ -198,10 +199,51 @@ class ReadsWeight(nn.Module):
 
 def test_weight_that_forward_uses_itself_stays_dense():
     found = reasons(ReadsWeight())
-    assert found["read"].startswith("forward uses its weight directly: sketch torch.fx.symbolic_trace")
+    assert found["read"].startswith("forward uses its weight directly; torch.export.export(model, args)")
     small = sketch(ReadsWeight())
     assert type(small.read) is nn.Linear
     assert isinstance(small.other, pc.SketchedLinear)
+
+
+class ComputedBias(nn.Module):
+    """As BEiT: a functional layer with a bias that is put together from two."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(48, 96, bias=False), nn.Linear(96, 96)
+        self.first, self.last = nn.Parameter(torch.randn(48)), nn.Parameter(torch.randn(48))
+
+    def forward(self, x):
+        return self.proj(F.linear(x, self.qkv.weight, torch.cat((self.first, self.last))))
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_the_graph_that_the_reason_names_is_sketched(exported):
+    model, x = low_rank_(ComputedBias()), torch.randn(3, 48)
+    assert reasons(model)["qkv"] == (
+        "forward uses its weight directly: sketch torch.fx.symbolic_trace(model) instead"
+    )
+    small = sketch(torch.export.export(model, (x,)) if exported else fx.symbolic_trace(model))
+    assert isinstance(small.qkv, pc.SketchedLinear)
+    assert_close(small(x), model(x))
+
+
+class AsksForDtype(nn.Module):
+    """As open_clip: looks at a weight for its type alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(48, 96), nn.Linear(96, 96)
+
+    def forward(self, x):
+        return self.last(self.first(x.to(self.first.weight.dtype)))
+
+
+def test_weight_that_is_asked_for_its_dtype_alone_is_sketched():
+    model, x = low_rank_(AsksForDtype()), torch.randn(3, 48)
+    small = sketch(model)
+    assert isinstance(small.first, pc.SketchedLinear)
+    assert_close(small(x), model(x))
 
 
 def test_weight_that_an_untraceable_forward_uses_is_multiplied_out():
@@ -981,6 +1023,25 @@ def test_hf_model_is_saved(hugging_face, tmp_path):
             parameter.zero_()
     twin.load_state_dict(small.state_dict())
     found, wanted = (tensors(call(model, entry.inputs())) for model in (twin, small))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_hf_model_that_shares_an_input_factor_is_saved(hugging_face, tmp_path):
+    entry, small = hugging_face
+    model = copy.deepcopy(small)
+    by_shape: dict[torch.Size, pc.SketchedLinear] = {}
+    for layer in model.modules():
+        if isinstance(layer, pc.SketchedLinear):
+            layer.down = by_shape.setdefault(layer.down.weight.shape, layer).down
+    model.save_pretrained(tmp_path)
+    wanted = tensors(call(model, entry.inputs()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    missing, unexpected = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert missing  # an alias of what is there
+    assert unexpected == []
+    found = tensors(call(model, entry.inputs()))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -248,6 +248,15 @@ def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     assert {row.note for row in pc.sketch_report(again).sketched} == {healer._NOTE}
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_model_that_was_refined_tells_of_it(inplace):
+    options = {"refine": "kl", "refine_steps": 10, "inplace": inplace, **SKETCH}
+    small = pc.sketchify(conv_net(), 0.2, data=images(), **options)
+    report = pc.heal_report(small)
+    assert report.after["output"] < report.before["output"]
+    assert {row.note for row in pc.sketch_report(small).sketched} == {healer._NOTE}
+
+
 def test_block_that_got_worse_is_put_back(monkeypatch):
     teacher = encoder()
     small = sketched_encoder(teacher)

@@ -181,7 +181,12 @@ def test_healing_waits_for_the_layers_that_stay(timers, monkeypatch):
     from panther_compile import api
 
     healed = []
-    monkeypatch.setattr(api, "heal", lambda model, **_: healed.append(sketched_names(model)))
+
+    def heal(model, **options):
+        healed.append(sketched_names(model))
+        return pc.heal(model, **options)
+
+    monkeypatch.setattr(api, "heal", heal)
     timers(lambda names: 0.9 if len(names) == 4 else 1.2)
     pc.sketchify(mlp(), data=[example()] * 3, refine="block", refine_steps=1, **LATENCY)
     assert healed == [{"0", "4"}]

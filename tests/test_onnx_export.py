@@ -55,6 +55,27 @@ def mlp(width=32):
     return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 5)).eval()
 
 
+class Denoiser(nn.Module):
+    """As diffusers' U-Nets: takes a sample, gives a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, sample):
+        return {"sample": self.body(sample)}
+
+
+def test_an_output_that_is_called_as_an_input_is(tmp_path):
+    model, sample = Denoiser().eval(), torch.randn(3, 32)
+    pc.export_onnx(model, (), tmp_path / "m.onnx", kwargs={"sample": sample})
+    session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert [one.name for one in session.get_inputs()] == ["sample"]
+    assert [one.name for one in session.get_outputs()] == ["sample_out"]
+    found = torch.from_numpy(session.run(None, {"sample": sample.numpy()})[0])
+    torch.testing.assert_close(found, model(sample)["sample"])
+
+
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names()]
 )

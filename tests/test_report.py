@@ -329,6 +329,52 @@ def test_layers_that_the_data_never_reached():
     assert "svd; data never reached it" in str(report)
 
 
+class Multiplies(nn.Module):
+    """Multiplies by a weight itself, as Mamba does; torch.fx cannot trace it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.step = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x):
+        return (self.step.weight @ self.first(x).T).T if x.abs().sum() > 0 else x
+
+
+class Experts(nn.Module):
+    """All of them in one parameter, beside a convolution that is not sketched either and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 40, 40))
+        self.mix = nn.Conv1d(40, 40, 1)
+        self.norm = nn.LayerNorm(40)
+        self.tied = nn.Linear(40, 40)
+
+
+def test_weights_of_other_kinds_of_module_are_told():
+    model = nn.Sequential(nn.Linear(40, 40), Experts(), nn.Linear(40, 40))
+    model[1].tied.weight = model[0].weight
+    report = pc.sketch_report(pc.sketchify(model, 0.5, exclude="2", **OPTIONS))
+    assert report.others == {"Experts": 6400, "Conv1d": 1600}
+    assert "weights of other kinds of module: 6,400 of Experts, 1,600 of Conv1d" in str(report)
+    plain = pc.sketch_report(pc.sketchify(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)), 0.5, **OPTIONS))
+    assert (plain.others, "other kinds" in str(plain)) == ({}, False)
+
+
+def test_layers_that_are_read_and_never_called_stay_dense(recwarn):
+    small = pc.sketchify(Multiplies(), 0.5, data=batches(), include="*", **OPTIONS)
+    assert not recwarn.list
+    assert isinstance(small.first, pc.SketchedLinear)
+    (row,) = pc.sketch_report(small).skipped
+    assert (row.name, type(small.step)) == ("step", nn.Linear)
+    assert row.reason == "forward uses its weight directly, and never called the layer on the data"
+
+
+def test_nothing_is_sketched_where_all_weights_are_read_and_never_called():
+    with pytest.raises(NoTargetError, match="step: forward uses its weight directly, and never called"):
+        pc.sketchify(Multiplies(), 0.5, data=batches(), include="step", **OPTIONS)
+
+
 def test_no_warning_where_all_layers_are_reached(recwarn):
     pc.sketchify(Gated(), 0.5, data=run, **OPTIONS)
     assert not [one for one in recwarn if issubclass(one.category, UserWarning)]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.trace import SketchTracer, clone_structure, read_graph
+from panther_compile.trace import SketchTracer, clone_structure, read_graph, read_run
 
 
 class Direct(nn.Module):
@@ -54,6 +54,29 @@ def test_route_and_direct_reads_of_a_module():
     reading = read_graph(Direct())
     assert reading.route == "module tree, read through its fx graph"
     assert reading.direct == {"other.weight", "scale"}
+
+
+class Asking(nn.Module):
+    """Asks one weight for its type and shape, and gives another's values to a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.given = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        weight = self.asked.weight
+        x = self.asked(x.to(weight.dtype).to(device=weight.device)) * weight.size(0) * weight.shape[1]
+        return self.given(x) @ self.given.weight
+
+
+def test_asking_for_metadata_is_not_reading():
+    for model in (Asking(), fx.symbolic_trace(Asking())):
+        reading = read_graph(model)
+        assert reading.direct == reading.opaque == {"given.weight"}
+
+
+def test_what_a_functional_layer_reads_is_not_opaque():
+    assert read_graph(Direct()).opaque == {"scale"}
 
 
 def test_route_and_direct_reads_of_a_graph_module():
@@ -137,3 +160,30 @@ def test_clone_structure_of_a_graph_runs():
     clone, x = clone_structure(traced), torch.randn(2, 4)
     assert clone.graph is not traced.graph
     assert torch.equal(clone(x), traced(x))
+
+
+class Reads(nn.Module):
+    """Reads one weight and never calls its layer, one that it calls too, and of others only what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.both, self.asked, self.unused = (nn.Linear(4, 4) for _ in range(4))
+        self.tied = nn.Linear(4, 4)
+        self.user = nn.Linear(4, 4)
+        self.user.weight = self.tied.weight
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        x = self.both(x.to(self.asked.weight.dtype)) @ self.both.weight
+        x = self.user(x @ self.read.weight.T)
+        return self.attention(x, x, x)[0]
+
+
+def test_a_run_tells_which_weights_are_read_of_layers_that_are_not_called():
+    model, x = Reads().eval(), torch.randn(2, 4)
+    assert read_run(model, lambda given: given(x)) == {"read.weight"}
+
+
+def test_a_run_of_fast_paths_reads_nothing_itself():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    assert read_run(model, lambda given: given(torch.randn(2, 3, 8))) == frozenset()

@@ -220,7 +220,7 @@ def gpt(cache: Path, quick: bool) -> Subject:
         outputs="classes",
         options={"allow_slower": True},
         remark=(
-            "Without data ranks follow the spectra of the weights, which here is worse than equal shares: of the "
-            "weights alone nothing tells which spectrum matters."
+            "Without data ranks follow the spectra of the weights, which here is worse than equal shares: "
+            "nothing in the weights alone tells which spectrum matters."
         ),
     )

@@ -17,6 +17,7 @@ A batch is a tensor, a mapping of keyword arguments, or a tuple or list of posit
 last ones (labels) are left out where `forward` has no place for them."""
 
 _KEEPS = ("attention_mask",)
+_CACHES = ("past_key_values", "cache_params")
 _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
 
 
@@ -41,14 +42,15 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
 
     Raises:
         ConfigTypeError: data is none of these, or a batch is no tensor, mapping, tuple or list.
-        DataError: there is no batch; or reading failed half-way, and the error's `calls` hold what was
-            read before, which can be given as data in turn.
+        DataError: there is no batch; or a call is given a cache; or reading failed half-way, and the error's
+            `calls` hold what was read before, which can be given as data in turn.
     """
     device = _device(model)
     calls: list[Call] = []
     try:
         source = _loop_calls(model, data) if _is_loop(data) else _batches(model, data)
         for call in source:
+            call = _without_cache(model, call)
             calls.append(Call(_moved(call.args, device), _moved(call.kwargs, device)))
     except (ConfigTypeError, DataError):
         raise
@@ -130,6 +132,25 @@ def _call(model: nn.Module, batch: Any, place: int) -> Call:
         f"batch {place} of data is a {type(batch).__name__}, wanted a tensor, a tuple or list of arguments, "
         "or a mapping of keywords"
     )
+
+
+def _without_cache(model: nn.Module, call: Call) -> Call:
+    """The call, told to make no cache where the model has a say in that: nobody reads it.
+
+    Raises:
+        DataError: a cache is given, which every call of the model changes: no two calls would be alike.
+    """
+    given = _bound(model, call)
+    for name in _CACHES:
+        if not isinstance(given.get(name), Tensor | tuple | list | None):
+            raise DataError(
+                f"data calls the model with {name}, a {type(given[name]).__name__}, as generate() does: call "
+                "it on whole texts in its place"
+            )
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    if not takes or given.get("use_cache") is not None:
+        return call
+    return Call(call.args, call.kwargs | {"use_cache": False})
 
 
 def _bound(model: nn.Module, call: Call) -> dict[str, Any]:

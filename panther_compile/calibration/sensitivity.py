@@ -7,6 +7,7 @@ drawn from p have the same mean, but where the model is sure of itself nearly al
 other results it is Σ n t / |t|, the curvature of their relative squared distance.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,12 +69,23 @@ def output_gradients(
                 number = _projected(result, kept, generator, logits)
                 if number is None or not names:
                     break
-                gradients = torch.autograd.grad(
-                    number,
-                    [outputs[name] for name in names],
-                    retain_graph=projection + 1 < _PROJECTIONS,
-                    allow_unused=True,
-                )
+                try:
+                    gradients = torch.autograd.grad(
+                        number,
+                        [outputs[name] for name in names],
+                        retain_graph=projection + 1 < _PROJECTIONS,
+                        allow_unused=True,
+                    )
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # an operator that has none, or a change in place
+                    brief = str(error).strip().splitlines()[0]
+                    warnings.warn(
+                        f"no gradient of the model's result ({brief}): errors of all outputs count alike",
+                        stacklevel=2,
+                    )
+                    sums.clear()
+                    break
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
                         _add(name, gradient, channel_dims[name], kept, sums, counts)
@@ -99,12 +111,17 @@ def _projected(
         if not tensor.requires_grad:
             continue
         rows = kept_rows(tensor.float(), kept)
+        finite = rows.isfinite()
+        if not bool(finite.any()):  # as the loss of no label
+            continue
         noise = torch.randn(rows.shape, generator=generator).to(rows.device)
         if name == LOGITS if logits is None else logits:
             chances = rows.detach().softmax(-1)
             noise = noise * chances.sqrt()
-            part = (rows * (noise - chances * noise.sum(-1, keepdim=True))).sum()
+            noise = noise - chances * noise.sum(-1, keepdim=True)
+            part = (rows * noise)[finite].sum()
         else:
+            rows, noise = rows[finite], noise[finite]
             part = (rows * noise).sum() / rows.detach().square().mean().clamp_min(1e-30).sqrt()
         total = part if total is None else total + part
     return total

@@ -115,9 +115,7 @@ def heal(
             cache_bytes=cache_bytes,
         )
         report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
-    keep_attribute(result, HEALING_ATTRIBUTE, report)
-    if not report.reverted:
-        _note(result)
+    keep_report(result, report)
     return result  # type: ignore[return-value]
 
 
@@ -227,10 +225,11 @@ class _Healer:
             yield from self.order.sample(self.trained_on, len(self.trained_on))
 
 
-def _note(model: nn.Module) -> None:
-    """Say in the record of the sketch that the errors there are those of before."""
+def keep_report(model: nn.Module, report: HealReport) -> None:
+    """Keep it on the model, and say in the record of the sketch that the errors there are those of before."""
+    keep_attribute(model, HEALING_ATTRIBUTE, report)
     record: SketchRecord | None = vars(model).get(RECORD_ATTRIBUTE)
-    if record is not None:
+    if record is not None and not report.reverted:
         fitted = {
             name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, _NOTE)))))
             for name, one in record.fitted.items()

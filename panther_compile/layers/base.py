@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ class SketchedLayer(nn.Module):
 
     scheme: str
     ranks: tuple[int, ...]
+
+    # Which parameters may be another layer's too, as an input factor that several share: all of them. Hugging
+    # Face's `save_pretrained` asks every module, writes these once, and refuses what is shared otherwise.
+    _tied_weights_keys: ClassVar[dict[str, str]] = {".*": ".*"}
 
     @abstractmethod
     def sketch_spec(self) -> Spec:

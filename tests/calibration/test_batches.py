@@ -55,6 +55,29 @@ def test_function_that_calls_the_model():
     assert not model._forward_pre_hooks
 
 
+class Cached(Masked):
+    def forward(self, x, past_key_values=None, use_cache=None):
+        return self.fc(x)
+
+
+def test_models_are_told_to_make_no_cache():
+    model = Cached()
+    assert record_calls(model, [X])[0].kwargs == {"use_cache": False}
+    given = record_calls(model, [{"x": X, "use_cache": True}, (X, None, True)])
+    assert [call.kwargs.get("use_cache") for call in given] == [True, None]
+
+
+def test_calls_with_a_cache_are_refused():
+    class Cache:
+        pass
+
+    with pytest.raises(
+        DataError, match=r"data calls the model with past_key_values, a Cache, as generate\(\)"
+    ):
+        record_calls(Cached(), lambda model: model(X, past_key_values=Cache()))
+    assert len(record_calls(Cached(), [{"x": X, "past_key_values": ((X, X),)}])) == 1
+
+
 def test_calls_are_taken_as_they_are():
     calls = [Call((X,), {})]
     assert record_calls(Masked(), calls)[0].args[0].shape == X.shape

@@ -137,3 +137,18 @@ def test_other_dtypes(dtype):
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(dtype)
     small = pc.sketchify(model, 0.5, data=[torch.randn(128, 64, dtype=dtype)], include="*", **OPTIONS)
     assert {p.dtype for p in small.parameters()} == {dtype}
+
+
+def test_a_loss_counts_only_by_itself():
+    x = torch.randn(4, 6)
+    assert distance({"loss": x[0, 0], "hidden": x}, {"loss": x[0, 1], "hidden": x}, None) == 0
+    assert distance({"loss": x[0, 0]}, {"loss": 2 * x[0, 0]}, None) == pytest.approx(1.0)
+
+
+def test_distance_of_results_of_other_shapes_and_of_what_is_not_finite():
+    x = torch.randn(4, 6)
+    assert distance(x, x[:3], None) == 1.0
+    hidden = x.masked_fill(torch.arange(6) == 2, -torch.inf)
+    assert distance({"logits": hidden}, {"logits": hidden + 1.0}, None) == pytest.approx(0, abs=1e-5)
+    assert distance({"logits": hidden}, {"logits": hidden * 2}, None) > 0.01
+    assert distance((x[0, 0] * torch.nan, x), (x[0, 0], 2 * x), None) == pytest.approx(1.0)

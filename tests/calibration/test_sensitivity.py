@@ -1,5 +1,6 @@
 """E[g gᵀ] against gradients taken one by one."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +49,33 @@ def test_logits_give_the_fisher_matrix():
 def test_frozen_model():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).requires_grad_(False)
     assert set(gradients(model, torch.randn(8, 6), logits=False)) == {"0", "2"}
+
+
+class Hides(nn.Sequential):
+    """Gives results of which some are hidden by -inf, and a loss of no label."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return {"logits": out.masked_fill(torch.arange(5) == 3, -torch.inf), "loss": out.sum() * torch.nan}
+
+
+def test_results_that_are_not_finite_do_not_count():
+    model = Hides(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    found = gradients(model, torch.randn(8, 6), logits=None)
+    assert all(bool(one.isfinite().all()) for one in found.values())
+    assert found["2"][3].abs().max() == 0
+    assert found["2"][2].abs().max() > 0
+
+
+class ChangesInPlace(nn.Sequential):
+    def forward(self, x):
+        hidden = self[0](x).sigmoid()
+        out = self[2](hidden)
+        hidden.add_(1.0)
+        return out
+
+
+def test_a_backward_that_fails_is_told_of():
+    model = ChangesInPlace(nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 5))
+    with pytest.warns(UserWarning, match="no gradient of the model's result .*inplace.* count alike"):
+        assert gradients(model, torch.randn(8, 6), logits=False) == {}

@@ -276,12 +276,10 @@ class Reparametrized(nn.Module):
             return F.linear(x, self.w * 2)
         if self.which == "vector":
             return F.linear(x, self.v)
-        if self.which == "bias":
-            return F.linear(x, self.w, self.v[:4])
         return F.linear(x, self.fixed)
 
 
-@pytest.mark.parametrize("which", ["scaled", "vector", "bias", "buffer"])
+@pytest.mark.parametrize("which", ["scaled", "vector", "buffer"])
 def test_left_alone(which):
     model = Reparametrized()
     model.which = which
@@ -289,6 +287,35 @@ def test_left_alone(which):
     text = str(traced.graph)
     check(traced, torch.randn(2, 6), count=0, kinds=[])
     assert str(traced.graph) == text
+
+
+class ComputedBias(nn.Module):
+    """As BEiT: queries and values have a bias, keys have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 12, bias=False)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(4)) for _ in range(2))
+
+    def forward(self, x):
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        return F.linear(x, self.qkv.weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_computed_bias_is_added_behind_the_layer(exported, dtype):
+    model, x = ComputedBias(), torch.randn(3, 6)
+    traced = torch.export.export(model, (x,)).module() if exported else fx.symbolic_trace(model)
+    assert lift_functional(traced).changed == 1
+    assert type(traced.qkv) is nn.Linear
+    assert traced.qkv.bias is None
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found, wanted = traced(x), model(x)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+    assert model.q_bias.grad is not None
 
 
 def test_an_argument_that_is_computed_is_left_alone():

@@ -99,6 +99,8 @@ def test_forward_replaced_on_the_instance():
     module = linear()
     module.forward = lambda x: x
     assert why_not(module) == "its forward was replaced on the instance"
+    module._hf_hook = object()  # what accelerate leaves there
+    assert why_not(module).startswith("accelerate (device_map=) hooks it; accelerate.hooks.remove_hook")
 
 
 def test_attributes_set_on_the_instance():
