@@ -31,6 +31,7 @@ from panther_compile.sites import Found
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 # One input factor for several layers is taken where results come closer than this share of the distance.
 WORTH_SHARING = 0.95
+WORTH_TRYING = 1.1  # and tried where the study expects no more than this times what is lost apart
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, of which there are many
 _TRIAL = 8  # batches at most on which an allocation is fitted to be tried
 
@@ -240,7 +241,9 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
         for names in sets:
             members, key = [targets[name] for name in names], stack_name(names)
             shared = share_input(plan, members, study.values[key], studied.found, config)
-            if shared is not None and {key, *names} <= set(study.factors):
+            if shared is None or not {key, *names} <= set(study.factors):
+                continue
+            if _expected(study, shared, names) < WORTH_TRYING * _expected(study, plan, names):
                 found.append((shared, names))
         dense = {name: side.watched[name].layer for _, names in found for name in names}
         best, least = plan, math.inf
@@ -253,6 +256,17 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
         _put(side, dense)
         plan = best
     return plan
+
+
+def _expected(study: Study, plan: SketchPlan, names: Sequence[str]) -> float:
+    """What the ranks of some layers of one input lose by the study, weighed by what the results mind."""
+    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    if choices[names[0]].sharing:
+        return float(study.values[stack_name(names)][choices[names[0]].rank :].square().sum())
+    return sum(
+        study.sensitivity.get(name, 1.0) * float(study.values[name][choices[name].rank :].square().sum())
+        for name in names
+    )
 
 
 def _put(side: Side, layers: Mapping[str, nn.Module]) -> None:
