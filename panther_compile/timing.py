@@ -98,14 +98,17 @@ def by_turns(dense: nn.Module, sketched: nn.Module, call: Call) -> WholeTimes:
 def _seconds_of(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
     on_cpu = device.type == "cpu"
     clock = time.thread_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
-    if not on_cpu:
-        torch.accelerator.synchronize(device)
-    begin = clock()
-    for _ in range(calls):
-        run()
-    if not on_cpu:
-        torch.accelerator.synchronize(device)
-    return clock() - begin
+    taken = 0.0
+    while taken <= 0.0:  # the clock of a thread stood still now and then on a virtual machine
+        if not on_cpu:
+            torch.accelerator.synchronize(device)
+        begin = clock()
+        for _ in range(calls):
+            run()
+        if not on_cpu:
+            torch.accelerator.synchronize(device)
+        taken = clock() - begin
+    return taken
 
 
 def time_sites(
