@@ -9,10 +9,15 @@ from torch import nn
 from peers.job import Job, NotDefinedError
 
 
-def compress(job: Job, ratio: float) -> nn.Module:
-    """A quarter of the bytes, so at 0.25 only."""
+def check_ratio(ratio: float) -> None:
+    """Refuse any but that of int8 to float32."""
     if ratio != 0.25:
         raise NotDefinedError("int8 takes a quarter of the bytes, no other ratio")
+
+
+def compress(job: Job, ratio: float) -> nn.Module:
+    """A quarter of the bytes, so at 0.25 only."""
+    check_ratio(ratio)
     dense = job.copy()
     linear = {name for name in job.names if isinstance(dense.get_submodule(name), nn.Linear)}
     if len(linear) < len(job.names):

@@ -6,13 +6,13 @@ from collections.abc import Collection
 
 from torch import nn
 
+from peers.int8 import check_ratio
 from peers.job import Job, NotDefinedError
 
 
 def compress(job: Job, ratio: float) -> nn.Module:
     """The dense layers: a quarter of the bytes, so at 0.25 only."""
-    if ratio != 0.25:
-        raise NotDefinedError("int8 takes a quarter of the bytes, no other ratio")
+    check_ratio(ratio)
     return quantize_weights(job.copy(), job.names)
 
 

@@ -166,6 +166,8 @@ class _Looker:
         }
         try:
             seen = self.changed(changes)
+        except torch.OutOfMemoryError:
+            raise
         # The model's own code may raise anything at a width that it does not expect: it cannot be narrowed.
         except Exception:
             return False

@@ -48,12 +48,13 @@ class _Group:
 
 def joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups of `stage_backward_input`, those that clash as one, and none that no gradient reached."""
-    apart: list[_Group] = []
-    for group in sorted(groups, key=lambda one: len(one["intermediates"])):
-        if "grads" not in group:
-            continue
-        grads = dict(zip(group["intermediates"], group["grads"], strict=True))
-        new = _Group(frozenset(group["params"]), grads)
+    found = [
+        _Group(frozenset(group["params"]), dict(zip(group["intermediates"], group["grads"], strict=True)))
+        for group in groups
+        if "grads" in group
+    ]
+    apart = [one for one in found if len(one.grads) == 1]  # torch has one group of each such node
+    for new in (one for one in found if len(one.grads) > 1):
         while clashing := [other for other in apart if new.clashes(other)]:
             apart = [other for other in apart if other not in clashing]
             for other in clashing:

@@ -97,6 +97,17 @@ def test_feed_forward_parts(between, writers):
         assert (link.heads, link.width, link.padded) == (1, HIDDEN, False)
 
 
+def test_memory_that_runs_out_is_no_answer():
+    def short(self, x):
+        hidden = F.relu(self.up(x))
+        if hidden.shape[-1] < HIDDEN:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.down(hidden)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        links_of(Part(short), [torch.randn(4, 6, WIDTH)])
+
+
 def test_no_layer_is_in_two_links():
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(4)]
