@@ -182,7 +182,7 @@ class _CompiledGraph:
         sketch = GraphPass(self._sketch_pass(inputs), exact=False) if self._sketch else None
         if self._model is None:
             passes = improve(sketch=sketch, extra=self._settings.passes)
-        else:  # before anything is folded: layers are told by the weights that the model has
+        else:  # nothing is folded: layers are told by the weights that the model has
             assert sketch is not None
             passes = (sketch, *improve(extra=self._settings.passes))
         with torch.inference_mode(False), torch.no_grad():
@@ -234,7 +234,7 @@ class _Variant:
         left = {node.target for node in ready.graph.nodes if node.op == "placeholder"}
         inputs = [node.target for node in template.graph.nodes if node.op == "placeholder"]
         kept = [place for place, name in enumerate(inputs) if name in left]
-        return cls(Snapshot(weights), ready, kept, ready.forward)
+        return cls(Snapshot(weights, used=_tensors(ready)), ready, kept, ready.forward)
 
     def others(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs that are not held."""
@@ -362,9 +362,9 @@ def _holds_sketched_layers(graph_module: fx.GraphModule) -> bool:
 
 
 def _without_meta(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph alone: what Dynamo noted at its nodes, but for layouts, keeps fake tensors and more alive."""
+    """The graph, with layouts and origins; what else Dynamo noted keeps fake tensors and more alive."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
-        node.meta = {"layout": layout_of(node)}
+        node.meta = {"layout": layout_of(node), "nn_module_stack": node.meta.get("nn_module_stack")}
     return fx.GraphModule(graph_module, graph)

@@ -1,7 +1,7 @@
 """Factors remembered by the weights that they were computed from, and forgotten with them."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -10,33 +10,44 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Snapshot:
     """Which tensors, and which values: each write in place raises a tensor's version. Keeps none alive.
 
-    A write through `tensor.data` raises no version, and is not noticed; a new `tensor.data` is.
+    A write through `tensor.data` raises no version, and is not noticed; a new `tensor.data` is. Of tensors
+    that are used as they are, whatever they hold, only a replacement need be noticed.
+
+    Args:
+        tensors: to tell again.
+        used: tensors that are kept elsewhere for as long as this is; of these the values may change.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._states = [(weakref.ref(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor], used: Iterable[Tensor] = ()) -> None:
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+        alive = {id(tensor) for tensor in used}  # their identities belong to nobody else
+        self._kept = [(place, id(tensor)) for place, tensor in enumerate(tensors) if id(tensor) in alive]
+        self._states = [
+            (place, weakref.ref(tensor), tensor._version, tensor.data_ptr())
+            for place, tensor in enumerate(tensors)
+            if id(tensor) not in alive
+        ]
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors with the same values."""
-        for (reference, version, address), tensor in zip(self._states, tensors, strict=True):
+        if len(tensors) != len(self._references):
+            return False
+        for place, reference, version, address in self._states:
+            tensor = tensors[place]
             if reference() is not tensor or tensor._version != version or tensor.data_ptr() != address:
                 return False
-        return True
-
-    def __len__(self) -> int:
-        """How many tensors there are."""
-        return len(self._states)
+        return all(id(tensors[place]) == known for place, known in self._kept)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, whatever their values."""
-        return all(
-            reference() is tensor for (reference, _, _), tensor in zip(self._states, tensors, strict=True)
+        return len(tensors) == len(self._references) and all(
+            reference() is tensor for reference, tensor in zip(self._references, tensors, strict=True)
         )
 
     @property
     def is_alive(self) -> bool:
         """Whether all the tensors are still there."""
-        return all(reference() is not None for reference, _, _ in self._states)
+        return all(reference() is not None for reference in self._references)
 
 
 class FactorCache:
@@ -51,8 +62,8 @@ class FactorCache:
         entry = None if first is None else self._entries.get(first)
         if entry is None:
             return None
-        count, snapshot, kept_key, layers = entry
-        known = count == len(weights) and kept_key == key and snapshot.matches(weights)
+        snapshot, kept_key, layers = entry
+        known = kept_key == key and snapshot.matches(weights)
         found: Mapping[str, nn.Module] | None = layers if known else None
         return found
 
@@ -60,7 +71,7 @@ class FactorCache:
         """Remember the layers as long as the first matrix of the weights lives."""
         first = _first_matrix(weights)
         if first is not None:
-            self._entries[first] = (len(weights), Snapshot(weights), key, layers)
+            self._entries[first] = (Snapshot(weights), key, layers)
 
 
 def _first_matrix(weights: Sequence[Tensor]) -> Tensor | None:

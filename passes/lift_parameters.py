@@ -14,7 +14,8 @@ After:
 
 Then `lift_functional` finds what it finds in a traced graph. Only what linear layers, convolutions and batch
 norms alone read is lifted, and each tensor itself, not a copy. `addmm(bias, x, weight)`, as Hugging Face's
-Conv1D has it, becomes `linear` on the transposed view of its weight. The graph module is a new one in eval
+Conv1D has it, becomes `linear` on the transposed view of its weight; `addmm(z, x, weight.t())` stays, for
+`lift_sketched`. The graph module is a new one in eval
 mode, with fewer inputs; the one given is left as it was.
 """
 
@@ -102,6 +103,8 @@ def _is_weight_of(node: fx.Node, user: fx.Node) -> bool:
         return call["input"] is not node and node in (call["weight"], call.get("bias"))
     if _transposed_weight(user) is not None:
         return user.args[1] is not node
+    if user.op == "call_method" and user.target == "t":  # of a pivoted layer
+        return bool(user.users) and all(_transposed_weight(reader) is user for reader in user.users)
     norm = read_batchnorm(user)
     return norm is not None and node in [norm.get(name) for name in STATISTICS] and norm["input"] is not node
 

@@ -13,19 +13,20 @@ After:
 
 That is for sketched layers in the pair form. Dense layers have no `up`. Pivoted layers whose slices start
 alike share the input beside the smallest pivot slice, with zeros in `down` where a larger slice reaches
-into it, and add their own slice to their part: y = up(x₁ + part). One product in place of several saves
-launches; it is made where `cost.py` predicts that the zeros and the additions do not cost more. Measured on
-three layers 768 -> 768 of rank 224: 1.09, 1.20 and 1.02 times as fast in the pair form at 1, 32 and 1024
-rows, 1.48, 1.05 and 1.00 in the pivoted form, 1.0 for dense ones at 32 and more (one core of an AMD EPYC,
-float32, torch 2.13).
+into it, and add their own slice to their part: y = up(x₁ + part).
 
-Layers that share an input factor have their first product computed once, whatever the prediction. Others of
-which one is called again elsewhere stay apart: merged, its weight would be held twice.
+Layers that share an input factor, as `sketchify(data=)` makes them, have their first product computed once,
+anywhere. That of others is made one only on CUDA, where it saves launches, and where `cost.py` predicts
+that the zeros and the additions do not cost more; those of which one is called again elsewhere stay apart,
+since merged their weight would be held twice. On a CPU one product in place of several saves nothing once
+Inductor has compiled it: three layers 768 -> 768 of rank 224 (pivoted) and 192 (pair) took .95 to 1.01 and
+1.00 to 1.12 times as long merged, at 1 to 1024 rows (one core of an AMD EPYC, float32, torch 2.13).
 
 For inference: a graph module in training mode is left alone, since the merged `down` is a parameter by
 itself.
 """
 
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -40,21 +41,31 @@ from panther_compile.layers.linear import SketchedLinear
 from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
+from panther_compile.passes.sketched_calls import layout_of
 
 _TENSORS = frozenset({"weight", "bias"})
 Layer: TypeAlias = nn.Linear | SketchedLinear
 
 
-def merge_shared_inputs(graph_module: fx.GraphModule) -> PassResult:
-    """Rewrite the graph in place; counts the layers whose first product is shared now."""
+def merge_shared_inputs(graph_module: fx.GraphModule, *, device_type: str = "cuda") -> PassResult:
+    """Rewrite the graph in place; counts the layers whose first product is shared now.
+
+    Args:
+        graph_module: with module calls of layers.
+        device_type: on other devices only those that share a factor are merged.
+    """
     if graph_module.training:
         return PassResult(graph_module, 0)
     calls = Counter(node.target for node in graph_module.graph.nodes if node.op == "call_module")
     count = 0
     for nodes in list(_groups(graph_module)):
         layers = [_layer(graph_module, node) for node in nodes]
-        held_twice = len(_distinct(layers)) > 1 and any(calls[node.target] > 1 for node in nodes)
-        if _is_worthwhile(layers) and not held_twice:
+        held_twice = any(calls[node.target] > 1 for node in nodes)
+        if len(_distinct(layers)) == 1 or (
+            next(layers[0].parameters()).device.type == device_type
+            and not held_twice
+            and _is_worthwhile(layers, _rows(nodes[0]))
+        ):
             _merge(graph_module, nodes, layers)
             count += len(nodes)
     return PassResult(graph_module, count)
@@ -124,20 +135,26 @@ def _first_factor(layer: Layer) -> int:
     return id(layer if isinstance(layer, nn.Linear) else layer.down.weight)
 
 
-def _is_worthwhile(layers: list[Layer]) -> bool:
+def _rows(node: fx.Node) -> int | None:
+    """Of the layer's input, where they are noted and do not vary."""
+    layout = layout_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if layout is None or not all(size.isdigit() for size in layout[1]):
+        return None
+    return math.prod(int(size) for size in layout[1][:-1])
+
+
+def _is_worthwhile(layers: list[Layer], rows: int | None) -> bool:
     """Whether one product is predicted to take no longer than several; the `up` products are the same."""
     distinct = _distinct(layers)
-    if len(distinct) == 1:
-        return True
     device = cost.device_class(next(layers[0].parameters()).device)
-    rows = device.positions
+    rows = device.positions if rows is None else rows
     shapes = [(_first_rows(layer), _width([layer])) for layer in layers]
     apart = [stage for shape in shapes for stage in cost.dense_stages(shape, 1, (1, 1), rows)]
     total = sum(_first_rows(layer) for layer in distinct)
     together = [*cost.dense_stages((total, _width(layers)), 1, (1, 1), rows)]
     if _kind(layers[0]) in ("leading", "trailing"):
-        # apart, an addition is part of the product; here it is an operation that reads two and writes one
-        together += [cost.Stage(0.0, 3.0 * rows * _first_rows(layer), 0.0) for layer in distinct]
+        # apart, an addition is part of the product; here all are one kernel that reads two and writes one
+        together.append(cost.Stage(0.0, 3.0 * rows * total, 0.0))
     return cost.seconds(tuple(together), device) <= cost.seconds(tuple(apart), device)
 
 

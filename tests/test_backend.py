@@ -1,5 +1,6 @@
 """torch.compile(model, backend="panther"): sketched models as they are, dense ones sketched on the way."""
 
+import copy
 import logging
 import shutil
 import subprocess
@@ -206,6 +207,56 @@ def test_a_weight_that_is_replaced():
         model.out.weight.data = model.out.weight.data / 2
         close(compiled(x), model(x))
         close(compiled(x), model(x))
+
+
+class TwoOfOne(nn.Module):
+    """Two layers of one input, and a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.v, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(self.q(x) * self.v(x))
+
+
+def test_weights_that_the_graph_holds_as_they_are_need_nothing_new(caplog):
+    model = pc.sketchify(TwoOfOne().eval(), ratio=0.5, include="*", min_params=0, allow_slower=True)
+    model.v = copy.deepcopy(model.q)
+    model.v.down = model.q.down
+    x = torch.randn(2, 64)
+    compiled = torch.compile(model, backend="panther", options=OPTIONS, fullgraph=True)
+
+    def times_factorized():
+        close(compiled(x), model(x))
+        return len([record for record in caplog.records if "factorizing again" in record.message])
+
+    with torch.no_grad(), caplog.at_level(logging.INFO, "panther_compile"):
+        assert times_factorized() == 0
+        model.out.up.weight.mul_(2.0)
+        assert times_factorized() == 0
+        model.out.up.weight.data = model.out.up.weight.data + 1.0
+        assert times_factorized() == 0
+        model.q.down.weight.mul_(2.0)
+        assert times_factorized() == 0
+        model.out.up.weight = nn.Parameter(3.0 * model.out.up.weight)
+        assert times_factorized() == 1
+
+
+def test_a_product_that_sketched_layers_share_is_computed_once():
+    model = pc.sketchify(TwoOfOne().eval(), ratio=0.5, include="*", min_params=0, allow_slower=True)
+    model.v = copy.deepcopy(model.q)
+    model.v.down = model.q.down
+    called = []
+
+    def inner(graph_module, inputs):
+        called.extend(node.target for node in graph_module.graph.nodes if node.op == "call_module")
+        return graph_module.forward
+
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        close(torch.compile(model, backend="panther", options={"inner": inner})(x), model(x))
+    assert sorted(called) == ["out", "q.down", "q.up", "v.up"]
 
 
 def test_blocks_compiled_one_by_one_keep_their_own_weights():

@@ -1,11 +1,9 @@
 """The graphs before and after, in the docstring of each graph pass, are what the pass does."""
 
-import importlib
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn_graphs import drawn, shown
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -20,26 +18,6 @@ from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, run_passes
 from panther_compile.trace import SketchTracer
-
-
-def drawn(module_name, title):
-    """The nodes under "Before:" or "After:" of a docstring, each on one line."""
-    text = importlib.import_module(f"panther_compile.passes.{module_name}").__doc__
-    block = re.search(rf"^{title}:\n((?:    .*\n)+)", text, re.M)[1]
-    block = re.sub(r"\n {8,}", "", block)
-    return [_bare(line) for line in block.splitlines()]
-
-
-def shown(graph_module):
-    """The nodes of a graph as the docstrings show them: no counts of users, no empty kwargs."""
-    lines = [line.strip() for line in str(graph_module.graph).splitlines() if line.strip().startswith("%")]
-    return [_bare(line) for line in lines]
-
-
-def _bare(line):
-    line = re.sub(r" : .*?(?=placeholder|call_|get_attr)", " : ", line.strip())
-    line = line.replace(", kwargs = {}", "").replace("panther_compile.ops.linear.", "")
-    return re.sub(r"\)\s{2,}\S.*$", ")", line).replace(" ", "")
 
 
 class Model(nn.Module):
@@ -72,7 +50,7 @@ CASES = {
         Model(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)),
     ),
     "merge_shared_inputs": (
-        merge_shared_inputs,
+        lambda graph: merge_shared_inputs(graph, device_type="cpu"),
         Model(lambda m, x: m.q(x) + m.k(x), q=sketched("pair"), k=sketched("pair")),
     ),
     "fuse_epilogue": (

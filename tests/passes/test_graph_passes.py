@@ -177,6 +177,9 @@ def test_fold_batchnorm_before_sketchify():
 # ------------------------------------------------------------------------------- merge_shared_inputs
 
 
+MERGE = functools.partial(merge_shared_inputs, device_type="cpu")
+
+
 def three(forms, ranks=(8, 6, 10), bias=True):
     made = [
         SketchedLinear(32, 16, rank, bias=bias, form=form, start=32 - rank if trailing else 0)
@@ -195,21 +198,21 @@ LEADING, TRAILING, PAIR = ("pivoted", False), ("pivoted", True), ("pair", False)
 @pytest.mark.parametrize("bias", [False, True])
 def test_merge_dense_layers(bias):
     layers = {name: nn.Linear(32, size, bias=bias) for name, size in zip("qkv", (16, 16, 1), strict=True)}
-    merged = apply(merge_shared_inputs, traced(gated, **layers), torch.randn(2, 3, 32), 3)
+    merged = apply(MERGE, traced(gated, **layers), torch.randn(2, 3, 32), 3)
     assert merged.q_merged.weight.shape == (33, 32)
 
 
 @pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
 def test_merge_sketched_layers(form, monkeypatch):
-    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda layers: True)
-    merged = apply(merge_shared_inputs, traced(gated, **three([form] * 3)), torch.randn(2, 3, 32), 3)
+    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda *_: True)
+    merged = apply(MERGE, traced(gated, **three([form] * 3)), torch.randn(2, 3, 32), 3)
     assert merged.q_merged.weight.shape == (24, 32 if form == PAIR else 32 - 6)
 
 
 def test_merge_goes_by_kind(monkeypatch):
-    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda layers: True)
+    monkeypatch.setattr("panther_compile.passes.merge_shared_inputs._is_worthwhile", lambda *_: True)
     graph_module = traced(gated, **three([PAIR, LEADING, PAIR]))
-    merged = apply(merge_shared_inputs, graph_module, torch.randn(3, 32), 2)
+    merged = apply(MERGE, graph_module, torch.randn(3, 32), 2)
     assert merged.q_merged.weight.shape == (18, 32)
 
 
@@ -217,7 +220,25 @@ def test_merge_only_where_it_is_predicted_to_pay():
     # Equal ranks share all of the product; ranks far apart would fill most of it with zeros.
     for ranks, count in (((32, 32), 2), ((32, 800), 0)):
         a, b = (SketchedLinear(1024, 1024, rank, form="pivoted") for rank in ranks)
-        assert merge_shared_inputs(traced(lambda m, x: m.a(x) + m.b(x), a=a, b=b)).changed == count
+        assert MERGE(traced(lambda m, x: m.a(x) + m.b(x), a=a, b=b)).changed == count
+
+
+def test_merge_counts_the_rows_that_are_known():
+    # At few rows the launch that is saved counts for more than the zeros.
+    ranks = {"q": 32, "k": 64, "v": 200}
+    layers = {name: SketchedLinear(1024, 1024, rank, form="pivoted") for name, rank in ranks.items()}
+    for rows, count in ((1, 3), (4096, 0)):
+        graph_module = traced(gated, **layers)
+        ShapeProp(graph_module).propagate(torch.randn(rows, 1024))
+        assert MERGE(graph_module).changed == count
+
+
+def test_on_other_devices_only_layers_that_share_a_factor_are_merged():
+    apply(merge_shared_inputs, traced(gated, **three([PAIR] * 3)), torch.randn(2, 3, 32), 0)
+    layers = three([LEADING] * 3, ranks=(8, 8, 8))
+    layers["v"].down = layers["k"].down = layers["q"].down
+    merged = apply(merge_shared_inputs, traced(gated, **layers), torch.randn(2, 3, 32), 3)
+    assert len([node for node in merged.graph.nodes if node.target == "q.down"]) == 1
 
 
 @pytest.mark.parametrize("case", ["training", "written between", "other input", "hooked", "called again"])
@@ -236,7 +257,7 @@ def test_merge_leaves_alone(case):
     graph_module = traced(forward, q=q, k=k)
     if case == "training":
         graph_module.train()
-    apply(merge_shared_inputs, graph_module, torch.randn(3, 32), 0)
+    apply(MERGE, graph_module, torch.randn(3, 32), 0)
 
 
 # ------------------------------------------------------------------------------------- fuse_epilogue
