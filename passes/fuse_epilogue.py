@@ -38,16 +38,15 @@ _FUNCTIONS: dict[Any, str] = {
 _MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 
 
-def fuse_epilogue(graph_module: fx.GraphModule, *, device_type: str = "cuda") -> PassResult:
+def fuse_epilogue(graph_module: fx.GraphModule) -> PassResult:
     """Rewrite the graph in place; counts the layers fused with their activation.
 
     Args:
         graph_module: with module calls of sketched layers.
-        device_type: layers on other devices are left alone.
     """
     count = 0
     for node in list(graph_module.graph.nodes):
-        if sketched_layer(graph_module, node, device_type) is None or len(node.users) != 1:
+        if sketched_layer(graph_module, node) is None or len(node.users) != 1:
             continue
         (user,) = node.users
         activation = _activation(graph_module, user, node)

@@ -29,15 +29,14 @@ from panther_compile.passes.sketched_calls import pairs_of, put_operator
 _PRODUCTS = (operator.mul, torch.mul, torch.multiply, torch.ops.aten.mul.Tensor)
 
 
-def fuse_gating(graph_module: fx.GraphModule, *, device_type: str = "cuda") -> PassResult:
+def fuse_gating(graph_module: fx.GraphModule) -> PassResult:
     """Rewrite the graph in place; counts the products that became part of a layer.
 
     Args:
         graph_module: with calls of sketched layers, after `fuse_epilogue`.
-        device_type: layers on other devices are left alone.
     """
     count = 0
-    for product, layer, other in pairs_of(graph_module, _PRODUCTS, device_type):
+    for product, layer, other in pairs_of(graph_module, _PRODUCTS):
         if layer.kwargs.get("multiplier") is None:
             put_operator(graph_module, layer, product, multiplier=other)
             count += 1

@@ -26,15 +26,14 @@ from panther_compile.passes.sketched_calls import pairs_of, put_operator
 _SUMS = (operator.add, torch.add, torch.ops.aten.add.Tensor)
 
 
-def fuse_residual(graph_module: fx.GraphModule, *, device_type: str = "cuda") -> PassResult:
+def fuse_residual(graph_module: fx.GraphModule) -> PassResult:
     """Rewrite the graph in place; counts the sums that became part of a layer.
 
     Args:
         graph_module: with calls of sketched layers, after `fuse_gating`.
-        device_type: layers on other devices are left alone.
     """
     count = 0
-    for total, layer, other in pairs_of(graph_module, _SUMS, device_type):
+    for total, layer, other in pairs_of(graph_module, _SUMS):
         put_operator(graph_module, layer, total, residual=other)
         count += 1
     return PassResult(graph_module, count)

@@ -26,7 +26,6 @@ For inference: a graph module in training mode is left alone, since the merged `
 itself.
 """
 
-import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -41,7 +40,7 @@ from panther_compile.layers.linear import SketchedLinear
 from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
-from panther_compile.passes.sketched_calls import layout_of
+from panther_compile.passes.sketched_calls import rows_of
 
 _TENSORS = frozenset({"weight", "bias"})
 Layer: TypeAlias = nn.Linear | SketchedLinear
@@ -64,7 +63,7 @@ def merge_shared_inputs(graph_module: fx.GraphModule, *, device_type: str = "cud
         if len(_distinct(layers)) == 1 or (
             next(layers[0].parameters()).device.type == device_type
             and not held_twice
-            and _is_worthwhile(layers, _rows(nodes[0]))
+            and _is_worthwhile(layers, rows_of(nodes[0]))
         ):
             _merge(graph_module, nodes, layers)
             count += len(nodes)
@@ -133,14 +132,6 @@ def _distinct(layers: list[Layer]) -> list[Layer]:
 def _first_factor(layer: Layer) -> int:
     """What tells first factors apart."""
     return id(layer if isinstance(layer, nn.Linear) else layer.down.weight)
-
-
-def _rows(node: fx.Node) -> int | None:
-    """Of the layer's input, where they are noted and do not vary."""
-    layout = layout_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    if layout is None or not all(size.isdigit() for size in layout[1]):
-        return None
-    return math.prod(int(size) for size in layout[1][:-1])
 
 
 def _is_worthwhile(layers: list[Layer], rows: int | None) -> bool:

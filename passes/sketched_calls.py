@@ -1,5 +1,6 @@
 """Calls of sketched linear layers in a graph, as a module or as the operator, and what they can take in."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,8 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from panther_compile import cost
+from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.ops.linear import sketched_linear
+from panther_compile.ops.linear_dispatch import fuses
 from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.side_effects import acts
 
@@ -32,17 +36,38 @@ def layout_of(node: fx.Node) -> Layout | None:
     return None
 
 
-def sketched_layer(graph_module: fx.GraphModule, node: fx.Node, device_type: str) -> SketchedLinear | None:
-    """The layer that a node calls, if it is on such a device and the operator computes the same."""
+def rows_of(node: fx.Node) -> int | None:
+    """Leading sizes of a node's tensor, multiplied, where they are noted and do not vary."""
+    layout = layout_of(node)
+    if layout is None or not all(size.isdigit() for size in layout[1]):
+        return None
+    return math.prod(int(size) for size in layout[1][:-1])
+
+
+def sketched_layer(graph_module: fx.GraphModule, node: fx.Node) -> SketchedLinear | None:
+    """The layer that a node calls, if a kernel serves it here and the operator computes the same."""
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     layer = graph_module.get_submodule(str(node.target))
-    if not isinstance(layer, SketchedLinear) or layer.up.weight.device.type != device_type:
+    if not isinstance(layer, SketchedLinear):
         return None
     if type(layer).forward is not SketchedLinear.forward or layer._forward_hooks or layer._forward_pre_hooks:
         return None
     plain = [why_not_plain(part, nn.Linear, tensors=_TENSORS) is None for part in (layer.down, layer.up)]
-    return layer if all(plain) else None
+    return layer if all(plain) and _is_served(layer, node) else None
+
+
+def _is_served(layer: SketchedLinear, node: fx.Node) -> bool:
+    """Whether the operator will run a kernel; what it computes by plain PyTorch, Inductor fuses better."""
+    layout, rows = layout_of(node), rows_of(node)
+    factors = Factors(
+        layer.down.weight, layer.up.weight, layer.bias, layer.start if layer.form == "pivoted" else None
+    )
+    return fuses(
+        factors,
+        cost.CUDA.positions if rows is None else rows,
+        layer.up.weight.dtype if layout is None else layout[0],
+    )
 
 
 def is_operator(node: fx.Node) -> bool:
@@ -68,7 +93,7 @@ def put_operator(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node, **e
 
 
 def pairs_of(
-    graph_module: fx.GraphModule, functions: tuple[object, ...], device_type: str
+    graph_module: fx.GraphModule, functions: tuple[object, ...]
 ) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
     """Each call of a function of two tensors that a sketched call can take in: call, sketched call, other.
 
@@ -84,18 +109,18 @@ def pairs_of(
         layout = layout_of(user)
         if len(set(operands)) < 2 or layout is None or any(layout_of(one) != layout for one in operands):
             continue
-        hosts = [one for one in operands if _can_take_in(graph_module, one, user, device_type)]
+        hosts = [one for one in operands if _can_take_in(graph_module, one, user)]
         if hosts:
             host = max(hosts, key=lambda one: (is_operator(one), order.get(one, 0)))
             (other,) = (one for one in operands if one is not host)
             yield user, host, other
 
 
-def _can_take_in(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node, device_type: str) -> bool:
+def _can_take_in(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node) -> bool:
     if is_operator(node):
         free = node.kwargs.get("residual") is None
     else:
-        free = sketched_layer(graph_module, node, device_type) is not None
+        free = sketched_layer(graph_module, node) is not None
     return free and len(node.users) == 1 and not acts_between(graph_module, node, user)
 
 

@@ -1,6 +1,5 @@
 """What torch.compile(backend="panther"), or any other, gets to see of sketched layers."""
 
-import functools
 import operator
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.ops.linear import sketched_linear
-from panther_compile.passes import graph_default
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -37,10 +35,8 @@ def gated(rank=3):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_activation_gate_and_residual_are_fused_where_kernels_are(dynamic, monkeypatch):
-    for name in ("fuse_epilogue", "fuse_gating", "fuse_residual"):  # as on CUDA
-        one = functools.partial(getattr(graph_default, name), device_type="cpu")
-        monkeypatch.setattr(graph_default, name, one)
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_activation_gate_and_residual_are_fused_where_kernels_are(dynamic):
     seen = []
 
     def inner(graph_module, inputs):
@@ -61,6 +57,27 @@ def test_activation_gate_and_residual_are_fused_where_kernels_are(dynamic, monke
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_a_model_that_was_sketched_before_is_fused_alike(dynamic):
+    seen = []
+
+    def inner(graph_module, inputs):
+        seen.extend(node.kwargs for node in graph_module.graph.nodes if node.target is sketched_linear)
+        return graph_module.forward
+
+    model, x = gated(), torch.randn(2, 5, 24)
+    small = pc.sketchify(model, min_params=0, allow_slower=True, include="*")
+    compiled = torch.compile(small, backend="panther", options={"inner": inner}, dynamic=dynamic)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), small(x), rtol=1e-4, atol=1e-5)
+        small.up.up.weight.mul_(3.0)
+        torch.testing.assert_close(compiled(x), small(x), rtol=1e-4, atol=1e-5)
+    (gate, down) = seen
+    assert (gate["activation"], gate["multiplier"].op) == ("silu", "call_module")
+    assert down["residual"].op == "placeholder"
+
+
 def test_a_pivoted_layer_compiles_to_two_products_alone():
     layer, x = pc.SketchedLinear(16, 12, 4, form="pivoted"), torch.randn(2, 3, 16)
     targets = []
@@ -75,3 +92,18 @@ def test_a_pivoted_layer_compiles_to_two_products_alone():
     assert not {operator.add, operator.iadd, torch.add} & set(targets)
     exported = {str(node.target) for node in torch.export.export(layer, (x,)).graph.nodes}
     assert "aten.addmm.default" not in exported
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fused_kernels_behind_inductor_on_a_gpu(kernel, dtype, monkeypatch):
+    monkeypatch.setenv("PANTHER_COMPILE_KERNEL", kernel)
+    torch._dynamo.reset()
+    small = pc.sketchify(gated().to("cuda", dtype), min_params=0, allow_slower=True, include="*")
+    compiled = torch.compile(small, backend="panther")
+    tolerance = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+    with torch.no_grad():
+        for rows in (1, 16, 300, 5000):
+            x = torch.randn(rows, 24, device="cuda", dtype=dtype)
+            torch.testing.assert_close(compiled(x), small(x), rtol=tolerance, atol=tolerance)

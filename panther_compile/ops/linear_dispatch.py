@@ -147,14 +147,43 @@ def _choose(
 ) -> str:
     if not x.is_cuda:
         return "torch"
+    rows = x.numel() // max(x.shape[-1], 1)
+    return _implementation(x.device, dtype, precision, rows, layers, extra=not epilogue.is_empty)
+
+
+def fuses(layer: Factors, rows: int, dtype: torch.dtype) -> bool:
+    """Whether a Triton kernel serves a layer, on its device, together with what follows it.
+
+    Args:
+        layer: with its factors where they will be used.
+        rows: B.
+        dtype: of x.
+    """
+    if not layer.up.is_cuda:
+        return False
+    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
+    return _implementation(layer.up.device, dtype, precision, rows, [layer], extra=True) != "torch"
+
+
+def _implementation(
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: str,
+    rows: int,
+    layers: Sequence[Factors],
+    *,
+    extra: bool,
+) -> str:
+    pivoted = any(layer.start is not None for layer in layers)
+    first = layers[0]
     return dispatch.choose_linear(
-        dispatch.device_class(x.device),
+        dispatch.device_class(device),
         dtype,
         precision,
-        rows=x.numel() // max(x.shape[-1], 1),
+        rows=rows,
         ranks=tuple(layer.down.shape[0] for layer in layers),
-        features=(x.shape[-1], sum(layer.up.shape[0] for layer in layers)),
-        extra=not epilogue.is_empty or any(layer.start is not None for layer in layers),
+        features=(sum(first.down.shape[first.start is None :]), sum(layer.up.shape[0] for layer in layers)),
+        extra=extra or pivoted,
         forced=kernel_mode(),
     )
 

@@ -11,7 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from panther_compile.kernels import dispatch
+from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers import SketchedConv2d, SketchedLinear, SketchedMultiheadAttention
+from panther_compile.ops import linear_dispatch
+from panther_compile.ops.linear_dispatch import fuses
 
 OURS = "panther_compile::"
 # Few rows fill it; in float32 a rank of 25 and more is bound by arithmetic.
@@ -165,6 +168,24 @@ CASES = {
     "tucker2": lambda: (convolution("tucker2"), (2, 12, 9, 9)),
     "attention": lambda: (attention(), (2, 20, 16)),
 }
+
+
+@pytest.mark.parametrize(("rank", "rows", "kind", "wanted"), [
+    (8, 64, "auto", True),
+    (48, 64, "auto", False),  # bound by arithmetic
+    (48, 4, "auto", True),  # few rows: two launches in place of three
+    (48, 64, "triton", True),
+    (8, 64, "torch", False),
+])  # fmt: skip
+def test_passes_fuse_what_the_operator_will_run_as_a_kernel(rank, rows, kind, wanted, mode):
+    mode(kind)
+    layer = Factors(on_cuda(rank, 64), on_cuda(64, rank), None, None)
+    assert fuses(layer, rows, torch.float32) is wanted
+    plain = Factors(torch.randn(rank, 64), torch.randn(64, rank), None, None)
+    assert not fuses(plain, rows, torch.float32)
+    # Whatever the passes expect, the operator decides so for the input that it gets.
+    x = on_cuda(rows, 64)
+    assert linear_dispatch.has_kernel(x, [layer]) == (wanted and (rows > 16 or kind == "triton"))
 
 
 @pytest.mark.parametrize("name", CASES)

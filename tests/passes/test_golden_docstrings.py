@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn_graphs import drawn, shown
+from small_graphs import Model
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -18,17 +19,6 @@ from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, run_passes
 from panther_compile.trace import SketchTracer
-
-
-class Model(nn.Module):
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.compute = forward
-
-    def forward(self, x):
-        return self.compute(self, x)
 
 
 def traced(model):
@@ -54,15 +44,15 @@ CASES = {
         Model(lambda m, x: m.q(x) + m.k(x), q=sketched("pair"), k=sketched("pair")),
     ),
     "fuse_epilogue": (
-        lambda graph: fuse_epilogue(graph, device_type="cpu"),
+        fuse_epilogue,
         Model(lambda m, x: F.gelu(m.fc(x)), fc=sketched("pivoted")),
     ),
     "fuse_gating": (
-        lambda graph: fuse_gating(graph, device_type="cpu"),
+        fuse_gating,
         Model(lambda m, x: F.silu(m.gate(x)) * m.up(x), gate=sketched("pivoted"), up=sketched("pair")),
     ),
     "fuse_residual": (
-        lambda graph: fuse_residual(graph, device_type="cpu"),
+        fuse_residual,
         Model(lambda m, x: x + m.fc(x), fc=SketchedLinear(16, 16, 4, form="pivoted")),
     ),
     "drop_dead_code": (
@@ -74,9 +64,10 @@ SHAPES = {"fold_batchnorm": (2, 3, 8, 8)} | dict.fromkeys(
     ("merge_shared_inputs", "fuse_epilogue", "fuse_gating", "fuse_residual"), (2, 5, 16)
 )
 # What has to run first.
-BEFORE = {"fuse_gating": lambda graph: fuse_epilogue(graph, device_type="cpu")}
+BEFORE = {"fuse_gating": fuse_epilogue}
 
 
+@pytest.mark.usefixtures("kernels_everywhere")
 @pytest.mark.parametrize("name", CASES)
 def test_docstring(name):
     one, model = CASES[name]

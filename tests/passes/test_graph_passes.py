@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from small_graphs import LEADING, PAIR, TRAILING, Model, apply, three, traced
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -15,40 +16,10 @@ from panther_compile.errors import ConfigTypeError
 from panther_compile.layers import SketchedLinear
 from panther_compile.passes.drop_dead_code import drop_dead_code
 from panther_compile.passes.fold_batchnorm import fold_batchnorm
-from panther_compile.passes.fuse_epilogue import fuse_epilogue
-from panther_compile.passes.fuse_gating import fuse_gating
-from panther_compile.passes.fuse_residual import fuse_residual
 from panther_compile.passes.graph_default import CLEAN_UP, NORMALIZE, improve
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, PassResult, run_passes
-from panther_compile.trace import SketchTracer
-
-
-class Model(nn.Module):
-    def __init__(self, forward, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.compute = forward
-
-    def forward(self, x):
-        return self.compute(self, x)
-
-
-def traced(forward, **modules):
-    model = Model(forward, **modules)
-    return fx.GraphModule(model, SketchTracer().trace(model)).eval()
-
-
-def apply(one, graph_module, x, count):
-    """Run a pass that is exact, and check its count."""
-    wanted = graph_module(x.clone())
-    result = run_passes(graph_module, [GraphPass(one, exact=True)])
-    assert result.changed == count
-    torch.testing.assert_close(result.graph_module(x.clone()), wanted)
-    return result.graph_module
-
 
 # -------------------------------------------------------------------------------------------- runner
 
@@ -180,19 +151,8 @@ def test_fold_batchnorm_before_sketchify():
 MERGE = functools.partial(merge_shared_inputs, device_type="cpu")
 
 
-def three(forms, ranks=(8, 6, 10), bias=True):
-    made = [
-        SketchedLinear(32, 16, rank, bias=bias, form=form, start=32 - rank if trailing else 0)
-        for rank, (form, trailing) in zip(ranks, forms, strict=True)
-    ]
-    return dict(zip("qkv", made, strict=True))
-
-
 def gated(m, x):
     return m.q(x) * torch.sigmoid(m.k(x)) + m.v(x)
-
-
-LEADING, TRAILING, PAIR = ("pivoted", False), ("pivoted", True), ("pair", False)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -258,157 +218,6 @@ def test_merge_leaves_alone(case):
     if case == "training":
         graph_module.train()
     apply(MERGE, graph_module, torch.randn(3, 32), 0)
-
-
-# ------------------------------------------------------------------------------------- fuse_epilogue
-
-ON_CPU = functools.partial(fuse_epilogue, device_type="cpu")
-ACTIVATIONS = {
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "tanh gelu": functools.partial(F.gelu, approximate="tanh"),
-    "GELU": nn.GELU(),
-    "tanh GELU": nn.GELU("tanh"),
-    "ReLU": nn.ReLU(),
-    "SiLU": nn.SiLU(),
-}
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
-@pytest.mark.parametrize("bias", [False, True])
-def test_fuse_epilogue(name, form, bias):
-    activation = ACTIVATIONS[name]
-    modules = {"act": activation} if isinstance(activation, nn.Module) else {}
-    fc = three([form] * 3, bias=bias)["q"]
-    graph_module = traced(lambda m, x: (m.act if modules else activation)(m.fc(x)), fc=fc, **modules)
-    fused = apply(ON_CPU, graph_module, torch.randn(2, 3, 32), 1)
-    assert "call_module" not in [node.op for node in fused.graph.nodes]
-
-
-@pytest.mark.parametrize("case", ["other function", "read twice", "cuda only", "hooked", "dense"])
-def test_fuse_epilogue_leaves_alone(case):
-    def forward(m, x):
-        y = m.fc(x)
-        z = torch.tanh(y) if case == "other function" else F.relu(y)
-        return z + y if case == "read twice" else z
-
-    fc = nn.Linear(32, 16) if case == "dense" else SketchedLinear(32, 16, 4)
-    if case == "hooked":
-        fc.down.register_forward_hook(lambda module, args, out: 2 * out)
-    one = fuse_epilogue if case == "cuda only" else ON_CPU
-    apply(one, traced(forward, fc=fc), torch.randn(3, 32), 0)
-
-
-# ------------------------------------------------------------------------ fuse_gating, fuse_residual
-
-ALL_THREE = (
-    ON_CPU,
-    functools.partial(fuse_gating, device_type="cpu"),
-    functools.partial(fuse_residual, device_type="cpu"),
-)
-
-
-def fused(forward, count, x=None, **modules):
-    """The graph after activation, gate and residual were fused, and how many changes that was."""
-    x = torch.randn(2, 3, 32) if x is None else x
-    graph_module = traced(forward, **modules)
-    wanted = graph_module(x.clone())
-    ShapeProp(graph_module).propagate(x.clone())
-    result = run_passes(graph_module, [GraphPass(one, exact=True) for one in ALL_THREE])
-    assert result.changed == count, result.graph_module.graph
-    torch.testing.assert_close(result.graph_module(x.clone()), wanted)
-    return result.graph_module
-
-
-def layer(width=32, form=LEADING):
-    name, trailing = form
-    return SketchedLinear(32, width, 6, form=name, start=26 if trailing else 0)
-
-
-def calls(graph_module):
-    return [node.op for node in graph_module.graph.nodes if node.op.startswith("call")]
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
-def test_fuse_gated_mlp_with_residual(name, form):
-    activation = ACTIVATIONS[name]
-    modules = {"act": activation} if isinstance(activation, nn.Module) else {}
-
-    def forward(m, x):
-        gate = (m.act if modules else activation)(m.gate(x))
-        return x + m.down(gate * m.up(x))
-
-    made = {name: layer(form=form) for name in ("gate", "up", "down")}
-    graph_module = fused(forward, 3, **made, **modules)
-    assert calls(graph_module) == ["call_module", "call_function", "call_function"]
-
-
-@pytest.mark.parametrize("product", [operator.mul, torch.mul])
-@pytest.mark.parametrize("swapped", [False, True])
-def test_fuse_gating_on_either_side(swapped, product):
-    def forward(m, x):
-        operands = (F.silu(m.gate(x)), m.up(x))
-        return product(*reversed(operands)) if swapped else product(*operands)
-
-    (operation,) = [
-        node for node in fused(forward, 2, gate=layer(), up=layer()).graph.nodes if node.op == "call_function"
-    ]
-    assert operation.kwargs["activation"] == "silu"
-
-
-def test_fuse_gating_without_an_activation():
-    fused(lambda m, x: torch.sigmoid(x) * m.fc(x), 1, fc=layer())
-
-
-def test_fuse_residual_takes_one_of_two_layers():
-    graph_module = fused(lambda m, x: m.a(x) + m.b(x), 1, a=layer(), b=layer(form=PAIR))
-    assert calls(graph_module) == ["call_module", "call_function"]
-
-
-def test_fuse_residuals_in_a_row():
-    graph_module = fused(lambda m, x: x + m.a(x) + m.b(x), 2, a=layer(), b=layer())
-    assert calls(graph_module) == ["call_function", "call_function"]
-
-
-@pytest.mark.parametrize(
-    "case", ["broadcast", "grows", "alpha", "read twice", "itself", "written between", "hooked", "wide"]
-)
-def test_fuse_residual_leaves_alone(case):
-    def forward(m, x):
-        y = m.fc(x)
-        if case == "broadcast":
-            return y + x[:1]
-        if case == "grows":
-            return m.fc(x[:1]) + x
-        if case == "alpha":
-            return torch.add(x, y, alpha=2)
-        if case == "read twice":
-            return (x + y) * y.exp()
-        if case == "itself":
-            return y + y
-        if case == "written between":
-            kept = x.clone()
-            x.mul_(2.0)
-            return kept + y
-        return (x.double() if case == "wide" else x) + y
-
-    fc = layer()
-    if case == "hooked":
-        fc.register_forward_hook(lambda module, args, out: 2 * out)
-    fused(forward, 0, fc=fc)
-
-
-def test_fuse_residual_leaves_alone_what_is_not_known():
-    apply(ALL_THREE[2], traced(lambda m, x: x + m.fc(x), fc=layer()), torch.randn(3, 32), 0)
-
-
-def test_fuse_only_on_cuda():
-    graph_module = traced(lambda m, x: x + m.fc(x) * m.fc(x), fc=layer())
-    ShapeProp(graph_module).propagate(torch.randn(3, 32))
-    assert fuse_gating(graph_module).changed == fuse_residual(graph_module).changed == 0
 
 
 # ------------------------------------------------------------------------------------ drop_dead_code
