@@ -49,9 +49,7 @@ def has_kernel(x: Tensor, layers: Sequence[Factors]) -> bool:
     """
     if not x.is_cuda:
         return False
-    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    choice = _choose(x, layers, precision, dtype=computed_dtype(x))
-    return choice == "fused" or (choice == "decode" and kernel_mode() == "triton")
+    return _pays(x.device, computed_dtype(x), x.numel() // max(x.shape[-1], 1), layers, extra=False)
 
 
 class Epilogue(NamedTuple):
@@ -152,17 +150,22 @@ def _choose(
 
 
 def fuses(layer: Factors, rows: int, dtype: torch.dtype) -> bool:
-    """Whether a Triton kernel serves a layer, on its device, together with what follows it.
+    """Whether a layer and what follows it should become one call of the operator; as `has_kernel`.
 
     Args:
         layer: with its factors where they will be used.
         rows: B.
         dtype: of x.
     """
-    if not layer.up.is_cuda:
-        return False
+    return layer.up.is_cuda and _pays(layer.up.device, dtype, rows, [layer], extra=True)
+
+
+def _pays(
+    device: torch.device, dtype: torch.dtype, rows: int, layers: Sequence[Factors], *, extra: bool
+) -> bool:
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    return _implementation(layer.up.device, dtype, precision, rows, [layer], extra=True) != "torch"
+    choice = _implementation(device, dtype, precision, rows, layers, extra=extra)
+    return choice == "fused" or (choice == "decode" and kernel_mode() == "triton")
 
 
 def _implementation(
