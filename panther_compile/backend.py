@@ -10,6 +10,7 @@ torch finds `panther` through the entry point `torch_dynamo_backends`, without a
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -66,9 +67,11 @@ def panther(
     if mode is not None:
         raise BackendError(f"{mode=}: the panther backend has no modes, give it options={{'inner': ...}}")
     settings = Settings.read(options or {})
-    sketched = _holds_sketched_layers(graph_module)
-    if sketched and settings.data is not None:
-        raise BackendError("data= is given, but the model is sketched already: give data= to sketchify")
+    model = model_being_called()
+    # One of several graphs of a sketched model may hold no sketched layer.
+    sketched = _holds_sketched_layers(graph_module) or (model is not None and any(outermost(model)))
+    if settings.data is not None:
+        _check_data_have_a_model(model, sketched)
     weights = [node is not None for node in liftable(graph_module, example_inputs)]
     if torch.is_grad_enabled() and any(
         value.requires_grad for value, lifted in zip(example_inputs, weights, strict=True) if lifted
@@ -77,7 +80,7 @@ def panther(
             _refuse_dense_training(graph_module, example_inputs, settings)
         ready = run_passes(graph_module, settings.passes).graph_module
         return settings.compile(ready, example_inputs)
-    compiled = _CompiledGraph(graph_module, example_inputs, settings, sketch=not sketched)
+    compiled = _CompiledGraph(graph_module, example_inputs, settings, model, sketch=not sketched)
     return compiled if compiled.improved else settings.compile(graph_module, example_inputs)
 
 
@@ -137,6 +140,17 @@ class Settings:
         return compiled
 
 
+def _check_data_have_a_model(model: nn.Module | None, sketched: bool) -> None:
+    if sketched:
+        raise BackendError("data= is given, but the model is sketched already: give data= to sketchify")
+    if model is None:
+        raise BackendError(
+            "data= holds inputs of a model, but what is compiled here is a function: compile the model "
+            "itself, or call panther_compile.sketchify(model, data=...) first, and compile what calls the "
+            "result"
+        )
+
+
 def _read_data(options: Mapping[str, Any]) -> Data | None:
     """The data, which will be read for each new set of weights."""
     data: Any = options.get("data")
@@ -154,10 +168,16 @@ class _CompiledGraph:
     """A graph compiled with its weights inside it, factorized; brought up to date where one has changed."""
 
     def __init__(
-        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, *, sketch: bool
+        self,
+        graph_module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        settings: Settings,
+        model: nn.Module | None,
+        *,
+        sketch: bool,
     ) -> None:
         self._settings, self._sketch = settings, sketch
-        self._model = None if settings.data is None else weakref.ref(model_being_called())
+        self._model = None if settings.data is None or model is None else weakref.ref(model)
         self._template = _without_meta(graph_module)
         inputs = enumerate(liftable(graph_module, example_inputs))
         self._lifted = [place for place, node in inputs if node is not None]
@@ -321,10 +341,25 @@ def _without_head(graph_module: fx.GraphModule, options: Mapping[str, Any]) -> d
     if options.get("include") is not None:
         return dict(options)
     (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
-    made = {str(node.target) for node in output.all_input_nodes if node.op == "call_module"}
+    last = (_before_bias(node) for node in output.all_input_nodes)
+    made = {str(node.target) for node in last if node.op == "call_module"}
     heads = {name for name in made if _changes_width(graph_module.get_submodule(name))}
     excluded = selectors(options.get("exclude"))
     return {**options, "exclude": (*excluded, lambda _, name: name in heads) if heads else excluded}
+
+
+def _before_bias(node: fx.Node) -> fx.Node:
+    """What a tensor that the graph holds or is given, or a cast of one, is added to; else the node itself."""
+    if node.op != "call_function" or node.target not in (operator.add, torch.add):
+        return node
+    computed = [one for one in node.all_input_nodes if not _is_given(one)]
+    return computed[0] if len(computed) == 1 else node
+
+
+def _is_given(node: fx.Node) -> bool:
+    if node.op == "call_method" and node.target == "to":
+        return all(_is_given(one) for one in node.all_input_nodes)
+    return node.op in ("placeholder", "get_attr")
 
 
 def _changes_width(module: nn.Module) -> bool:

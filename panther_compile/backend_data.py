@@ -18,7 +18,7 @@ from torch._dynamo import OptimizedModule
 from panther_compile.api import sketchify
 from panther_compile.calibration.batches import Data
 from panther_compile.config import selectors
-from panther_compile.errors import BackendError, NoTargetError
+from panther_compile.errors import NoTargetError
 from panther_compile.factor_cache import Snapshot
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
@@ -32,11 +32,10 @@ _log = logging.getLogger(__name__)
 _Identity = tuple[Any, ...]
 
 
-def model_being_called() -> nn.Module:
+def model_being_called() -> nn.Module | None:
     """The model given to `torch.compile` whose call is being compiled now, found among the callers.
 
-    Raises:
-        BackendError: what is compiled is a function.
+    None if what is compiled is a function.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -47,10 +46,7 @@ def model_being_called() -> nn.Module:
         if isinstance(caller, nn.Module) and caller._compiled_call_impl is not None:  # model.compile()
             return caller
         frame = frame.f_back  # type: ignore[assignment]
-    raise BackendError(
-        "data= holds inputs of a model, but what is compiled here is a function: compile the model itself, "
-        "or call panther_compile.sketchify(model, data=...) first and compile what calls its result"
-    )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

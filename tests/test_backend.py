@@ -332,6 +332,22 @@ def test_an_output_head_stays_dense():
         assert not torch.allclose(asked(x), model(x), rtol=1e-3)
 
 
+def test_an_output_head_with_a_bias_of_its_own_stays_dense():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(48, 48), nn.Linear(48, 96, bias=False)
+            self.register_buffer("added", torch.randn(96))
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return self.head(x) + self.added.to(x.device)
+
+    model, x = Headed().eval(), torch.randn(3, 48)
+    with torch.no_grad():
+        close(torch.compile(model, backend="panther", options=OPTIONS)(x), model(x), tolerance=1e-6)
+
+
 def test_the_users_pass_sees_sketched_layers():
     seen = []
 
@@ -382,6 +398,35 @@ def test_layers_beside_sketched_ones_stay_dense():
     x = torch.randn(5, 24)
     with torch.no_grad():
         close(torch.compile(small, backend="panther", options=OPTIONS)(x), small(x), 1e-6)
+
+
+class Broken(nn.Module):
+    """A sketched layer, and a dense one in a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return x + F.relu(self.third(F.relu(self.second(x))))
+
+
+@pytest.mark.parametrize("way", ["function", "method"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_part_without_sketched_layers_of_a_sketched_model_stays_dense(way, training):
+    small = pc.sketchify(Broken(), 0.5, include="first", **SKETCH)
+    x = torch.randn(3, 64)
+    options = {"inner": "eager"} | SKETCH
+    if way == "function":
+        compiled = torch.compile(small, backend="panther", options=options)
+    else:
+        compiled = small
+        small.compile(backend="panther", options=options)
+    with torch.set_grad_enabled(training):
+        close(compiled(x), small.forward(x), tolerance=1e-6)
+    assert graphs() == 2
 
 
 def test_attention_and_lazy_weights_break_no_graph():

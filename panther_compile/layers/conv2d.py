@@ -41,6 +41,7 @@ from panther_compile.layers.base import (
     is_plain,
     take_over,
 )
+from panther_compile.layers.capture import is_captured
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 from panther_compile.pivot import from_pivoted, to_pivoted
@@ -305,7 +306,7 @@ class SketchedConv2d(SketchedLayer):
 
     def _by_kernel(self, x: Tensor, stage: nn.Conv2d) -> Tensor | None:
         """What `up` makes of a stage, by the operator where a kernel serves x; never in a captured graph."""
-        if torch.compiler.is_compiling() or x.dim() != 4 or self.scheme == "spatial":
+        if is_captured() or x.dim() != 4 or self.scheme == "spatial":
             return None
         if self.groups > 1 or self.padding_mode != "zeros" or isinstance(stage.padding, str):
             return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from panther_compile.errors import ConfigError, LayerError
 from panther_compile.kernels import reference
 from panther_compile.layers.attention_masks import Masks
+from panther_compile.layers.capture import is_exporting
 from panther_compile.ops.attention import favor_attention, has_attention_kernel
 
 
@@ -108,7 +109,7 @@ class FavorAttention(nn.Module):
 
 def _has_kernel(q: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     """Whether the operator serves this; it stays out of exported graphs, and gives masks no gradient."""
-    if q.is_cuda is not True or torch.compiler.is_exporting():
+    if q.is_cuda is not True or is_exporting():
         return False
     trains_mask = key_mask is not None and key_mask.requires_grad and torch.is_grad_enabled()
     return not trains_mask and has_attention_kernel(q, v)

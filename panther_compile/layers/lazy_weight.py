@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from panther_compile.layers.capture import is_captured
+
 _METADATA = frozenset(
     {
         Tensor.dtype.__get__,  # type: ignore[attr-defined]
@@ -73,7 +75,7 @@ class LazyWeight(Tensor):
 
 def lazy_weight(shape: tuple[int, ...], like: Tensor, product: Callable[[], Tensor]) -> Tensor:
     """The product, lazily; under a compiler, plainly: what is not used is dropped there anyway."""
-    if torch.compiler.is_compiling():
+    if is_captured():
         return product()
     weight: Tensor = LazyWeight(shape, like, product)
     return weight

@@ -23,6 +23,7 @@ from panther_compile.layers.base import (
     is_plain,
     take_over,
 )
+from panther_compile.layers.capture import is_captured, is_compiling
 from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import has_kernel
@@ -232,15 +233,14 @@ class SketchedLinear(LinearStandIn):
         if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
             weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
             # Not for torch.export, whose graphs go on to other compilers.
-            compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-            product = reference.pivoted_linear_by_rows if compiles else reference.pivoted_linear
+            product = reference.pivoted_linear_by_rows if is_compiling() else reference.pivoted_linear
             return product(x, weight, up_weight, bias, start=self.start)
         pivots, others = split_at(x, self.rank, self.start)
         return self.up(pivots + self.down(others))
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """The result of the operator, where a Triton kernel serves x; never in a graph that is captured."""
-        if torch.compiler.is_compiling():
+        if is_captured():
             return None
         if not (is_plain(self.down, nn.Linear) and is_plain(self.up, nn.Linear)):
             return None
