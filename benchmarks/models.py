@@ -187,17 +187,20 @@ def _memory(which: str) -> float:
     return found[0] if found else float("nan")
 
 
-def memory(name: str, folder: Path) -> dict[str, float]:
-    """Peak memory of the dense and of the sketched model, eager."""
+def memory(name: str, folder: Path) -> dict[str, Any]:
+    """Peak memory of the dense and of the sketched model, eager; or why it is not known."""
     model, inputs = load(name)
-    found = {}
+    found: dict[str, Any] = {}
     for kind, each in (("dense", model), ("sketched", sketch(model))):
         path = folder / f"{kind}.pt"
-        torch.save(each, path)
+        try:
+            torch.save(each, path)
+        except RuntimeError as error:  # parametrized models refuse
+            return {"memory_error": str(error).partition(". ")[0]}
         torch.save(inputs, path.with_suffix(".inputs"))
         run = worker(["--run", str(path)])
         if "error" in run:
-            return run
+            return {"memory_error": run["error"]}
         found[f"{kind}_peak"] = run["peak"]
     return found
 
@@ -230,6 +233,8 @@ def compiled_row(name: str, found: dict[str, Any]) -> str:
 
 def memory_row(name: str, found: dict[str, Any]) -> str:
     """A line of the table of peak memory."""
+    if "memory_error" in found:
+        return f"| {name} | {found['memory_error']} | |"
     cells = [f"{found[key] / 2**20:.1f}" for key in ("dense_peak", "sketched_peak")]
     return f"| {name} | " + " | ".join(cells) + " |"
 

@@ -53,8 +53,6 @@ from panther_compile.partition.sharding_problem import tensor_key
 from panther_compile.partition.sharding_sites import COLUMN, VOCABULARY, Site, local_pivots
 from panther_compile.partition.shards import layout_of
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-
 
 def shard_stage(
     stage: fx.GraphModule, part: Partition, stage_index: int, tp: dist.ProcessGroup | DeviceMesh
@@ -287,9 +285,7 @@ class _Rewriter:
             place = (step.out.dim, step.out.blocks, self._tp, self._rank, self._group)
             args, kwargs = (args[0], self._graph.call_function(take_shard, (mask, *place))), {}
             return self._graph.create_node(node.op, aten.mul.Tensor, args, kwargs, node.name)
-        # A view of the whole need not be one of a shard.
-        target = aten.reshape.default if node.target in _VIEWS else node.target
-        return self._graph.create_node(node.op, target, args, kwargs, node.name)
+        return self._graph.create_node(node.op, node.target, args, kwargs, node.name)
 
     def _layer(self, node: fx.Node, step: Step) -> fx.Node:
         """A layer by columns, rows or vocabulary."""

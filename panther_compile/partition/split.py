@@ -15,9 +15,13 @@ leaves every parameter in the parent and passes it as an argument.)
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from panther_compile.partition.capture import CallForm, Captured, attribute
+
+aten: Any = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class StagedModel(nn.Module):
@@ -122,6 +126,8 @@ def _stage_module(
         if node in copies or node not in needed:
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.target in _VIEWS:  # recorded for strides, which differ in a stage and in a shard
+            copies[node].target = aten.reshape.default
         if node.op in ("get_attr", "call_module"):
             name = str(node.target)
             tensors[name] = (

@@ -5,6 +5,7 @@ group. What it gives comes back as a list, one for each rank; what it raises is 
 """
 
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -15,7 +16,14 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from unittest import mock
 
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
 TIMEOUT = 60  # seconds, of the process group
+# Torch 2.11 refuses schedules, and tensors without a gradient between stages; the error says so.
+SENDS_ALL = "output_grads" in inspect.signature(PipelineStage).parameters
+OLD_TORCH = "torch 2.13 or newer"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["parallel.preload"])
 _WORKERS = []  # process and pipe of each rank; a job of n ranks runs on the first n
@@ -71,6 +79,8 @@ class Ranks:
                 stop()  # what they would still say is no answer to another job
                 raise
         failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
+        if failed and not SENDS_ALL and any(OLD_TORCH in text for text in failed):
+            pytest.skip(f"torch {torch.__version__}: ScheduleError, see docs/parallel.md")
         if failed:
             raise AssertionError("\n".join(failed))
         return [result for _, result in answers]

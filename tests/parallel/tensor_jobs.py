@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from parallel.ranks import SENDS_ALL
 from parallel.training import EAGER
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -275,6 +277,8 @@ def check_replicas(rank, *, data_parallel):
     assert any(isinstance(one, Shard) for one in placements.values())
     assert any(layout is not None and layout.blocks == 3 for layout in parameter_layouts(part).values())
     for own, tensor in sharded.named_parameters():
+        if isinstance(placements[own], _StridedShard) and not SENDS_ALL:
+            continue  # torch 2.11 cannot gather it
         whole = DTensor.from_local(tensor.detach(), mesh["tp"], [placements[own]]).full_tensor()
         assert torch.equal(whole, dict(reference.named_parameters())[own]), own
     if data_parallel == "ddp":
