@@ -1,405 +1,473 @@
-"""Time the Triton kernels beside cuBLAS, torch.compile and the dense layer; JSON lines and a Markdown table.
+"""Time the Triton kernels beside cuBLAS, torch.compile and the dense layer; JSON lines and a Markdown report.
 
-    python benchmarks/kernels.py                             every shape of every model, forward and backward
-    python benchmarks/kernels.py --quick                     one shape of each kind
-    python benchmarks/kernels.py --models BERT-base --dtypes bf16 --rows 1 512
-    python benchmarks/kernels.py --device cpu --quick        a smoke run of everything but Triton
+On a machine that is lent for minutes, with no network and nothing installed but torch and Triton, from the
+root of the repository (the first three lines make the package importable, as `make lint` does):
 
-Contenders: "triton" (the operator, PANTHER_COMPILE_KERNEL=triton), "two products" (plain torch: cuBLAS or
-cuDNN), "compiled" (torch.compile of the latter, mode max-autotune) and "dense" (the layer replaced).
-A time is the median of many runs with a cold L2 cache, and its 20th and 80th percentile. The roofline is
-max(operations / rate, bytes / bandwidth), the rate of a large product and the bandwidth of a large copy
-measured first on the same device; bytes are the inputs, factors and outputs, without the latent.
-Factors are random: their values do not change the time. kernels/dispatch.py is to be filled from this.
+    mkdir -p /tmp/site/panther_compile
+    ln -sfn $PWD/panther_compile/* $PWD/passes $PWD/kernels /tmp/site/panther_compile
+    export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
+    python3 benchmarks/kernels.py --seconds 540 --output $OUT --no-compiled --commit NAME
+
+A second command goes on where the first stopped, from its kernels.jsonl; what it adds is in one file with it:
+
+    python3 benchmarks/kernels.py --seconds 540 --output $OUT --resume FILE/OF/THE/FIRST/kernels.jsonl
+    python3 benchmarks/kernels.py --seconds 540 --output $OUT --resume ... --dtypes tf32 fp32 --no-compiled
+
+A kernel that reads beyond its memory ends the CUDA context: the files are written, and the exit code is 3.
+`while python3 ... --seconds $((540 - SECONDS)) ...; [ $? = 3 ]; do :; done` uses the rest. Elsewhere:
+
+    python benchmarks/kernels.py                        everything: hours, most of them in torch.compile
+    python benchmarks/kernels.py --quick                one shape of each kind
+    python benchmarks/kernels.py --device cpu --quick   a smoke run of everything but Triton
+    python benchmarks/kernels.py --resume FILE --report-only --output FOLDER   the report anew, on any machine
+
+Contenders: "triton" (the operator, PANTHER_COMPILE_KERNEL=triton; left out where no kernel serves the size),
+"two products" (plain torch: cuBLAS or cuDNN), "compiled" (torch.compile of the latter) and "dense" (the layer
+replaced). What the user gets, PANTHER_COMPILE_KERNEL=auto, is one of the first two: `picks` says which.
+
+A time is what the device takes, the median of many runs with a cold L2 cache, and its 20th and 80th
+percentile; "host" is what the processor takes to launch it. The roofline is max(operations / rate, bytes /
+bandwidth), the rate of a large product and the bandwidth of a large copy measured first on the same device;
+bytes are the inputs, factors and outputs, without the latent. Factors are random: their values do not change
+the time. "difference" is how far the results of "triton" are from those of "two products", relatively.
 """
 
 import argparse
-import functools
+import contextlib
+import datetime
+import gc
 import json
 import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from kernel_cases import DTYPES, MODELS, Case, Draw, Run, all_cases, in_order, precision_of
+from kernel_report import details, summary
 from torch import Tensor
 
-from panther_compile.kernels import reference
-from panther_compile.ops import (
-    Factors,
-    favor_attention,
-    sketched_conv2d,
-    sketched_linear,
-    sketched_multi_linear,
-)
+from panther_compile.kernels import dispatch
 
-# model -> (in_features, out_features)
-LINEAR = {
-    "BERT-base": ((768, 768), (768, 3072), (3072, 768)),
-    "ViT-L": ((1024, 1024), (1024, 4096), (4096, 1024)),
-    "Llama-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
-    "Llama-7B": ((4096, 4096), (4096, 11008), (11008, 4096)),
-}
-# (in_features, outputs of q, k and v)
-PROJECTIONS = {
-    "BERT-base": (768, (768, 768, 768)),
-    "Llama-1B": (2048, (2048, 512, 512)),
-    "Llama-7B": (4096, (4096, 4096, 4096)),
-}
-# (channels in, out, taps, stride, height and width) of ResNet-50
-CONV2D = (
-    (64, 64, 3, 1, 56),
-    (128, 128, 3, 1, 28),
-    (256, 256, 3, 1, 14),
-    (512, 512, 3, 1, 7),
-    (3, 64, 7, 2, 224),
-)
-# (heads, head_dim, features)
-ATTENTION = {"BERT-base": (12, 64, 256), "Llama-7B": (32, 128, 256)}
-ROWS = (1, 4, 16, 128, 512, 2048, 4096, 16384)
-RATIOS = (0.75, 0.5, 0.25)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-IMAGES = (1, 32)
-LENGTHS = (512, 2048, 8192)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operation at one size.
-
-    Attributes:
-        labels: what it is, for the table.
-        contenders: functions of the inputs, by name.
-        inputs: of each contender, by its name.
-        operations: of the sketched forward, two to a multiply-add.
-        traffic: numbers that its forward reads and writes.
-    """
-
-    labels: dict[str, Any]
-    contenders: dict[str, Callable[..., Any]]
-    inputs: dict[str, tuple[Tensor, ...]]
-    operations: float
-    traffic: int
+PASSES = ("forward", "backward")
+KEY = ("device", "torch", "dtype", "op", "model", "shape", "rows", "form", "ratio", "contender", "pass")
+# Launching a graph would hide nothing more (see `device_times`), and its outputs would be overwritten by the
+# next run, which the backward of an earlier one still needs.
+COMPILE_MODE = "max-autotune-no-cudagraphs"
+GUESSES = {"cuda": {"cheap": 20.0, "compiled": 120.0}, "cpu": {"cheap": 1.0, "compiled": 30.0}}
+MARGIN = 1.5
+SAMPLING_SECONDS = 0.15
+FILLER_BYTES = 2**30  # beyond any L2 cache, and 0.2 ms or more to write
+FILLER_SECONDS = 2e-4
+BROKEN = 3
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What to time on."""
+    """What to time on.
+
+    Attributes:
+        device: of all tensors.
+        name: of the type, one of DTYPES.
+        quick: whether the ceilings are measured on small tensors.
+    """
 
     device: torch.device
-    dtype: torch.dtype
+    name: str
     quick: bool
 
     @property
-    def has_triton(self) -> bool:
+    def on_cuda(self) -> bool:
         """Whether kernels can run."""
         return self.device.type == "cuda"
 
-    def draw(self, *shape: int) -> Tensor:
-        """A random leaf."""
-        scale = shape[-1] ** -0.5
-        return (torch.randn(shape, device=self.device) * scale).to(self.dtype).requires_grad_()
+    @property
+    def draw(self) -> Draw:
+        """Where inputs come from."""
+        return Draw(self.device, DTYPES[self.name])
 
-    def contenders(
-        self, ours: Callable[..., Any], plain: Callable[..., Any], dense: Callable[..., Any] | None
-    ) -> dict[str, Callable[..., Any]]:
-        """The contenders there are on this device."""
-        found = {"two products": plain}
-        if dense is not None:
-            found["dense"] = dense
-        if self.has_triton:
-            compiled = torch.compile(plain, mode="max-autotune", dynamic=False)
-            return {"triton": ours, **found, "compiled": compiled}
-        return {"operator": ours, **found}
+    def times(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Median, 20th and 80th percentile, and the processor's time for a launch, all in microseconds."""
+        samples, host = device_times(run, self.device) if self.on_cuda else processor_times(run)
+        low, *_, high = statistics.quantiles(samples, n=5)
+        times = {"microseconds": statistics.median(samples), "p20": low, "p80": high, "host": host}
+        return {name: seconds * 1e6 for name, seconds in times.items()}
 
 
-def pair_rank(inputs: int, outputs: int, ratio: float) -> int:
-    """The largest r with r (I + O) <= ratio I O."""
-    return max(1, int(ratio * inputs * outputs / (inputs + outputs)))
+def device_times(run: Callable[[], Any], device: torch.device) -> tuple[list[float], float]:
+    """Seconds of several runs on the device, each with a cold L2 cache, and seconds of a launch.
 
-
-def pivoted_rank(inputs: int, outputs: int, ratio: float) -> int:
-    """The largest r with r (I + O - r) <= ratio I O."""
-    total = inputs + outputs
-    root = math.sqrt(total * total - 4 * ratio * inputs * outputs)
-    return max(1, min(inputs - 1, int((total - root) / 2)))
-
-
-def linear_case(
-    bench: Bench, model: str, inputs: int, outputs: int, rows: int, ratio: float, form: str
-) -> Case:
-    """One layer, as a plain pair or pivoted."""
-    pivoted = form == "pivoted"
-    rank = (pivoted_rank if pivoted else pair_rank)(inputs, outputs, ratio)
-    start = 0 if pivoted else None
-    x, bias = bench.draw(rows, inputs), bench.draw(outputs)
-    down, up = bench.draw(rank, inputs - rank * pivoted), bench.draw(outputs, rank)
-    plain: Callable[..., Any] = reference.pair_linear
-    if pivoted:
-        plain = functools.partial(reference.pivoted_linear, start=0)
-    contenders = bench.contenders(functools.partial(sketched_linear, start=start), plain, F.linear)
-    given = dict.fromkeys(contenders, (x, down, up, bias))
-    given["dense"] = (x, bench.draw(outputs, inputs), bias)
-    labels = {"op": "linear", "model": model, "shape": f"{inputs}->{outputs}", "rows": rows, "form": form}
-    return Case(
-        {**labels, "ratio": ratio, "rank": rank},
-        contenders,
-        given,
-        2.0 * rows * (down.numel() + up.numel()),
-        sum(one.numel() for one in (x, down, up, bias)) + rows * outputs,
-    )
-
-
-def projections_case(
-    bench: Bench, model: str, inputs: int, outputs: tuple[int, ...], rows: int, ratio: float
-) -> Case:
-    """The projections of attention, plain pairs."""
-    x = bench.draw(rows, inputs)
-    ranks = [pair_rank(inputs, out, ratio) for out in outputs]
-    factors = [
-        one
-        for out, rank in zip(outputs, ranks, strict=True)
-        for one in (bench.draw(rank, inputs), bench.draw(out, rank))
+    As triton.testing.do_bench, which clears the cache for 0.08 ms before each run; an operator written in
+    Python, or a backward, takes the processor longer than that, and the device would be seen waiting for it.
+    So it is kept busy here for as long as a launch takes.
+    """
+    filler = torch.empty(FILLER_BYTES, dtype=torch.uint8, device=device)
+    for _ in range(3):  # compiles and tunes
+        run()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(5):
+        run()
+    host = (time.perf_counter() - begin) / 5
+    torch.cuda.synchronize(device)
+    count = int(SAMPLING_SECONDS * 5 / (time.perf_counter() - begin))
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(max(10, min(count, 100)))
     ]
-
-    def ours(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        layers = [Factors(down, up, None, None) for down, up in zip(factors[::2], factors[1::2], strict=True)]
-        return tuple(sketched_multi_linear(x, layers))
-
-    def plain(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        pairs = zip(factors[::2], factors[1::2], strict=True)
-        return tuple(reference.pair_linear(x, down, up, None) for down, up in pairs)
-
-    contenders = bench.contenders(ours, plain, F.linear)
-    given = dict.fromkeys(contenders, (x, *factors))
-    given["dense"] = (x, bench.draw(sum(outputs), inputs))
-    stored = sum(one.numel() for one in factors)
-    labels = {
-        "op": "multi_linear",
-        "model": model,
-        "shape": f"{inputs}->{outputs}",
-        "rows": rows,
-        "form": "pair",
-    }
-    return Case(
-        {**labels, "ratio": ratio, "rank": ranks},
-        contenders,
-        given,
-        2.0 * rows * stored,
-        x.numel() + stored + rows * sum(outputs),
-    )
+    for start, end in pairs:
+        for _ in range(math.ceil(1.5 * host / FILLER_SECONDS)):
+            filler.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs], host
 
 
-def conv2d_case(bench: Bench, shape: tuple[int, ...], images: int, ratio: float) -> Case:
-    """A convolution of ResNet-50 as kh x kw -> 1 x 1, channels last."""
-    inputs, outputs, taps, stride, size = shape
-    rank = pair_rank(inputs * taps * taps, outputs, ratio)
-    x = bench.draw(images, inputs, size, size).detach().to(memory_format=torch.channels_last).requires_grad_()
-    down, up, bias = (
-        bench.draw(rank, inputs, taps, taps),
-        bench.draw(outputs, rank, 1, 1),
-        bench.draw(outputs),
-    )
-    pad = taps // 2
-
-    def plain(x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-        return F.conv2d(F.conv2d(x, down, None, stride, pad), up, bias)
-
-    ours = functools.partial(sketched_conv2d, stride=(stride, stride), padding=(pad, pad))
-    dense = functools.partial(F.conv2d, stride=stride, padding=pad)
-    contenders = bench.contenders(ours, plain, dense)
-    given = dict.fromkeys(contenders, (x, down, up, bias))
-    given["dense"] = (x, bench.draw(outputs, inputs, taps, taps), bias)
-    positions = images * ((size + 2 * pad - taps) // stride + 1) ** 2
-    labels = {
-        "op": "conv2d",
-        "model": "ResNet-50",
-        "shape": f"{inputs}->{outputs} {taps}x{taps}/{stride} {size}",
-    }
-    return Case(
-        {**labels, "rows": images, "form": "channel", "ratio": ratio, "rank": rank},
-        contenders,
-        given,
-        2.0 * positions * (down.numel() + up.numel()),
-        sum(one.numel() for one in (x, down, up, bias)) + positions * outputs,
-    )
-
-
-def attention_case(bench: Bench, model: str, length: int, causal: bool) -> Case:
-    """Random-feature attention; "dense" is exact attention, "two products" the reference."""
-    heads, head_dim, features = ATTENTION[model]
-    q, k, v = (bench.draw(1, heads, length, head_dim) for _ in range(3))
-    generator = torch.Generator().manual_seed(0)
-    w = reference.favor_directions(features, head_dim, generator).to(bench.device, bench.dtype)
-    plain = functools.partial(reference.favor_attention, directions_MD=w, causal=causal)
-    ours = functools.partial(favor_attention, directions=w, causal=causal)
-    exact = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
-    contenders = bench.contenders(ours, plain, exact)
-    labels = {
-        "op": "favor",
-        "model": model,
-        "shape": f"{heads}x{head_dim}, {features} features",
-        "rows": length,
-    }
-    return Case(
-        {**labels, "form": "causal" if causal else "both", "ratio": None, "rank": features},
-        contenders,
-        dict.fromkeys(contenders, (q, k, v)),
-        2.0 * heads * length * features * 4 * head_dim,
-        4 * q.numel(),
-    )
-
-
-def cases(bench: Bench, options: argparse.Namespace) -> Iterator[Case]:
-    """The cases asked for."""
-    rows = options.rows or ((1, 64) if bench.quick else ROWS)
-    ratios = (0.5,) if bench.quick else RATIOS
-    models = options.models or ([*LINEAR, "ResNet-50"] if not bench.quick else ["BERT-base", "ResNet-50"])
-    for model in models:
-        for inputs, outputs in LINEAR.get(model, ())[: 1 if bench.quick else None]:
-            for row, ratio, form in ((a, b, c) for a in rows for b in ratios for c in ("pair", "pivoted")):
-                yield linear_case(bench, model, inputs, outputs, row, ratio, form)
-        if model in PROJECTIONS:
-            for row, ratio in ((a, b) for a in rows for b in ratios):
-                yield projections_case(bench, model, *PROJECTIONS[model], row, ratio)
-        if model in ATTENTION:
-            for length, causal in (
-                (a, b) for a in LENGTHS[: 1 if bench.quick else None] for b in (False, True)
-            ):
-                yield attention_case(bench, model, length, causal)
-        if model == "ResNet-50":
-            for shape in CONV2D[3:4] if bench.quick else CONV2D:
-                for images, ratio in ((a, b) for a in IMAGES[: 1 if bench.quick else None] for b in ratios):
-                    yield conv2d_case(bench, shape, images, ratio)
-
-
-def time_of(run: Callable[[], Any], bench: Bench) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile, in seconds."""
-    if bench.has_triton:
-        from triton.testing import do_bench
-
-        low, middle, high = do_bench(run, quantiles=[0.2, 0.5, 0.8])
-        return middle / 1e3, low / 1e3, high / 1e3
+def processor_times(run: Callable[[], Any]) -> tuple[list[float], float]:
+    """Seconds of several runs on the processor, and 0 for a launch."""
     run()
     samples = []
-    for _ in range(5):
+    for _ in range(3):
         begin = time.perf_counter()
         run()
         samples.append(time.perf_counter() - begin)
-    low, *_, high = statistics.quantiles(samples, n=5)
-    return statistics.median(samples), low, high
+    return samples, 0.0
 
 
-def measure(case: Case, bench: Bench) -> Iterator[dict[str, Any]]:
-    """One record for each contender, forward and backward."""
-    for name, contender in case.contenders.items():
-        os.environ["PANTHER_COMPILE_KERNEL"] = "triton" if name == "triton" else "auto"
-        inputs = case.inputs[name]
+def set_precision(name: str) -> None:
+    """Let float32 products be IEEE or TF32; by the older settings, which Inductor reads too."""
+    tf32 = precision_of(name) == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
 
-        def forward(contender: Callable[..., Any] = contender, inputs: tuple[Tensor, ...] = inputs) -> Any:
-            with torch.no_grad():
-                return contender(*inputs)
 
-        yield {"contender": name, "pass": "forward", "seconds": time_of(forward, bench)}
-        outputs = contender(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        grads = [torch.randn_like(one) for one in outputs]
+@contextlib.contextmanager
+def kernel_mode(mode: str) -> Iterator[None]:
+    """PANTHER_COMPILE_KERNEL for a while."""
+    before = os.environ.get("PANTHER_COMPILE_KERNEL")
+    os.environ["PANTHER_COMPILE_KERNEL"] = mode
+    try:
+        yield
+    finally:
+        del os.environ["PANTHER_COMPILE_KERNEL"]
+        if before is not None:
+            os.environ["PANTHER_COMPILE_KERNEL"] = before
 
-        def backward(
-            outputs: Any = outputs, inputs: tuple[Tensor, ...] = inputs, grads: list[Tensor] = grads
-        ) -> Any:
-            return torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
 
-        yield {"contender": name, "pass": "backward", "seconds": time_of(backward, bench)}
-    del os.environ["PANTHER_COMPILE_KERNEL"]
+def compile_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function through torch.compile, not one that an earlier case left behind."""
+    torch._dynamo.reset()
+    # A backward is timed many times on one forward, so it may not reuse the memory of what was saved for it.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, mode=COMPILE_MODE, dynamic=False)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What one contender may fail with while the others go on: memory that ran out, and compilers."""
+    with contextlib.suppress(ImportError):
+        from triton.errors import TritonError
+
+        return (RuntimeError, TritonError)
+    return (RuntimeError,)  # torch.OutOfMemoryError and the errors of Inductor and CUDA are such
+
+
+def forward_of(run: Run) -> Callable[[], Any]:
+    """A call without gradients."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return run.function(*run.inputs)
+
+    return forward
+
+
+def backward_of(run: Run) -> Callable[[], Any]:
+    """The gradients of all inputs, for the same gradients of the outputs whoever computes them."""
+    outputs = as_tuple(run.function(*run.inputs))
+    torch.manual_seed(0)
+    grads = [torch.randn_like(one) for one in outputs]
+    return lambda: torch.autograd.grad(outputs, run.inputs, grads, retain_graph=True)
+
+
+def as_tuple(found: Any) -> tuple[Tensor, ...]:
+    """One tensor or several, as several."""
+    return found if isinstance(found, tuple) else (found,)
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """The largest of |a - b| / |b| over the tensors, Frobenius norms in float32; NaN never is the smaller."""
+    pairs = zip(as_tuple(found), as_tuple(wanted), strict=True)
+    ratios = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+    return max(ratios, key=lambda ratio: math.inf if math.isnan(ratio) else ratio)
+
+
+def measure(case: Case, wanted: Sequence[tuple[str, str]], bench: Bench) -> Iterator[dict[str, Any]]:
+    """A record for each contender and pass that is wanted: its times, or the "error" that it failed with."""
+    runs: dict[str, Run] = {}
+    makers = {"forward": forward_of, "backward": backward_of}
+    for name, direction in wanted:
+        record: dict[str, Any] = {"contender": name, "pass": direction}
+        with kernel_mode("triton" if name == "triton" else "auto"):
+            try:
+                if not runs:
+                    ours, plain, dense = case.build(bench.draw)
+                    runs = {"triton": ours, "operator": ours, "two products": plain, "dense": dense}
+                if name == "compiled" and name not in runs:
+                    runs[name] = Run(
+                        compile_plain(runs["two products"].function), runs["two products"].inputs
+                    )
+                run = makers[direction](runs[name])
+                record |= bench.times(run)
+                if name in ("triton", "operator"):
+                    plain_run = makers[direction](runs["two products"])
+                    record["difference"] = difference(run(), plain_run())
+            except failures() as error:
+                record["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        yield record
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
     """Operations and bytes in a second: a large square product, and a large copy."""
     size = 512 if bench.quick else 8192
-    a = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
-    rate = 2 * size**3 / time_of(lambda: a @ a, bench)[0]
+    a = bench.draw(size, size).detach()
     source = torch.empty(2**22 if bench.quick else 2**29, device=bench.device, dtype=torch.uint8)
     target = torch.empty_like(source)
     return {
-        "operations_per_second": rate,
-        "bytes_per_second": 2 * source.numel() / time_of(lambda: target.copy_(source), bench)[0],
+        "operations_per_second": 2e6 * size**3 / bench.times(lambda: a @ a)["microseconds"],
+        "bytes_per_second": 2e6 * source.numel() / bench.times(lambda: target.copy_(source))["microseconds"],
     }
 
 
-def records(bench: Bench, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One for each case, contender and pass, with its share of the roofline."""
-    ceiling = ceilings(bench)
-    cuda = bench.has_triton
-    about = {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+class Clock:
+    """What is left of the time, and what a case of each stage is likely to take.
+
+    Attributes:
+        seconds: from now on, or None for no limit.
+    """
+
+    def __init__(self, seconds: float | None, guesses: dict[str, float]) -> None:
+        self.seconds = seconds
+        self.begin = time.monotonic()
+        self.guesses = guesses
+        self.recent: dict[str, deque[float]] = {stage: deque(maxlen=6) for stage in guesses}
+
+    def fits(self, stage: str) -> bool:
+        """Whether a case will probably end in time: as the longest of the last ones, with a margin."""
+        if self.seconds is None:
+            return True
+        likely = MARGIN * max(self.recent[stage], default=self.guesses[stage])
+        return time.monotonic() - self.begin + likely <= self.seconds
+
+    def took(self, stage: str, seconds: float) -> None:
+        """Note what a case took."""
+        self.recent[stage].append(seconds)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, none if it is not there; a last line that was cut short does not count."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def key_of(record: dict[str, Any]) -> tuple[str, ...]:
+    """What tells a measurement from others."""
+    return tuple(str(record[name]) for name in KEY)
+
+
+def about_machine(device: torch.device, commit: str) -> dict[str, Any]:
+    """What every record says of where and when it was measured."""
+    cuda = device.type == "cuda"
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "capability": torch.cuda.get_device_capability(device)[0] if cuda else None,
+        "thresholds": asdict(dispatch.device_class(device)) if cuda else None,
         "torch": torch.__version__,
-        "dtype": str(bench.dtype).removeprefix("torch."),
-        **ceiling,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    for case in cases(bench, options):
-        floor = max(
-            case.operations / ceiling["operations_per_second"],
-            case.traffic * bench.dtype.itemsize / ceiling["bytes_per_second"],
+
+
+def commit_here() -> str:
+    """The commit of this checkout, or "unknown"."""
+    here = Path(__file__).resolve().parent
+    with contextlib.suppress(OSError):
+        asked = ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"]
+        found = subprocess.run(asked, capture_output=True, text=True, check=False)
+        return found.stdout.strip() or "unknown"
+    return "unknown"
+
+
+class Session:
+    """One command: what is measured already, and what it adds.
+
+    Attributes:
+        records: of the files resumed from, then new ones.
+        left: cases of a type and stage for which there was no time.
+        broken: whether the device no longer answers.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options = options
+        self.device = device
+        self.about = about_machine(device, options.commit or commit_here())
+        self.clock = Clock(options.seconds, GUESSES[device.type])
+        self.file = options.output / "kernels.jsonl" if options.output else None
+        self.records: list[dict[str, Any]] = []
+        self.done: set[tuple[str, ...]] = set()
+        self.left = 0
+        self.broken = False
+        for record in read(self.file) if self.file else []:
+            self.note(record)
+        if self.file and self.file.exists() and not self.file.read_bytes().endswith(b"\n"):
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("\n")  # after a line that was cut short
+        for path in options.resume:
+            for record in read(path):
+                if key_of(record) not in self.done:
+                    self.note(record)
+                    self.write(record)
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Remember that this was measured."""
+        self.records.append(record)
+        self.done.add(key_of(record))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record to the file at once: the machine may be taken away."""
+        if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def run(self, cases: Collection[Case], dtypes: Sequence[str], *, compiled: bool) -> None:
+        """Measure what is not measured, type after type, as far as the time goes."""
+        for name in dtypes:
+            bench = Bench(self.device, name, self.options.quick)
+            set_precision(name)
+            ceiling: dict[str, float] = {}
+            for case, stage in in_order(list(cases), compiled=compiled):
+                found = {**self.about, "dtype": name, **case.labels}
+                wanted = [
+                    (one, direction)
+                    for one in case.contenders(stage, name, on_cuda=bench.on_cuda)
+                    for direction in PASSES
+                    if key_of({**found, "contender": one, "pass": direction}) not in self.done
+                ]
+                if not wanted:
+                    continue
+                if self.broken or not self.clock.fits(stage):
+                    self.left += 1
+                    continue
+                ceiling = ceiling or ceilings(bench)
+                self.measure(case, stage, wanted, bench, found | ceiling)
+
+    def measure(
+        self,
+        case: Case,
+        stage: str,
+        wanted: Sequence[tuple[str, str]],
+        bench: Bench,
+        found: dict[str, Any],
+    ) -> None:
+        """Measure one case, and say so."""
+        begin = time.monotonic()
+        floor = 1e6 * max(
+            case.operations / found["operations_per_second"],
+            case.traffic * bench.draw.dtype.itemsize / found["bytes_per_second"],
         )
-        for record in measure(case, bench):
-            middle, low, high = record.pop("seconds")
+        device = dispatch.device_class(self.device) if bench.on_cuda else None
+        more = {"sizes": case.sizes, "vectors": case.vectors, "width": case.width}
+        more["picks"] = case.picks(bench.name, device)
+        for timed in measure(case, wanted, bench):
             # A backward is two products for each one, and reads and writes about twice as much.
-            bound = floor * (1 if record["pass"] == "forward" else 2)
-            times = {"microseconds": middle * 1e6, "p20": low * 1e6, "p80": high * 1e6}
-            yield {**about, **case.labels, **record, **times, "of_roofline": bound / middle}
+            bound = floor * (1 if timed["pass"] == "forward" else 2)
+            record = {**found, **more, **timed, "roofline": bound}
+            self.note(record)
+            self.write(record)
+            said = record.get("error") or f"{record['microseconds']:.1f} us"
+            print(*(record[name] for name in KEY[2:]), said, flush=True)
+            self.broken = "error" in record and not self.answers()
+            if self.broken:
+                break
+        if bench.on_cuda and not self.broken:
+            gc.collect()  # what a failure or a compiler left in cycles
+            torch.cuda.empty_cache()
+        self.clock.took(stage, time.monotonic() - begin)
+
+    def answers(self) -> bool:
+        """Whether the device still works after an error; one in a kernel ends what this process can do."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            print(f"the device does not answer any more: {error}", flush=True)
+            return False
+        return True
 
 
-def to_markdown(lines: list[dict[str, Any]]) -> str:
-    """A row for each case and pass, a column for each contender: microseconds (share of the roofline)."""
-    names = list(dict.fromkeys(line["contender"] for line in lines))
-    keys = ("dtype", "op", "model", "shape", "rows", "form", "ratio", "rank", "pass")
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for line in lines:
-        place = rows.setdefault(tuple(str(line[key]) for key in keys), {})
-        place[line["contender"]] = f"{line['microseconds']:.1f} ({line['of_roofline']:.0%})"
-    table = [(*keys, *names), ("---",) * (len(keys) + len(names))]
-    table += [(*key, *(row.get(name, "") for name in names)) for key, row in rows.items()]
-    head = "Microseconds (share of the roofline), {device}, torch {torch}.\n\n".format(**lines[0])
-    return head + "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"
-
-
-def main() -> None:
-    """See the head of the file."""
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--models", nargs="+", choices=[*LINEAR, "ResNet-50"])
-    parser.add_argument("--rows", nargs="+", type=int)
+    parser.add_argument("--quick", action="store_true", help="one shape of each kind")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[])
+    parser.add_argument("--rows", nargs="+", type=int, default=[], help="of linear layers")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES))
+    parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--seconds", type=float, help="begin no case that would probably end later")
     parser.add_argument("--output", type=Path, help="folder of kernels.jsonl and kernels.md")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("benchmarks/kernels.py needs a CUDA device; --device cpu --quick runs all but Triton")
-    if options.device == "cpu" and not options.quick:
-        sys.exit("on a CPU there is only the smoke run: add --quick")
-    names = options.dtypes or (["fp32"] if options.device == "cpu" else list(DTYPES))
-    lines = []
-    for name in names:
-        bench = Bench(torch.device(options.device), DTYPES[name], options.quick)
-        for record in records(bench, options):
-            print(json.dumps(record), flush=True)
-            lines.append(record)
-    table = to_markdown(lines)
-    print(table)
+    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="records measured before")
+    parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    parser.add_argument("--commit", help="of the code, where there is no git")
+    options = parser.parse_args(arguments)
+    if missing := [str(path) for path in options.resume if not path.exists()]:
+        parser.error(f"--resume: no such file: {', '.join(missing)}")
+    if not options.report_only:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            sys.exit("benchmarks/kernels.py needs a CUDA device; --device cpu --quick runs all but Triton")
+        if options.device == "cpu" and not options.quick:
+            sys.exit("on a CPU there is only the smoke run: add --quick")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the head of the file; returns the exit code, 3 when the device stopped answering."""
+    options = options_of(arguments)
+    if options.report_only:
+        options.device = "cpu"
+    session = Session(options, torch.device(options.device))
+    if not options.report_only:
+        dtypes = options.dtypes or (["fp32"] if options.device == "cpu" else list(DTYPES))
+        cases = list(all_cases(options.models, options.rows, quick=options.quick))
+        compiled = options.device == "cuda" and not options.no_compiled
+        session.run(cases, dtypes, compiled=compiled)
+    text = summary(session.records, left=session.left)
+    print(text)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (options.output / "kernels.jsonl").write_text(text, encoding="utf-8")
-        (options.output / "kernels.md").write_text(table, encoding="utf-8")
+        path = options.output / "kernels.md"
+        path.write_text(f"{text}\n{details(session.records)}", encoding="utf-8")
+    return BROKEN if session.broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,352 @@
+"""What `kernels.py` times: the operations of some models, at which sizes, and in which order."""
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from panther_compile.kernels import dispatch, reference
+from panther_compile.ops import (
+    Factors,
+    favor_attention,
+    sketched_conv2d,
+    sketched_linear,
+    sketched_multi_linear,
+)
+
+# model -> (in_features, out_features)
+LINEAR = {
+    "BERT-base": ((768, 768), (768, 3072), (3072, 768)),
+    "ViT-L": ((1024, 1024), (1024, 4096), (4096, 1024)),
+    "Llama-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
+    "Llama-7B": ((4096, 4096), (4096, 11008), (11008, 4096)),
+}
+# (in_features, outputs of q, k and v)
+PROJECTIONS = {
+    "BERT-base": (768, (768, 768, 768)),
+    "Llama-1B": (2048, (2048, 512, 512)),
+    "Llama-7B": (4096, (4096, 4096, 4096)),
+}
+# (channels in, out, taps, stride, height and width)
+CONV2D = {
+    "ResNet-50": (
+        (64, 64, 3, 1, 56),
+        (128, 128, 3, 1, 28),
+        (256, 256, 3, 1, 14),
+        (512, 512, 3, 1, 7),
+        (3, 64, 7, 2, 224),
+    )
+}
+# (heads, head_dim, features)
+ATTENTION = {"BERT-base": (12, 64, 256), "Llama-7B": (32, 128, 256)}
+MODELS = (*LINEAR, *CONV2D)
+ROWS = (1, 4, 16, 128, 512, 2048, 4096, 16384)
+RATIOS = (0.75, 0.5, 0.25)
+IMAGES = (1, 32)
+LENGTHS = (512, 2048, 8192)
+# The first tier, which shows most: the middle ratio of every shape, at these rows and lengths.
+FIRST_RATIO = 0.5
+FIRST_ROWS = (1, 16, 512, 4096)
+FIRST_LENGTHS = (512, 2048)
+# The most telling first. "tf32" is float32 with products in TF32, "fp32" with IEEE products.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
+CHEAP, COMPILED = "cheap", "compiled"
+LABELS = ("op", "model", "shape", "rows", "form", "ratio", "rank")
+
+
+def precision_of(dtype: str) -> str:
+    """Of float32 products, as the dispatch names it, for one of DTYPES."""
+    return "tf32" if dtype == "tf32" else "ieee"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where random leaves come from."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, *shape: int, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """A random leaf."""
+        drawn = (torch.randn(shape, device=self.device) * shape[-1] ** -0.5).to(self.dtype)
+        return drawn.contiguous(memory_format=layout).requires_grad_()
+
+
+class Run(NamedTuple):
+    """A function and what it is called with, all leaves that want a gradient."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+
+class Runs(NamedTuple):
+    """The ways to do one operation: our operator, plain torch, and what is replaced."""
+
+    ours: Run
+    plain: Run
+    dense: Run
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size.
+
+    Attributes:
+        labels: the values of LABELS, for the table; they tell cases apart.
+        sizes: what the dispatch function of this op is asked with.
+        vectors: rows of its products, positions of a convolution.
+        width: the fewest features that go in or come out of a product; 0 for attention.
+        operations: of the sketched forward, two to a multiply-add.
+        traffic: numbers that its forward reads and writes, without the latent.
+        build: makes the inputs, in memory, and returns the ways to run.
+        compiled: whether torch.compile is tried.
+    """
+
+    labels: dict[str, Any]
+    sizes: dict[str, Any]
+    vectors: int
+    width: int
+    operations: float
+    traffic: int
+    build: Callable[[Draw], Runs]
+    compiled: bool = True
+
+    @property
+    def tier(self) -> int:
+        """0 for what shows most, else 1."""
+        first = {"favor": FIRST_LENGTHS, "conv2d": IMAGES}.get(self.labels["op"], FIRST_ROWS)
+        return int(self.labels["rows"] not in first or self.labels["ratio"] not in (None, FIRST_RATIO))
+
+    def contenders(self, stage: str, dtype: str, *, on_cuda: bool) -> list[str]:
+        """Who takes part in a stage, in one of DTYPES."""
+        if stage == COMPILED:
+            return ["compiled"]
+        if not on_cuda:
+            return ["operator", "two products", "dense"]
+        # Which device makes no difference where a kernel is asked for.
+        device = dispatch.DeviceClass(0.0, 0.0, 0.0, 0)
+        found = choice(self.labels["op"], self.sizes, device, dtype, forced="triton")
+        return [*(["triton"] if found != "torch" else []), "two products", "dense"]
+
+    def picks(self, dtype: str, device: dispatch.DeviceClass | None) -> str:
+        """The contender that a layer is served by under PANTHER_COMPILE_KERNEL=auto; None is a CPU.
+
+        As `has_kernel` of the operators says it: the decode kernels are only taken where they are asked for.
+        """
+        if device is None or choice(self.labels["op"], self.sizes, device, dtype) != "fused":
+            return "two products"
+        return "triton"
+
+
+def choice(
+    op: str, sizes: dict[str, Any], device: dispatch.DeviceClass, dtype: str, forced: str = "auto"
+) -> str:
+    """What kernels/dispatch.py answers for a case in one of DTYPES: "fused", "decode" or "torch"."""
+    if op == "favor":
+        return dispatch.choose_attention(DTYPES[dtype], **sizes, forced=forced)
+    choose = dispatch.choose_conv2d if op == "conv2d" else dispatch.choose_linear
+    return choose(device, DTYPES[dtype], precision_of(dtype), **sizes, forced=forced)
+
+
+def labels(*values: Any) -> dict[str, Any]:
+    """The values of LABELS, by name."""
+    return dict(zip(LABELS, values, strict=True))
+
+
+def pair_rank(inputs: int, outputs: int, ratio: float) -> int:
+    """The largest r with r (I + O) <= ratio I O."""
+    return max(1, int(ratio * inputs * outputs / (inputs + outputs)))
+
+
+def pivoted_rank(inputs: int, outputs: int, ratio: float) -> int:
+    """The largest r with r (I + O - r) <= ratio I O."""
+    total = inputs + outputs
+    root = math.sqrt(total * total - 4 * ratio * inputs * outputs)
+    return max(1, min(inputs - 1, int((total - root) / 2)))
+
+
+def linear_case(model: str, inputs: int, outputs: int, rows: int, ratio: float, form: str) -> Case:
+    """One layer, as a plain pair or pivoted."""
+    start = 0 if form == "pivoted" else None
+    rank = (pair_rank if start is None else pivoted_rank)(inputs, outputs, ratio)
+    columns = inputs if start is None else inputs - rank
+
+    def ours(x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        return sketched_linear(x, down, up, bias, start=start)
+
+    def plain(x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        if start is None:
+            return reference.pair_linear(x, down, up, bias)
+        if torch.compiler.is_compiling():  # as the layer does
+            return reference.pivoted_linear_by_rows(x, down, up, bias, start=start)
+        return reference.pivoted_linear(x, down, up, bias, start=start)
+
+    def build(draw: Draw) -> Runs:
+        x, bias = draw(rows, inputs), draw(outputs)
+        given = (x, draw(rank, columns), draw(outputs, rank), bias)
+        return Runs(Run(ours, given), Run(plain, given), Run(F.linear, (x, draw(outputs, inputs), bias)))
+
+    stored = rank * (columns + outputs)
+    return Case(
+        labels("linear", model, f"{inputs}->{outputs}", rows, form, ratio, rank),
+        {"rows": rows, "ranks": (rank,), "features": (inputs, outputs), "extra": start is not None},
+        rows,
+        min(inputs, outputs),
+        2.0 * rows * stored,
+        rows * (inputs + outputs) + stored + outputs,
+        build,
+    )
+
+
+def projections_case(model: str, inputs: int, outputs: Sequence[int], rows: int, ratio: float) -> Case:
+    """The projections of attention, plain pairs; dense they are one layer."""
+    ranks = tuple(pair_rank(inputs, out, ratio) for out in outputs)
+
+    def ours(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        layers = [Factors(down, up, None, None) for down, up in zip(factors[::2], factors[1::2], strict=True)]
+        return tuple(sketched_multi_linear(x, layers))
+
+    def plain(x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        return tuple(reference.pair_linear(x, down, up, None) for down, up in pairs)
+
+    def build(draw: Draw) -> Runs:
+        x = draw(rows, inputs)
+        given = [x]
+        for out, rank in zip(outputs, ranks, strict=True):
+            given += [draw(rank, inputs), draw(out, rank)]
+        dense = (x, draw(sum(outputs), inputs))
+        return Runs(Run(ours, tuple(given)), Run(plain, tuple(given)), Run(F.linear, dense))
+
+    stored = sum(rank * (inputs + out) for out, rank in zip(outputs, ranks, strict=True))
+    shape = f"{inputs}->{'+'.join(map(str, outputs))}"
+    return Case(
+        labels("multi_linear", model, shape, rows, "pair", ratio, list(ranks)),
+        {"rows": rows, "ranks": ranks, "features": (inputs, sum(outputs)), "extra": False},
+        rows,
+        min(inputs, *outputs),
+        2.0 * rows * stored,
+        rows * (inputs + sum(outputs)) + stored,
+        build,
+    )
+
+
+def conv2d_case(model: str, shape: tuple[int, ...], images: int, ratio: float) -> Case:
+    """A convolution as kh x kw -> 1 x 1, channels last."""
+    inputs, outputs, taps, stride, size = shape
+    rank, pad = pair_rank(inputs * taps * taps, outputs, ratio), taps // 2
+    side = (size + 2 * pad - taps) // stride + 1
+    positions = images * side * side
+
+    def ours(x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        return sketched_conv2d(x, down, up, bias, stride=(stride, stride), padding=(pad, pad))
+
+    def plain(x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(x, down, None, stride, pad), up, bias)
+
+    def dense(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(x, weight, bias, stride, pad)
+
+    def build(draw: Draw) -> Runs:
+        # The weights too, as model.to(memory_format=...) would have them, else cuDNN copies them each time.
+        last = torch.channels_last
+        x, bias = draw(images, inputs, size, size, layout=last), draw(outputs)
+        down, up = draw(rank, inputs, taps, taps, layout=last), draw(outputs, rank, 1, 1, layout=last)
+        weight = draw(outputs, inputs, taps, taps, layout=last)
+        given = (x, down, up, bias)
+        return Runs(Run(ours, given), Run(plain, given), Run(dense, (x, weight, bias)))
+
+    stored = rank * (inputs * taps * taps + outputs)
+    return Case(
+        labels(
+            "conv2d",
+            model,
+            f"{inputs}->{outputs} {taps}x{taps}/{stride} {size}",
+            images,
+            "channel",
+            ratio,
+            rank,
+        ),
+        {"positions": positions, "rank": rank, "channels": (inputs, outputs), "taps": taps * taps},
+        positions,
+        min(inputs, outputs),
+        2.0 * positions * stored,
+        images * inputs * size * size + positions * outputs + stored + outputs,
+        build,
+    )
+
+
+def attention_case(model: str, length: int, causal: bool) -> Case:
+    """Random-feature attention; "dense" is exact attention, "two products" the reference in torch."""
+    heads, head_dim, features = ATTENTION[model]
+    form = "causal" if causal else "both"
+
+    def build(draw: Draw) -> Runs:
+        given = tuple(draw(1, heads, length, head_dim) for _ in range(3))
+        generator = torch.Generator().manual_seed(0)
+        directions = reference.favor_directions(features, head_dim, generator).to(draw.device, draw.dtype)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return favor_attention(q, k, v, directions, causal=causal)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return reference.favor_attention(q, k, v, directions, causal=causal)
+
+        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return Runs(Run(ours, given), Run(plain, given), Run(exact, given))
+
+    return Case(
+        labels("favor", model, f"{heads}x{head_dim}, {features} features", length, form, None, features),
+        {"head_dim": head_dim, "columns": head_dim},
+        length,
+        0,
+        2.0 * heads * length * features * 4 * head_dim,
+        4 * heads * length * head_dim,
+        build,
+        compiled=not causal,  # its loop over chunks is unrolled: minutes of compiling for one number
+    )
+
+
+def all_cases(models: Sequence[str] = (), rows: Sequence[int] = (), *, quick: bool = False) -> Iterator[Case]:
+    """Every case of some models (none given: all), at some rows; `quick`: one shape of each kind."""
+    few = 1 if quick else None
+    rows = rows or ((1, 64) if quick else ROWS)
+    ratios = (FIRST_RATIO,) if quick else RATIOS
+    for model in models or (("BERT-base", "ResNet-50") if quick else MODELS):
+        for shape, row, ratio, form in itertools.product(
+            LINEAR.get(model, ())[:few], rows, ratios, ("pair", "pivoted")
+        ):
+            yield linear_case(model, *shape, row, ratio, form)
+        for row, ratio in itertools.product(rows, ratios) if model in PROJECTIONS else ():
+            yield projections_case(model, *PROJECTIONS[model], row, ratio)
+        for length, causal in itertools.product(LENGTHS[:few], (False, True)) if model in ATTENTION else ():
+            yield attention_case(model, length, causal)
+        shapes = CONV2D.get(model, ())
+        for conv, images, ratio in itertools.product(shapes[3:4] if quick else shapes, IMAGES[:few], ratios):
+            yield conv2d_case(model, conv, images, ratio)
+
+
+def interleaved(cases: Sequence[Case]) -> list[Case]:
+    """Every shape and form in turn, its sizes in a drawn order, so that any beginning is a fair sample."""
+    groups = defaultdict(list)
+    for case in random.Random(0).sample(list(cases), len(cases)):
+        groups[tuple(case.labels[key] for key in ("op", "model", "shape", "form"))].append(case)
+    turns = itertools.zip_longest(*groups.values())
+    return [case for turn in turns for case in turn if case is not None]
+
+
+def in_order(cases: Sequence[Case], *, compiled: bool) -> Iterator[tuple[Case, str]]:
+    """Cases with CHEAP or COMPILED, the contenders to be timed now: tier by tier, within it cheap first."""
+    for tier in (0, 1):
+        batch = interleaved([case for case in cases if case.tier == tier])
+        yield from ((case, CHEAP) for case in batch)
+        yield from ((case, COMPILED) for case in batch if compiled and case.compiled)

@@ -1,0 +1,401 @@
+"""The records of `kernels.py`: made into a table, judged by targets, and thresholds for kernels/dispatch.py.
+
+Everything here is a function of the list of records. A shape is one case in one type; it is judged on its
+forward and on its "training", forward and backward together. (The forward is the one without gradients: to
+keep the latent is not in it.)
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kernel_cases import DTYPES, LABELS, choice
+
+from panther_compile.kernels import dispatch
+
+Record = dict[str, Any]
+COLUMNS = ("dtype", *LABELS, "pass")
+PASSES = ("forward", "training")
+PRODUCTS = ("two products", "compiled")
+# How far a kernel's results may be from those of plain torch, relatively, before it is listed. Half types
+# round the latent and the products; random-feature attention has exponentials of them in torch.
+DIFFERENCES = {"bf16": 0.03, "fp16": 0.01, "tf32": 0.01, "fp32": 1e-4}
+# The balances and rows tried: steps of an eighth or less, and 0, where no kernel is taken.
+BALANCES = (0.0, *(round(4 * 1.12**step, 1) for step in range(56)))
+FILLS = tuple(round(64 * 2 ** (step / 2)) for step in range(19))
+GROUPS = {"half_balance": ("bf16", "fp16"), "tf32_balance": ("tf32",), "ieee_balance": ("fp32",)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One case in one type.
+
+    Attributes:
+        about: any of its records.
+        times: pass to contender to microseconds; "picked" is what dispatch picks, "roofline" the bound.
+    """
+
+    about: Record
+    times: dict[str, dict[str, float]]
+
+    @property
+    def title(self) -> str:
+        """One line to tell it by."""
+        about = {name: self.about[name] for name in COLUMNS[:-1]}
+        return "{dtype} {op} {model} {shape}, rows {rows}, {form}, ratio {ratio}, rank {rank}".format(**about)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers."""
+        rank = self.about["rank"]
+        return max(rank) if isinstance(rank, list) else rank
+
+    def gain(self, direction: str, one: str, others: Sequence[str]) -> tuple[float, str] | None:
+        """How many times as fast `one` is as the fastest of the others, and which; None if not measured."""
+        times = self.times[direction]
+        best = min((name for name in others if name in times), key=times.__getitem__, default=None)
+        if best is None or one not in times:
+            return None
+        return times[best] / times[one], best
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing that is wanted.
+
+    Attributes:
+        title: what it says.
+        wanted: the least gain.
+        subject: whose, "picked" or "triton", decides.
+        others: over the fastest of these.
+        applies: to which shapes.
+    """
+
+    title: str
+    wanted: float
+    subject: str
+    others: tuple[str, ...]
+    applies: Callable[[Shape], bool]
+
+
+def is_small(shape: Shape) -> bool:
+    """Rank at most 256, or at most 64 rows."""
+    return shape.rank <= 256 or shape.about["vectors"] <= 64
+
+
+def is_wide(shape: Shape) -> bool:
+    """A product of 4096 features or more on either side, at ratio .5."""
+    return shape.about["width"] >= 4096 and shape.about["ratio"] == 0.5
+
+
+def is_large(shape: Shape) -> bool:
+    """4096 rows or more of 2048 features or more on either side."""
+    return shape.about["vectors"] >= 4096 and shape.about["width"] >= 2048
+
+
+TARGETS = (
+    Target(
+        "what dispatch picks is at least 0.97 x as fast as the best alternative",
+        *(0.97, "picked", PRODUCTS, lambda shape: True),
+    ),
+    Target(
+        "the kernel is 1.15 x as fast as the best two products, at rank <= 256 or rows <= 64",
+        *(1.15, "triton", PRODUCTS, is_small),
+    ),
+    Target(
+        "what dispatch picks is 1.7 x as fast as dense, at ratio .5 of 4096 and more features",
+        *(1.7, "picked", ("dense",), is_wide),
+    ),
+    Target(
+        "what dispatch picks reaches 80 % of the roofline, at 4096 rows and 2048 features or more",
+        *(0.8, "picked", ("roofline",), is_large),
+    ),
+)
+
+
+def shapes_of(records: Sequence[Record]) -> list[Shape]:
+    """The shapes of records without an error, each with the times there are."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        if "error" not in record:
+            groups[tuple(str(record[name]) for name in COLUMNS[:-1])].append(record)
+    shapes = []
+    for group in groups.values():
+        single: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+        for record in group:
+            single[record["pass"]][record["contender"]] = record["microseconds"]
+            single[record["pass"]]["roofline"] = record["roofline"]
+        for times in single.values():
+            if group[0]["picks"] in times:
+                times["picked"] = times[group[0]["picks"]]
+        forward, backward = single.values()
+        training = {name: forward[name] + backward[name] for name in forward if name in backward}
+        shapes.append(Shape(group[0], {"forward": forward, "training": training}))
+    return shapes
+
+
+def of_one_machine(records: Sequence[Record]) -> list[Record]:
+    """The records of the device and torch of the last one: times of others do not compare."""
+    return [one for one in records if all(one[name] == records[-1][name] for name in ("device", "torch"))]
+
+
+def gains(target: Target, subject: str, shapes: Sequence[Shape]) -> Iterator[tuple[float, str, Shape, str]]:
+    """The gain of each shape and pass that a target applies to, over which, of what shape, in which pass."""
+    for shape in shapes:
+        for direction in PASSES if target.applies(shape) else ():
+            found = shape.gain(direction, subject, target.others)
+            if found:
+                yield *found, shape, direction
+
+
+def summary(records: Sequence[Record], left: int = 0) -> str:
+    """The beginning of the report; `left` is the number of cases there was no time for."""
+    if not records:
+        return "# Kernels\n\nNothing was measured.\n"
+    kept = of_one_machine(records)
+    shapes = shapes_of(kept)
+    sections = (_head(kept, len(records) - len(kept), left), _targets(shapes), _dispatch(shapes))
+    lines = [line for section in (*sections, _differences(kept), _errors(kept)) for line in section]
+    return "\n".join(lines) + "\n"
+
+
+def details(records: Sequence[Record]) -> str:
+    """The rest of the report: every shape that misses a target, and the table of all times."""
+    if not records:
+        return ""
+    kept = of_one_machine(records)
+    return "\n".join(_missed(shapes_of(kept))) + "\n\n" + _table(kept)
+
+
+def _head(records: Sequence[Record], others: int, left: int) -> Iterator[str]:
+    said = {
+        name: ", ".join(sorted({str(one[name]) for one in records}))
+        for name in ("device", "torch", "triton", "cuda", "commit", "date")
+    }
+    yield "# Kernels"
+    yield ""
+    yield "{device}, torch {torch}, Triton {triton}, CUDA {cuda}, commit {commit}, {date}.".format(**said)
+    shapes = shapes_of(records)
+    compiled = sum("compiled" in shape.times["forward"] for shape in shapes)
+    yield f"{len(records)} times of {len(shapes)} shapes, {compiled} of them with torch.compile."
+    if left:
+        yield f"There was no time for {left} others (a case in a type, with or without torch.compile)."
+    if others:
+        yield f"{others} times of another device or torch are left out."
+
+
+def _targets(shapes: Sequence[Shape]) -> Iterator[str]:
+    yield ""
+    yield "## Targets"
+    yield ""
+    yield "Shapes and passes (forward; training, forward and backward) that reach it, of those measured."
+    yield "The bold number decides."
+    yield ""
+    yield "| target | what dispatch picks | the Triton kernel |"
+    yield "|---|--:|--:|"
+    for target in TARGETS:
+        cells = []
+        for subject in ("picked", "triton"):
+            found = [one[0] for one in gains(target, subject, shapes)]
+            cell = f"{sum(gain >= target.wanted for gain in found)} of {len(found)}"
+            cells.append(f"**{cell}**" if subject == target.subject else cell)
+        yield f"| {target.title} | {' | '.join(cells)} |"
+
+
+def _missed(shapes: Sequence[Shape]) -> Iterator[str]:
+    yield "## Missed"
+    for target in TARGETS:
+        found = [one for one in gains(target, target.subject, shapes) if one[0] < target.wanted]
+        yield ""
+        yield (
+            f"{target.title[0].upper()}{target.title[1:]}; {len(found)} are not:"
+            if found
+            else (f"Not one misses: {target.title}.")
+        )
+        yield ""
+        for gain, best, shape, direction in sorted(found, key=lambda miss: miss[0]):
+            yield f"- {gain:.2f} x {best}: {shape.title}, {direction} (picked: {shape.about['picks']})"
+
+
+def _dispatch(shapes: Sequence[Shape]) -> Iterator[str]:
+    yield ""
+    yield "## Dispatch"
+    yield ""
+    both = [shape for shape in shapes if {"triton", "two products"} <= shape.times["forward"].keys()]
+    if not both:
+        yield "No shape has both a kernel and two products, so there is nothing to judge."
+        return
+    yield from _losses(both)
+    yield ""
+    for others in [("two products",), PRODUCTS] if any_compiled(both) else [("two products",)]:
+        yield f"Thresholds that would have lost least, {' and '.join(others)} standing for torch:"
+        yield ""
+        yield from _fitted(both, others)
+        yield ""
+    yield from _decode(both)
+
+
+def any_compiled(shapes: Sequence[Shape]) -> bool:
+    """Whether torch.compile was timed on one of them."""
+    return any("compiled" in times for shape in shapes for times in shape.times.values())
+
+
+def _losses(shapes: Sequence[Shape]) -> Iterator[str]:
+    for direction in PASSES:
+        found = [(shape.gain(direction, "picked", ("triton", "two products")), shape) for shape in shapes]
+        ratios = {id(shape): 1 / gain[0] for gain, shape in found if gain}
+        wrong = [ratio for ratio in ratios.values() if ratio > 1]
+        if not ratios:
+            continue
+        text = f"{direction}: picked the slower one in {len(wrong)} of {len(ratios)}"
+        if wrong:
+            worst = max((shape for shape in shapes if id(shape) in ratios), key=lambda one: ratios[id(one)])
+            text += (
+                f", which cost {statistics.geometric_mean(wrong):.2f} x in these, "
+                f"{statistics.geometric_mean(ratios.values()):.3f} x over all, at worst "
+                f"{max(wrong):.2f} x ({worst.title})"
+            )
+        yield f"- {text}"
+
+
+def takes(shape: Shape, device: dispatch.DeviceClass) -> bool:
+    """Whether dispatch would take the kernel if it had these thresholds."""
+    return choice(shape.about["op"], shape.about["sizes"], device, shape.about["dtype"]) == "fused"
+
+
+def losses(shape: Shape, others: Sequence[str]) -> dict[bool, float]:
+    """Whether the kernel is taken, to the logarithm of what that loses, summed over passes."""
+    found = [shape.gain(direction, "triton", others) for direction in PASSES]
+    logs = [math.log(gain[0]) for gain in found if gain]
+    return {True: sum(max(0.0, -gain) for gain in logs), False: sum(max(0.0, gain) for gain in logs)}
+
+
+def has_threshold(shape: Shape) -> bool:
+    """Whether the thresholds decide who serves it: neither attention nor rows for the decode kernels."""
+    return shape.about["op"] == "conv2d" or (
+        shape.about["op"] != "favor" and shape.about["vectors"] > dispatch.MAX_DECODE_ROWS
+    )
+
+
+def fit(
+    shapes: Sequence[Shape], now: dispatch.DeviceClass, others: Sequence[str] = ("two products",)
+) -> dispatch.DeviceClass:
+    """The thresholds that lose least on these shapes.
+
+    A plain grid: for each number of rows in FILLS, the balance of each precision in BALANCES with the least
+    sum of `losses`; then the rows with the least sum over precisions. The choice is made by the functions of
+    kernels/dispatch.py themselves. The values of `now` are in the grid, and of values that lose alike the one
+    nearest to them is kept, so what was not measured does not change.
+    """
+    judged = [(shape, losses(shape, others)) for shape in shapes if has_threshold(shape)]
+    groups = {
+        name: [(shape, lost) for shape, lost in judged if shape.about["dtype"] in dtypes]
+        for name, dtypes in GROUPS.items()
+    }
+
+    def best_for(fill: int) -> tuple[float, dispatch.DeviceClass]:
+        total, device = 0.0, replace(now, fill=fill)
+        for name, group in groups.items():
+            old = getattr(now, name)
+            tried = {}
+            for balance in (old, *BALANCES) if group else ():
+                device = replace(device, **{name: balance})
+                tried[balance] = round(sum(lost[takes(shape, device)] for shape, lost in group), 9)
+            best = min(tried, key=lambda value: (tried[value], abs(value - old)), default=old)
+            total, device = total + tried.get(best, 0.0), replace(device, **{name: best})
+        return total, device
+
+    found = [best_for(fill) for fill in (now.fill, *FILLS)]
+    return min(found, key=lambda one: (one[0], abs(one[1].fill - now.fill)))[1]
+
+
+def _fitted(shapes: Sequence[Shape], others: Sequence[str]) -> Iterator[str]:
+    now = dispatch.DeviceClass(**shapes[-1].about["thresholds"])
+    fitted = fit(shapes, now, others)
+    judged = [shape for shape in shapes if has_threshold(shape)]
+    passes = max(1, sum(shape.gain(one, "triton", others) is not None for shape in judged for one in PASSES))
+    old, new = (
+        math.exp(sum(losses(shape, others)[takes(shape, device)] for shape in judged) / passes)
+        for device in (now, fitted)
+    )
+    values = ", ".join(str(getattr(fitted, field.name)) for field in fields(fitted))
+    yield f"    {shapes[-1].about['capability']}: DeviceClass({values}),"
+    yield ""
+    yield f"With it the {len(judged)} shapes lose {new:.4f} x (geometric mean), with today's {old:.4f} x."
+    for name, dtypes in GROUPS.items():
+        if not any(shape.about["dtype"] in dtypes for shape in judged):
+            yield f"{name} was not measured and is today's."
+
+
+def _decode(shapes: Sequence[Shape]) -> Iterator[str]:
+    few = [
+        shape
+        for shape in shapes
+        if shape.about["op"] not in ("favor", "conv2d") and shape.about["vectors"] <= dispatch.MAX_DECODE_ROWS
+    ]
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for shape in few:
+        gain = shape.gain("forward", "triton", ("two products",))
+        several = len(shape.about["sizes"]["ranks"]) > 1
+        kind = (
+            "several layers" if several else "pivoted" if shape.about["sizes"]["extra"] else "single layers"
+        )
+        if gain:
+            kinds[kind].append(gain[0])
+    yield f"The decode kernels, forward, at most {dispatch.MAX_DECODE_ROWS} rows (time of the device alone):"
+    yield ""
+    for kind, found in kinds.items():
+        mean = statistics.geometric_mean(found)
+        faster = sum(one > 1 for one in found)
+        verdict = "take them" if mean > 1 else "leave them"
+        yield (
+            f"- {kind}: {mean:.2f} x two products (geometric mean), faster in {faster} of {len(found)}, "
+            f"{min(found):.2f} to {max(found):.2f} x: {verdict}"
+        )
+
+
+def _differences(records: Sequence[Record]) -> Iterator[str]:
+    compared = [one for one in records if "difference" in one]
+    far = [one for one in compared if not one["difference"] <= DIFFERENCES[one["dtype"]]]  # NaN is far
+    yield ""
+    yield "## Results"
+    yield ""
+    yield f"{len(compared) - len(far)} of {len(compared)} agree with plain torch within rounding."
+    hosts: dict[str, list[float]] = defaultdict(list)
+    for one in records:
+        if "host" in one and one["pass"] == "forward":
+            hosts[one["contender"]].append(one["host"])
+    said = ", ".join(f"{name} {statistics.median(found):.0f}" for name, found in hosts.items())
+    yield f"Median microseconds of the processor to launch a forward, not in the times: {said}."
+    for one in far:
+        yield f"- {one['difference']:.2g}: {' '.join(str(one[name]) for name in COLUMNS)}"
+
+
+def _errors(records: Sequence[Record]) -> Iterator[str]:
+    found = [one for one in records if "error" in one]
+    yield ""
+    yield "## Errors"
+    yield ""
+    yield f"{len(found)}." if found else "None."
+    for one in found:
+        yield f"- {' '.join(str(one[name]) for name in ('contender', *COLUMNS))}: {one['error']}"
+
+
+def _table(records: Sequence[Record]) -> str:
+    """A row for each case and pass, a column for each contender: microseconds (share of the roofline)."""
+    names = list(dict.fromkeys(one["contender"] for one in records))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in records:
+        place = rows.setdefault(tuple(str(one[name]) for name in COLUMNS), {})
+        place["picks"] = one["picks"]
+        share = 0.0 if "error" in one else one["roofline"] / one["microseconds"]
+        place[one["contender"]] = "error" if "error" in one else f"{one['microseconds']:.1f} ({share:.0%})"
+    order = {name: place for place, name in enumerate(DTYPES)}
+    ordered = sorted(rows.items(), key=lambda row: order[row[0][0]])
+    lines = [(*COLUMNS, "picks", *names), ("---",) * (len(COLUMNS) + 1 + len(names))]
+    lines += [(*key, *(row.get(name, "") for name in ("picks", *names))) for key, row in ordered]
+    head = "## Times\n\nMicroseconds (share of the roofline).\n\n"
+    return head + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
