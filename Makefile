@@ -2,6 +2,7 @@
 # make bench  time the layers          make clean   remove what was built; .venv stays
 # make bench-accuracy   what compression costs in accuracy, beside other methods
 # make test-slow        what takes long: large models, many processes, thousands of graphs
+# make gpu              on a machine with a GPU, with the torch that it has: its tests, then time the kernels
 #
 # The first run makes .venv and fills it; later runs start at once.
 # Another Python:  make test PYTHON=python3.13 VENV=.venv313
@@ -26,7 +27,7 @@ TEST_STAMP  := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint bench bench-accuracy clean
+.PHONY: demo test test-slow gpu lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
 
 demo: $(DEMO_STAMP)
@@ -37,6 +38,13 @@ test: lint
 
 test-slow: $(TEST_STAMP)
 	@$(PY) -m pytest -q -m slow $(ARGS)
+
+# Nothing is installed: the machine may be there for minutes, and without a network.
+gpu:
+	@rm -rf build/gpu && mkdir -p build/gpu/panther_compile
+	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/gpu/panther_compile
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider
+	@PYTHONPATH="$(CURDIR)/build/gpu" PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/kernels.py $(ARGS)
 
 # mypy reads the tree as it is installed: passes/ and kernels/ below panther_compile/.
 lint: $(TEST_STAMP)

@@ -1,11 +1,13 @@
 """Time the Triton kernels beside cuBLAS, torch.compile and the dense layer; JSON lines and a Markdown report.
 
-On a machine that is lent for minutes, with no network and nothing installed but torch and Triton, from the
-root of the repository (the first three lines make the package importable, as `make lint` does):
+On a machine that is there for minutes, with no network and nothing installed but torch and Triton, from the
+root of the repository:
 
-    mkdir -p /tmp/site/panther_compile
-    ln -sfn $PWD/panther_compile/* $PWD/passes $PWD/kernels /tmp/site/panther_compile
-    export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
+    make gpu ARGS="--seconds 540 --output $OUT --no-compiled --commit NAME"
+
+runs the tests marked gpu and then this file; by itself, with the package importable as `make gpu` makes it:
+
+    export PYTHONPATH=build/gpu PYTHONUNBUFFERED=1
     python3 benchmarks/kernels.py --seconds 540 --output $OUT --no-compiled --commit NAME
 
 A second command goes on where the first stopped, from its kernels.jsonl; what it adds is in one file with it:

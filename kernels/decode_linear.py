@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from panther_compile.kernels.autotune import configs_for
-from panther_compile.kernels.factor_set import Factors
+from panther_compile.kernels.factor_set import Factors, packed
 from panther_compile.kernels.sketched_linear import empty_sets, load_up, store_latent, store_output
 
 MAX_ROWS = 16
@@ -232,7 +232,7 @@ def decode_linear_forward(
     max_rank, max_outputs = max(one.rank for one in sets), max(one.outputs for one in sets)
     parts_GKBR = torch.empty(len(sets), _SPLITS, B, max_rank, dtype=torch.float32, device=x_BI.device)
     parts = tuple(parts_GKBR.unbind())
-    strides = (*x_BI.stride(), tuple(sets), parts, parts_GKBR.stride(1), parts_GKBR.stride(2))
+    strides = (*x_BI.stride(), packed(sets), parts, parts_GKBR.stride(1), parts_GKBR.stride(2))
     rows = 1 if B == 1 else MAX_ROWS  # a matrix unit takes sixteen, or none
     shared = {"SETS": len(sets), "ROWS": rows, "SPLITS": _SPLITS, "PRECISION": precision}
 

@@ -2,6 +2,7 @@
 
 # B rows, I in_features, O out_features, R rank, S = I - R in the pivoted form, else I
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class FactorSet(NamedTuple):
         residual_strides: of B, O.
         out_strides: of B, O.
         latent_strides: of B, R.
+        last: None, see `packed`.
     """
 
     down: Any
@@ -92,6 +94,17 @@ class FactorSet(NamedTuple):
     residual_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
     latent_strides: tuple[int, ...]
+    last: None = None
+
+
+def packed(sets: Iterable[FactorSet]) -> tuple[FactorSet | None, ...]:
+    """The sets as a kernel takes them.
+
+    Triton 3.6 puts constants (None, a stride of 1) into the tuples of a kernel one after the other, and types a
+    tuple anew only when one is put into itself: the types of tuples in it are stale, and a loop, which goes by
+    types, loses those strides. A constant at the end of each tuple has it typed last.
+    """
+    return (*sets, None)
 
 
 def factor_set(

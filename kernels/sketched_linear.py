@@ -24,7 +24,7 @@ from torch import Tensor
 
 from panther_compile.kernels.activations import activate
 from panther_compile.kernels.autotune import configs_for
-from panther_compile.kernels.factor_set import Factors, FactorSet, factor_set
+from panther_compile.kernels.factor_set import Factors, FactorSet, factor_set, packed
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def launch_sets(
         I,
         B.bit_length(),
         *x_BI.stride(),
-        tuple(sets),
+        packed(sets),
         SETS=len(sets),
         ACTIVATION=activation,
         PRECISION=precision,

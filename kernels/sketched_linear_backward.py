@@ -23,7 +23,7 @@ from torch import Tensor
 
 from panther_compile.kernels.activations import activate, activation_slope
 from panther_compile.kernels.autotune import configs_for
-from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs, factor_set
+from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs, factor_set, packed
 from panther_compile.kernels.sketched_linear import latent_tile, launch_sets, load_up, store_latent
 
 _PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100
@@ -293,7 +293,7 @@ def input_grad(
         tuple(grads), strides, B, rows, max_rank, dtype.itemsize, tuple(transposed), **sizes
     )
     _input_grad_kernel[_tiles(B, in_features)](
-        gx, B, in_features, rows, max_rank, *gx.stride(), tuple(sets), **sizes
+        gx, B, in_features, rows, max_rank, *gx.stride(), packed(sets), **sizes
     )
     return gx, gzs
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.backend import panther
 from panther_compile.ops.linear import sketched_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -101,7 +102,7 @@ def test_fused_kernels_behind_inductor_on_a_gpu(kernel, dtype, monkeypatch):
     monkeypatch.setenv("PANTHER_COMPILE_KERNEL", kernel)
     torch._dynamo.reset()
     small = pc.sketchify(gated().to("cuda", dtype), min_params=0, allow_slower=True, include="*")
-    compiled = torch.compile(small, backend="panther")
+    compiled = torch.compile(small, backend=panther)  # itself: `make gpu` installs nothing
     tolerance = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
     with torch.no_grad():
         for rows in (1, 16, 300, 5000):
