@@ -100,9 +100,9 @@ class FactorSet(NamedTuple):
 def packed(sets: Iterable[FactorSet]) -> tuple[FactorSet | None, ...]:
     """The sets as a kernel takes them.
 
-    Triton 3.6 puts constants (None, a stride of 1) into the tuples of a kernel one after the other, and types a
-    tuple anew only when one is put into itself: the types of tuples in it are stale, and a loop, which goes by
-    types, loses those strides. A constant at the end of each tuple has it typed last.
+    Triton 3.6 puts constants (None, a stride of 1) into the tuples of a kernel one after the other, and types
+    a tuple anew only when one is put into itself: the types of tuples in it are stale, and a loop, which goes
+    by types, loses those strides. A constant at the end of each tuple has it typed last.
     """
     return (*sets, None)
 
