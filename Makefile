@@ -27,7 +27,7 @@ TEST_STAMP  := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow gpu lint bench bench-accuracy clean
+.PHONY: demo test test-slow gpu gpu-test gpu-bench lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
 
 demo: $(DEMO_STAMP)
@@ -40,10 +40,17 @@ test-slow: $(TEST_STAMP)
 	@$(PY) -m pytest -q -m slow $(ARGS)
 
 # Nothing is installed: the machine may be there for minutes, and without a network.
-gpu:
-	@rm -rf build/gpu && mkdir -p build/gpu/panther_compile
+gpu: gpu-test gpu-bench
+
+build/gpu:
+	@mkdir -p build/gpu/panther_compile
 	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/gpu/panther_compile
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider
+
+gpu-test: build/gpu
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m "not slow" tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m gpu --ignore tests/kernels
+
+gpu-bench: build/gpu
 	@PYTHONPATH="$(CURDIR)/build/gpu" PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/kernels.py $(ARGS)
 
 # mypy reads the tree as it is installed: passes/ and kernels/ below panther_compile/.

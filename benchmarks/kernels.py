@@ -3,20 +3,17 @@
 On a machine that is there for minutes, with no network and nothing installed but torch and Triton, from the
 root of the repository:
 
-    make gpu ARGS="--seconds 540 --output $OUT --no-compiled --commit NAME"
+    make gpu-test         # PYTEST_ADDOPTS="-n 8" where pytest-xdist is installed
+    make gpu-bench ARGS="--seconds 540 --output $OUT --no-compiled --commit NAME"
 
-runs the tests marked gpu and then this file; by itself, with the package importable as `make gpu` makes it:
+`make gpu` does both. A second command goes on where the first stopped, from its kernels.jsonl; what it adds
+is in one file with it:
 
-    export PYTHONPATH=build/gpu PYTHONUNBUFFERED=1
-    python3 benchmarks/kernels.py --seconds 540 --output $OUT --no-compiled --commit NAME
-
-A second command goes on where the first stopped, from its kernels.jsonl; what it adds is in one file with it:
-
-    python3 benchmarks/kernels.py --seconds 540 --output $OUT --resume FILE/OF/THE/FIRST/kernels.jsonl
-    python3 benchmarks/kernels.py --seconds 540 --output $OUT --resume ... --dtypes tf32 fp32 --no-compiled
+    make gpu-bench ARGS="--seconds 540 --output $OUT --resume FILE/OF/THE/FIRST/kernels.jsonl"
+    make gpu-bench ARGS="--seconds 540 --output $OUT --resume ... --dtypes tf32 fp32 --no-compiled"
 
 A kernel that reads beyond its memory ends the CUDA context: the files are written, and the exit code is 3.
-`while python3 ... --seconds $((540 - SECONDS)) ...; [ $? = 3 ]; do :; done` uses the rest. Elsewhere:
+Elsewhere:
 
     python benchmarks/kernels.py                        everything: hours, most of them in torch.compile
     python benchmarks/kernels.py --quick                one shape of each kind
