@@ -1,9 +1,11 @@
 """The backend of `torch.compile(model, backend="panther")`; docs/compile.md says what it does for the user.
 
-    sketched model  ──►  merge, fuse                                    ──┐
-    dense model, inference:  lift its weights out of the inputs,          ├──►  inner backend ("inductor")
-                             fold batch norms, sketch, merge, fuse      ──┘
-    dense model, training  ──►  BackendError
+    inference:  lift weights out of the inputs; layers become module calls
+        sketched model  ──►  merge, fuse                                    ──┐
+        dense model     ──►  fold batch norms, sketch, merge, fuse          ──┼──►  inner backend ("inductor")
+    training:                                                                 │
+        sketched model  ──►  the user's passes                              ──┘
+        dense model     ──►  BackendError
 
 torch finds `panther` through the entry point `torch_dynamo_backends`, without an import by the user.
 """
