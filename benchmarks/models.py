@@ -16,6 +16,7 @@ the file of results is not measured again, so that a run that was cut short goes
 import argparse
 import functools
 import json
+import pickle
 import platform
 import resource
 import subprocess
@@ -55,6 +56,7 @@ HEADS += (
 COMPILED = ("model", "dense ms", "sketched ms", "speed-up", "sketched by Inductor ms")
 COMPILED += ("dense compile s", "sketched compile s", "over dense", "over Inductor")
 MEMORY = ("model", "dense peak MiB", "sketched peak MiB")
+PEAKS = ("dense_peak", "sketched_peak")
 MOST_COMPILE = 1.3  # times as long as Inductor
 
 
@@ -195,12 +197,12 @@ def memory(name: str, folder: Path) -> dict[str, Any]:
         path = folder / f"{kind}.pt"
         try:
             torch.save(each, path)
-        except RuntimeError as error:  # parametrized models refuse
-            return {"memory_error": str(error).partition(". ")[0]}
+        except (RuntimeError, AttributeError, pickle.PicklingError) as error:  # parametrized, hooked, ...
+            return {"memory_error": str(error).partition(". ")[0], **dict.fromkeys(PEAKS)}
         torch.save(inputs, path.with_suffix(".inputs"))
         run = worker(["--run", str(path)])
         if "error" in run:
-            return {"memory_error": run["error"]}
+            return {"memory_error": run["error"], **dict.fromkeys(PEAKS)}
         found[f"{kind}_peak"] = run["peak"]
     return found
 
@@ -235,7 +237,7 @@ def memory_row(name: str, found: dict[str, Any]) -> str:
     """A line of the table of peak memory."""
     if "memory_error" in found:
         return f"| {name} | {found['memory_error']} | |"
-    cells = [f"{found[key] / 2**20:.1f}" for key in ("dense_peak", "sketched_peak")]
+    cells = [f"{found[key] / 2**20:.1f}" for key in PEAKS]
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
@@ -298,7 +300,7 @@ def report(names: list[str], options: argparse.Namespace, seconds: float) -> Ite
     yield ""
     yield from _heading(HEADS)
     results = Results(options.results)
-    keys = ("dense_again", *(("by_inductor_compile",) * options.compile), *(("dense_peak",) * options.memory))
+    keys = ("dense_again", *(("by_inductor_compile",) * options.compile), *(PEAKS if options.memory else ()))
     rows = {}
     for name in names:
         found = results.find(name, keys)
