@@ -57,15 +57,15 @@ def merge_shared_inputs(graph_module: fx.GraphModule, *, device_type: str = "cud
         return PassResult(graph_module, 0)
     calls = Counter(node.target for node in graph_module.graph.nodes if node.op == "call_module")
     count = 0
-    for nodes in list(_groups(graph_module)):
-        layers = [_layer(graph_module, node) for node in nodes]
-        held_twice = any(calls[node.target] > 1 for node in nodes)
-        if len(_distinct(layers)) == 1 or (
-            next(layers[0].parameters()).device.type == device_type
-            and not held_twice
-            and _is_worthwhile(layers, rows_of(nodes[0]))
-        ):
-            _merge(graph_module, nodes, layers)
+    for group in list(_groups(graph_module)):
+        device = next(_layer(graph_module, group[0]).parameters()).device
+        held_twice = any(calls[node.target] > 1 for node in group)
+        layers = [_layer(graph_module, node) for node in group]
+        merges_all = (
+            device.type == device_type and not held_twice and _is_worthwhile(layers, rows_of(group[0]))
+        )
+        for nodes in [group] if merges_all else _with_shared_factor(graph_module, group):
+            _merge(graph_module, nodes, [_layer(graph_module, node) for node in nodes])
             count += len(nodes)
     return PassResult(graph_module, count)
 
@@ -84,6 +84,14 @@ def _groups(graph_module: fx.GraphModule) -> Iterator[list[fx.Node]]:
             like = layer.weight if isinstance(layer, nn.Linear) else layer.down.weight
             groups[node.args[0], writes, _kind(layer), like.dtype, like.device].append(node)
     yield from (nodes for nodes in groups.values() if len(nodes) > 1)
+
+
+def _with_shared_factor(graph_module: fx.GraphModule, group: list[fx.Node]) -> list[list[fx.Node]]:
+    """Those of a group that share their first factor with another one, by factor."""
+    shared: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in group:
+        shared[_first_factor(_layer(graph_module, node))].append(node)
+    return [nodes for nodes in shared.values() if len(nodes) > 1]
 
 
 def _layer(graph_module: fx.GraphModule, node: fx.Node) -> Layer:

@@ -201,6 +201,15 @@ def test_on_other_devices_only_layers_that_share_a_factor_are_merged():
     assert len([node for node in merged.graph.nodes if node.target == "q.down"]) == 1
 
 
+@pytest.mark.parametrize("form", [LEADING, TRAILING, PAIR])
+def test_layers_that_share_a_factor_are_merged_beside_one_that_does_not(form):
+    layers = three([form] * 3, ranks=(8, 8, 8))
+    layers["v"].down = layers["q"].down
+    merged = apply(merge_shared_inputs, traced(gated, **layers), torch.randn(2, 3, 32), 2)
+    assert [node.target for node in merged.graph.nodes if node.op == "call_module"].count("q.down") == 1
+    assert not hasattr(merged, "q_merged")
+
+
 @pytest.mark.parametrize("case", ["training", "written between", "other input", "hooked", "called again"])
 def test_merge_leaves_alone(case):
     def forward(m, x):
