@@ -243,13 +243,13 @@ def test_the_compiled_contender(monkeypatch):
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
     bench = kernels.Bench(torch.device("cpu"), "fp32", True)
     wanted = [("compiled", "forward"), ("compiled", "backward")]
-    for form in ("pair", "pivoted"):
-        found = list(kernels.measure(linear_case("m", 32, 24, 4, 0.5, form), wanted, bench))
-        assert [one.get("error") for one in found] == [None, None]
-    assert not torch._functorch.config.donated_buffer
+    with torch._functorch.config.patch(donated_buffer=True):
+        for form in ("pair", "pivoted"):
+            found = list(kernels.measure(linear_case("m", 32, 24, 4, 0.5, form), wanted, bench))
+            assert [one.get("error") for one in found] == [None, None]
+        assert not torch._functorch.config.donated_buffer
     assert options[0] == {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
 
 
