@@ -53,6 +53,7 @@ import torch
 from kernel_cases import DTYPES, MODELS, Case, Draw, Run, all_cases, in_order, precision_of
 from kernel_report import details, summary
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from panther_compile.kernels import dispatch
 
@@ -167,7 +168,7 @@ def compile_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function through torch.compile, not one that an earlier case left behind."""
     torch._dynamo.reset()
     # A backward is timed many times on one forward, so it may not reuse the memory of what was saved for it.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     return torch.compile(function, mode=COMPILE_MODE, dynamic=False)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from panther_compile.kernels import dispatch
@@ -245,11 +246,11 @@ def test_the_compiled_contender(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_)
     bench = kernels.Bench(torch.device("cpu"), "fp32", True)
     wanted = [("compiled", "forward"), ("compiled", "backward")]
-    with torch._functorch.config.patch(donated_buffer=True):
+    with functorch_config.patch(donated_buffer=True):
         for form in ("pair", "pivoted"):
             found = list(kernels.measure(linear_case("m", 32, 24, 4, 0.5, form), wanted, bench))
             assert [one.get("error") for one in found] == [None, None]
-        assert not torch._functorch.config.donated_buffer
+        assert not functorch_config.donated_buffer
     assert options[0] == {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
 
 
