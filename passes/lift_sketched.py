@@ -27,11 +27,9 @@ import torch
 from torch import fx, nn
 
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.passes.match import why_not_plain
+from panther_compile.passes.match import is_plain_linear
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
-
-_TENSORS = frozenset({"weight", "bias"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +119,7 @@ def _linear(graph_module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     layer = graph_module.get_submodule(str(node.target))
-    if not isinstance(layer, nn.Linear) or why_not_plain(layer, nn.Linear, tensors=_TENSORS) is not None:
-        return None
-    return layer
+    return layer if is_plain_linear(layer) else None
 
 
 def _is_item(node: object) -> TypeGuard[fx.Node]:

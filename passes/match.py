@@ -1,6 +1,7 @@
 """Checks that every sketching pass shares: is this module really the plain layer it looks like?"""
 
 from functools import cache
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,13 @@ def why_not_plain(
             return reason
     added = _added_by_subclass(type(module), base) or _added_to_instance(module, base)
     return f"carries more than {base.__name__} does: {', '.join(added)}" if added else None
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module computes what `nn.Linear` does, from its own weight and bias."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return why_not_plain(module, nn.Linear, tensors=frozenset({"weight", "bias"})) is None
 
 
 def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:

@@ -37,12 +37,11 @@ from torch import Tensor, fx, nn
 
 from panther_compile import cost
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.passes.match import why_not_plain
+from panther_compile.passes.match import is_plain_linear
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
-from panther_compile.passes.sketched_calls import rows_of
+from panther_compile.passes.sketched_calls import is_intact, rows_of
 
-_TENSORS = frozenset({"weight", "bias"})
 Layer: TypeAlias = nn.Linear | SketchedLinear
 
 
@@ -58,9 +57,9 @@ def merge_shared_inputs(graph_module: fx.GraphModule, *, device_type: str = "cud
     calls = Counter(node.target for node in graph_module.graph.nodes if node.op == "call_module")
     count = 0
     for group in list(_groups(graph_module)):
-        device = next(_layer(graph_module, group[0]).parameters()).device
-        held_twice = any(calls[node.target] > 1 for node in group)
         layers = [_layer(graph_module, node) for node in group]
+        device = next(layers[0].parameters()).device
+        held_twice = any(calls[node.target] > 1 for node in group)
         merges_all = (
             device.type == device_type and not held_twice and _is_worthwhile(layers, rows_of(group[0]))
         )
@@ -101,12 +100,7 @@ def _layer(graph_module: fx.GraphModule, node: fx.Node) -> Layer:
 
 
 def _is_mergeable(layer: Layer) -> bool:
-    if isinstance(layer, nn.Linear):
-        return why_not_plain(layer, nn.Linear, tensors=_TENSORS) is None
-    if type(layer).forward is not SketchedLinear.forward or layer._forward_hooks or layer._forward_pre_hooks:
-        return False
-    parts = (layer.down, layer.up)
-    return all(why_not_plain(part, nn.Linear, tensors=_TENSORS) is None for part in parts)
+    return is_plain_linear(layer) if isinstance(layer, nn.Linear) else is_intact(layer)
 
 
 def _kind(layer: Layer) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from panther_compile import cost
@@ -13,10 +13,9 @@ from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import fuses
-from panther_compile.passes.match import why_not_plain
+from panther_compile.passes.match import is_plain_linear
 from panther_compile.passes.side_effects import acts
 
-_TENSORS = frozenset({"weight", "bias"})
 Layout = tuple[torch.dtype, tuple[str, ...]]
 
 
@@ -51,10 +50,14 @@ def sketched_layer(graph_module: fx.GraphModule, node: fx.Node) -> SketchedLinea
     layer = graph_module.get_submodule(str(node.target))
     if not isinstance(layer, SketchedLinear):
         return None
+    return layer if is_intact(layer) and _is_served(layer, node) else None
+
+
+def is_intact(layer: SketchedLinear) -> bool:
+    """Whether a layer computes what its class does, from its own factors, and no hook looks on."""
     if type(layer).forward is not SketchedLinear.forward or layer._forward_hooks or layer._forward_pre_hooks:
-        return None
-    plain = [why_not_plain(part, nn.Linear, tensors=_TENSORS) is None for part in (layer.down, layer.up)]
-    return layer if all(plain) and _is_served(layer, node) else None
+        return False
+    return is_plain_linear(layer.down) and is_plain_linear(layer.up)
 
 
 def _is_served(layer: SketchedLinear, node: fx.Node) -> bool:
