@@ -1,6 +1,7 @@
 # make test   check everything         make demo    compress a sentence-embedding model
 # make bench  time the layers          make clean   remove what was built; .venv stays
 # make bench-accuracy   what compression costs in accuracy, beside other methods
+# make test-integrations   with peft, diffusers, accelerate and sentence-transformers, which it installs
 # make test-slow        what takes long: large models, many processes, thousands of graphs
 # make gpu              on a machine with a GPU, with the torch that it has: its tests, then time the kernels
 #
@@ -13,34 +14,46 @@ VENV   ?= .venv
 # Empty: keep a torch that is new enough, else install DEFAULT_TORCH.
 TORCH  ?=
 ARGS   ?=
+# Processes that run the tests, one for each core; WORKERS=0 runs them in pytest itself.
+WORKERS ?= auto
 
 DEFAULT_TORCH := torch==2.13.0
 OLDEST_TORCH  := 2.11
 
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 
 TORCH_STAMP := $(VENV)/.torch-$(or $(subst =,-,$(subst +,-,$(TORCH))),default)
 DEMO_STAMP  := $(VENV)/.installed-demo
 TEST_STAMP  := $(VENV)/.installed-test
+INTEGRATIONS_STAMP := $(VENV)/.installed-integrations
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow gpu gpu-test gpu-bench lint bench bench-accuracy clean
+.PHONY: demo test fast-tests test-slow test-integrations gpu gpu-test gpu-bench lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
 
 demo: $(DEMO_STAMP)
 	@$(PY) examples/compress_minilm.py $(ARGS)
 
-test: lint
-	@$(PY) -m pytest -q -m "not slow" $(ARGS)
+# Lint and mypy run beside the tests, so that no core is idle.
+test: $(TEST_STAMP)
+	@$(MAKE) -j2 lint fast-tests
+
+fast-tests: $(TEST_STAMP)
+	@$(PYTEST) -m "not slow and not integrations" $(ARGS)
 
 test-slow: $(TEST_STAMP)
-	@$(PY) -m pytest -q -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
+
+test-integrations: $(INTEGRATIONS_STAMP)
+	@$(PY) -m pytest -q tests/integrations $(ARGS)
 
 # Nothing is installed: the machine may be there for minutes, and without a network.
-gpu: gpu-test gpu-bench
+gpu: build/gpu
+	@PYTHONPATH="$(CURDIR)/build/gpu" PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/kernel_protocol.py $(ARGS)
 
 build/gpu:
 	@mkdir -p build/gpu/panther_compile
@@ -99,3 +112,8 @@ $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
 	@echo "installing panther_compile and what the tests need"
 	@$(PIP) -e ".[test]"
 	@touch $@ $(DEMO_STAMP)
+
+$(INTEGRATIONS_STAMP): $(TEST_STAMP)
+	@echo "installing the libraries of the integrations"
+	@$(PIP) -e ".[integrations]"
+	@touch $@

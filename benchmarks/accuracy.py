@@ -83,7 +83,6 @@ def _sketch(job: Job, subject: Subject, method: str, domain: str, ratio: float) 
     options: dict[str, Any] = {"progress": False, "seed": job.seed}
     if method == "ours-free":
         return pc.sketchify(job.model, ratio, **subject.options, **options)
-    options["output"] = "logits" if subject.outputs == "classes" else "features"
     if method == "ours":
         return pc.sketchify(job.model, ratio, data=list(job.batches), **subject.options, **options)
     small = compress(job, subject, "ours", domain, ratio)

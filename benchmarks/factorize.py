@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from panther_compile.factorize import LowRank, choose_method, factorize
-from panther_compile.sketches import SKETCH_KINDS
+from panther_compile.factorization.factorize import LowRank, choose_method, factorize
+from panther_compile.factorization.sketches import SKETCH_KINDS
 
 SHAPES = [(512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096)]
 RANK_FRACTIONS = [0.05, 0.25]

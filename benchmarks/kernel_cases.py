@@ -27,12 +27,14 @@ LINEAR = {
     "ViT-L": ((1024, 1024), (1024, 4096), (4096, 1024)),
     "Llama-1B": ((2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)),
     "Llama-7B": ((4096, 4096), (4096, 11008), (11008, 4096)),
+    "Llama-70B": ((8192, 8192), (8192, 1024), (8192, 28672), (28672, 8192)),
 }
 # (in_features, outputs of q, k and v)
 PROJECTIONS = {
     "BERT-base": (768, (768, 768, 768)),
     "Llama-1B": (2048, (2048, 512, 512)),
     "Llama-7B": (4096, (4096, 4096, 4096)),
+    "Llama-70B": (8192, (8192, 1024, 1024)),
 }
 # (channels in, out, taps, stride, height and width)
 CONV2D = {
@@ -51,8 +53,9 @@ ROWS = (1, 4, 16, 128, 512, 2048, 4096, 16384)
 RATIOS = (0.75, 0.5, 0.25)
 IMAGES = (1, 32)
 LENGTHS = (512, 2048, 8192)
-# The first tier, which shows most: the middle ratio of every shape, at these rows and lengths.
-FIRST_RATIO = 0.5
+# The first tier, which shows most: two ratios of these models, at these rows and lengths.
+FIRST_MODELS = ("BERT-base", "Llama-1B", "Llama-7B", "Llama-70B", "ResNet-50")
+FIRST_RATIOS = (0.5, 0.25)
 FIRST_ROWS = (1, 16, 512, 4096)
 FIRST_LENGTHS = (512, 2048)
 # The most telling first. "tf32" is float32 with products in TF32, "fp32" with IEEE products.
@@ -122,7 +125,8 @@ class Case:
     def tier(self) -> int:
         """0 for what shows most, else 1."""
         first = {"favor": FIRST_LENGTHS, "conv2d": IMAGES}.get(self.labels["op"], FIRST_ROWS)
-        return int(self.labels["rows"] not in first or self.labels["ratio"] not in (None, FIRST_RATIO))
+        told = self.labels["rows"] in first and self.labels["ratio"] in (None, *FIRST_RATIOS)
+        return int(not told or self.labels["model"] not in FIRST_MODELS)
 
     def contenders(self, stage: str, dtype: str, *, on_cuda: bool) -> list[str]:
         """Who takes part in a stage, in one of DTYPES."""
@@ -131,7 +135,7 @@ class Case:
         if not on_cuda:
             return ["operator", "two products", "dense"]
         # Which device makes no difference where a kernel is asked for.
-        device = dispatch.DeviceClass(0.0, 0.0, 0.0, 0)
+        device = dispatch.DeviceClass(1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0)
         found = choice(self.labels["op"], self.sizes, device, dtype, forced="triton")
         return [*(["triton"] if found != "torch" else []), "two products", "dense"]
 
@@ -149,10 +153,10 @@ def choice(
     op: str, sizes: dict[str, Any], device: dispatch.DeviceClass, dtype: str, forced: str = "auto"
 ) -> str:
     """What kernels/dispatch.py answers for a case in one of DTYPES: "fused", "decode" or "torch"."""
-    if op == "favor":
-        return dispatch.choose_attention(DTYPES[dtype], **sizes, forced=forced)
-    choose = dispatch.choose_conv2d if op == "conv2d" else dispatch.choose_linear
-    return choose(device, DTYPES[dtype], precision_of(dtype), **sizes, forced=forced)
+    if op in ("favor", "conv2d"):
+        choose = dispatch.choose_attention if op == "favor" else dispatch.choose_conv2d
+        return choose(DTYPES[dtype], **sizes, forced=forced)
+    return dispatch.choose_linear(device, DTYPES[dtype], precision_of(dtype), **sizes, forced=forced)
 
 
 def labels(*values: Any) -> dict[str, Any]:
@@ -160,16 +164,22 @@ def labels(*values: Any) -> dict[str, Any]:
     return dict(zip(LABELS, values, strict=True))
 
 
+def rounded(rank: int) -> int:
+    """A rank as a plan for CUDA rounds it: to 64, or 16, where that is fine enough."""
+    step = 64 if rank >= 512 else 16 if rank >= 32 else 1
+    return max(1, rank - rank % step)
+
+
 def pair_rank(inputs: int, outputs: int, ratio: float) -> int:
-    """The largest r with r (I + O) <= ratio I O."""
-    return max(1, int(ratio * inputs * outputs / (inputs + outputs)))
+    """The largest r with r (I + O) <= ratio I O, rounded."""
+    return rounded(int(ratio * inputs * outputs / (inputs + outputs)))
 
 
 def pivoted_rank(inputs: int, outputs: int, ratio: float) -> int:
-    """The largest r with r (I + O - r) <= ratio I O."""
+    """The largest r with r (I + O - r) <= ratio I O, rounded."""
     total = inputs + outputs
     root = math.sqrt(total * total - 4 * ratio * inputs * outputs)
-    return max(1, min(inputs - 1, int((total - root) / 2)))
+    return rounded(min(inputs - 1, int((total - root) / 2)))
 
 
 def linear_case(model: str, inputs: int, outputs: int, rows: int, ratio: float, form: str) -> Case:
@@ -196,7 +206,7 @@ def linear_case(model: str, inputs: int, outputs: int, rows: int, ratio: float, 
     stored = rank * (columns + outputs)
     return Case(
         labels("linear", model, f"{inputs}->{outputs}", rows, form, ratio, rank),
-        {"rows": rows, "ranks": (rank,), "features": (inputs, outputs), "extra": start is not None},
+        {"rows": rows, "ranks": (rank,), "features": (inputs, outputs), "extra": 0},
         rows,
         min(inputs, outputs),
         2.0 * rows * stored,
@@ -229,7 +239,7 @@ def projections_case(model: str, inputs: int, outputs: Sequence[int], rows: int,
     shape = f"{inputs}->{'+'.join(map(str, outputs))}"
     return Case(
         labels("multi_linear", model, shape, rows, "pair", ratio, list(ranks)),
-        {"rows": rows, "ranks": ranks, "features": (inputs, sum(outputs)), "extra": False},
+        {"rows": rows, "ranks": ranks, "features": (inputs, sum(outputs)), "extra": 0},
         rows,
         min(inputs, *outputs),
         2.0 * rows * stored,
@@ -274,7 +284,7 @@ def conv2d_case(model: str, shape: tuple[int, ...], images: int, ratio: float) -
             ratio,
             rank,
         ),
-        {"positions": positions, "rank": rank, "channels": (inputs, outputs), "taps": taps * taps},
+        {"rank": rank},
         positions,
         min(inputs, outputs),
         2.0 * positions * stored,
@@ -320,7 +330,7 @@ def all_cases(models: Sequence[str] = (), rows: Sequence[int] = (), *, quick: bo
     """Every case of some models (none given: all), at some rows; `quick`: one shape of each kind."""
     few = 1 if quick else None
     rows = rows or ((1, 64) if quick else ROWS)
-    ratios = (FIRST_RATIO,) if quick else RATIOS
+    ratios = FIRST_RATIOS[:1] if quick else RATIOS
     for model in models or (("BERT-base", "ResNet-50") if quick else MODELS):
         for shape, row, ratio, form in itertools.product(
             LINEAR.get(model, ())[:few], rows, ratios, ("pair", "pivoted")

@@ -23,10 +23,9 @@ PRODUCTS = ("two products", "compiled")
 # How far a kernel's results may be from those of plain torch, relatively, before it is listed. Half types
 # round the latent and the products; random-feature attention has exponentials of them in torch.
 DIFFERENCES = {"bf16": 0.03, "fp16": 0.01, "tf32": 0.01, "fp32": 1e-4}
-# The balances and rows tried: steps of an eighth or less, and 0, where no kernel is taken.
-BALANCES = (0.0, *(round(4 * 1.12**step, 1) for step in range(56)))
-FILLS = tuple(round(64 * 2 ** (step / 2)) for step in range(19))
-GROUPS = {"half_balance": ("bf16", "fp16"), "tf32_balance": ("tf32",), "ieee_balance": ("fp32",)}
+# The shares of the rate of cuBLAS that are tried for the fused kernel; 0 takes it nowhere.
+SHARES = tuple(round(0.02 * step, 2) for step in range(76))
+GROUPS = {"half_share": ("bf16", "fp16"), "tf32_share": ("tf32",), "ieee_share": ("fp32",)}
 
 
 @dataclass(frozen=True)
@@ -274,42 +273,30 @@ def losses(shape: Shape, others: Sequence[str]) -> dict[bool, float]:
 
 
 def has_threshold(shape: Shape) -> bool:
-    """Whether the thresholds decide who serves it: neither attention nor rows for the decode kernels."""
-    return shape.about["op"] == "conv2d" or (
-        shape.about["op"] != "favor" and shape.about["vectors"] > dispatch.MAX_DECODE_ROWS
-    )
+    """Whether the model decides who serves it: linear layers of more rows than the decode kernels take."""
+    return "linear" in shape.about["op"] and shape.about["vectors"] > dispatch.MAX_DECODE_ROWS
 
 
 def fit(
     shapes: Sequence[Shape], now: dispatch.DeviceClass, others: Sequence[str] = ("two products",)
 ) -> dispatch.DeviceClass:
-    """The thresholds that lose least on these shapes.
+    """The device class whose shares lose least on these shapes.
 
-    A plain grid: for each number of rows in FILLS, the balance of each precision in BALANCES with the least
-    sum of `losses`; then the rows with the least sum over precisions. The choice is made by the functions of
-    kernels/dispatch.py themselves. The values of `now` are in the grid, and of values that lose alike the one
-    nearest to them is kept, so what was not measured does not change.
+    A plain grid: for each precision the share in SHARES with the least sum of `losses`. The choice is made
+    by the functions of kernels/dispatch.py themselves. The value of `now` is in the grid, and of values that
+    lose alike the one nearest to it is kept, so what was not measured does not change.
     """
     judged = [(shape, losses(shape, others)) for shape in shapes if has_threshold(shape)]
-    groups = {
-        name: [(shape, lost) for shape, lost in judged if shape.about["dtype"] in dtypes]
-        for name, dtypes in GROUPS.items()
-    }
-
-    def best_for(fill: int) -> tuple[float, dispatch.DeviceClass]:
-        total, device = 0.0, replace(now, fill=fill)
-        for name, group in groups.items():
-            old = getattr(now, name)
-            tried = {}
-            for balance in (old, *BALANCES) if group else ():
-                device = replace(device, **{name: balance})
-                tried[balance] = round(sum(lost[takes(shape, device)] for shape, lost in group), 9)
-            best = min(tried, key=lambda value: (tried[value], abs(value - old)), default=old)
-            total, device = total + tried.get(best, 0.0), replace(device, **{name: best})
-        return total, device
-
-    found = [best_for(fill) for fill in (now.fill, *FILLS)]
-    return min(found, key=lambda one: (one[0], abs(one[1].fill - now.fill)))[1]
+    for name, dtypes in GROUPS.items():
+        old = getattr(now, name)
+        group = [one for one in judged if one[0].about["dtype"] in dtypes]
+        tried: dict[float, tuple[float, float]] = {}
+        for share in (old, *SHARES) if group else ():
+            device = replace(now, **{name: share})
+            total = sum(lost[takes(shape, device)] for shape, lost in group)
+            tried[share] = (round(total, 9), abs(share - old))
+        now = replace(now, **{name: min(tried, key=tried.__getitem__, default=old)})
+    return now
 
 
 def _fitted(shapes: Sequence[Shape], others: Sequence[str]) -> Iterator[str]:
@@ -341,7 +328,11 @@ def _decode(shapes: Sequence[Shape]) -> Iterator[str]:
         gain = shape.gain("forward", "triton", ("two products",))
         several = len(shape.about["sizes"]["ranks"]) > 1
         kind = (
-            "several layers" if several else "pivoted" if shape.about["sizes"]["extra"] else "single layers"
+            "several layers"
+            if several
+            else "pivoted"
+            if shape.about["form"] == "pivoted"
+            else "single layers"
         )
         if gain:
             kinds[kind].append(gain[0])

@@ -3,17 +3,13 @@
 On a machine that is there for minutes, with no network and nothing installed but torch and Triton, from the
 root of the repository:
 
-    make gpu-test         # PYTEST_ADDOPTS="-n 8" where pytest-xdist is installed
-    make gpu-bench ARGS="--seconds 540 --output $OUT --no-compiled --commit NAME"
+    make gpu              # compile, test and measure: benchmarks/README.md has the plan for 30 minutes
+    make gpu-bench ARGS="--seconds 540 --output FOLDER --no-compiled --commit NAME"
 
-`make gpu` does both. A second command goes on where the first stopped, from its kernels.jsonl; what it adds
-is in one file with it:
+A second command goes on where the first stopped, with the same folder or with --resume FILE.
 
-    make gpu-bench ARGS="--seconds 540 --output $OUT --resume FILE/OF/THE/FIRST/kernels.jsonl"
-    make gpu-bench ARGS="--seconds 540 --output $OUT --resume ... --dtypes tf32 fp32 --no-compiled"
-
-A kernel that reads beyond its memory ends the CUDA context: the files are written, and the exit code is 3.
-Elsewhere:
+A kernel that reads beyond its memory ends the CUDA context: the files are written, and the exit code is 3;
+the next command goes on behind it. Elsewhere:
 
     python benchmarks/kernels.py                        everything: hours, most of them in torch.compile
     python benchmarks/kernels.py --quick                one shape of each kind
@@ -24,11 +20,12 @@ Contenders: "triton" (the operator, PANTHER_COMPILE_KERNEL=triton; left out wher
 "two products" (plain torch: cuBLAS or cuDNN), "compiled" (torch.compile of the latter) and "dense" (the layer
 replaced). What the user gets, PANTHER_COMPILE_KERNEL=auto, is one of the first two: `picks` says which.
 
-A time is what the device takes, the median of many runs with a cold L2 cache, and its 20th and 80th
-percentile; "host" is what the processor takes to launch it. The roofline is max(operations / rate, bytes /
-bandwidth), the rate of a large product and the bandwidth of a large copy measured first on the same device;
-bytes are the inputs, factors and outputs, without the latent. Factors are random: their values do not change
-the time. "difference" is how far the results of "triton" are from those of "two products", relatively.
+A time is what the device takes, the median of many runs with a cold L2 cache (of 16 rows and fewer, of
+replays of a CUDA graph of many layers), and its 20th and 80th percentile; "host" is what the processor
+takes to launch it. The roofline is max(operations / rate, bytes / bandwidth), the rate of a large product
+and the bandwidth of a large copy measured first on the same device; bytes are the inputs, factors and
+outputs, without the latent. Factors are random: their values do not change the time. "difference" is how
+far the results of "triton" are from those of "two products", relatively.
 """
 
 import argparse
@@ -39,11 +36,9 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +46,15 @@ from typing import Any
 
 import torch
 from kernel_cases import DTYPES, MODELS, Case, Draw, Run, all_cases, in_order, precision_of
+from kernel_clock import (
+    Clock,
+    copies_wanted,
+    device_times,
+    in_microseconds,
+    made_up_times,
+    processor_times,
+    replay_times,
+)
 from kernel_report import details, summary
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -63,11 +67,8 @@ KEY = ("device", "torch", "dtype", "op", "model", "shape", "rows", "form", "rati
 # next run, which the backward of an earlier one still needs.
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 GUESSES = {"cuda": {"cheap": 20.0, "compiled": 120.0}, "cpu": {"cheap": 1.0, "compiled": 30.0}}
-MARGIN = 1.5
-SAMPLING_SECONDS = 0.15
-FILLER_BYTES = 2**30  # beyond any L2 cache, and 0.2 ms or more to write
-FILLER_SECONDS = 2e-4
 BROKEN = 3
+FAKE = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4)  # of a dry run
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,13 @@ class Bench:
         device: of all tensors.
         name: of the type, one of DTYPES.
         quick: whether the ceilings are measured on small tensors.
+        fake: whether the device is not there, and times are made up.
     """
 
     device: torch.device
     name: str
     quick: bool
+    fake: bool = False
 
     @property
     def on_cuda(self) -> bool:
@@ -95,53 +98,9 @@ class Bench:
         return Draw(self.device, DTYPES[self.name])
 
     def times(self, run: Callable[[], Any]) -> dict[str, float]:
-        """Median, 20th and 80th percentile, and the processor's time for a launch, all in microseconds."""
+        """See `in_microseconds`."""
         samples, host = device_times(run, self.device) if self.on_cuda else processor_times(run)
-        low, *_, high = statistics.quantiles(samples, n=5)
-        times = {"microseconds": statistics.median(samples), "p20": low, "p80": high, "host": host}
-        return {name: seconds * 1e6 for name, seconds in times.items()}
-
-
-def device_times(run: Callable[[], Any], device: torch.device) -> tuple[list[float], float]:
-    """Seconds of several runs on the device, each with a cold L2 cache, and seconds of a launch.
-
-    As triton.testing.do_bench, which clears the cache for 0.08 ms before each run; an operator written in
-    Python, or a backward, takes the processor longer than that, and the device would be seen waiting for it.
-    So it is kept busy here for as long as a launch takes.
-    """
-    filler = torch.empty(FILLER_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(3):  # compiles and tunes
-        run()
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(5):
-        run()
-    host = (time.perf_counter() - begin) / 5
-    torch.cuda.synchronize(device)
-    count = int(SAMPLING_SECONDS * 5 / (time.perf_counter() - begin))
-    pairs = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(max(10, min(count, 100)))
-    ]
-    for start, end in pairs:
-        for _ in range(math.ceil(1.5 * host / FILLER_SECONDS)):
-            filler.zero_()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1e3 for start, end in pairs], host
-
-
-def processor_times(run: Callable[[], Any]) -> tuple[list[float], float]:
-    """Seconds of several runs on the processor, and 0 for a launch."""
-    run()
-    samples = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - begin)
-    return samples, 0.0
+        return in_microseconds(samples, host)
 
 
 def set_precision(name: str) -> None:
@@ -227,7 +186,10 @@ def measure(case: Case, wanted: Sequence[tuple[str, str]], bench: Bench) -> Iter
                         compile_plain(runs["two products"].function), runs["two products"].inputs
                     )
                 run = makers[direction](runs[name])
-                record |= bench.times(run)
+                if bench.on_cuda and direction == "forward" and case.vectors <= dispatch.MAX_DECODE_ROWS:
+                    record |= replayed(case, name, runs[name], bench)
+                else:
+                    record |= bench.times(run)
                 if name in ("triton", "operator"):
                     plain_run = makers[direction](runs["two products"])
                     record["difference"] = difference(run(), plain_run())
@@ -236,8 +198,30 @@ def measure(case: Case, wanted: Sequence[tuple[str, str]], bench: Bench) -> Iter
         yield record
 
 
+def replayed(case: Case, name: str, run: Run, bench: Bench) -> dict[str, float]:
+    """Times of a few rows: see `replay_times`; the function with inputs of its own in every run."""
+    place = {"triton": 0, "two products": 1, "compiled": 1, "dense": 2}[name]
+    count = copies_wanted(case.traffic * bench.draw.dtype.itemsize, bench.device)
+    runs = [Run(run.function, case.build(bench.draw)[place].inputs) for _ in range(count)]
+    samples = replay_times([forward_of(one) for one in runs], bench.device)
+    return {**in_microseconds(samples, 0.0), "replayed": float(count)}
+
+
+def make_up(
+    case: Case, wanted: Sequence[tuple[str, str]], bench: Bench, found: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Records as `measure` gives them, of a device that is not there; no tensor is made."""
+    for name, direction in wanted:
+        what = (case.labels, name, direction, bench.name)
+        more = {"difference": 0.0} if name == "triton" else {}
+        times = made_up_times(found["bound"] * (1 if direction == "forward" else 2), *what)
+        yield {"contender": name, "pass": direction, **times, **more}
+
+
 def ceilings(bench: Bench) -> dict[str, float]:
     """Operations and bytes in a second: a large square product, and a large copy."""
+    if bench.fake:
+        return {"operations_per_second": 7e14, "bytes_per_second": 3e12}
     size = 512 if bench.quick else 8192
     a = bench.draw(size, size).detach()
     source = torch.empty(2**22 if bench.quick else 2**29, device=bench.device, dtype=torch.uint8)
@@ -246,31 +230,6 @@ def ceilings(bench: Bench) -> dict[str, float]:
         "operations_per_second": 2e6 * size**3 / bench.times(lambda: a @ a)["microseconds"],
         "bytes_per_second": 2e6 * source.numel() / bench.times(lambda: target.copy_(source))["microseconds"],
     }
-
-
-class Clock:
-    """What is left of the time, and what a case of each stage is likely to take.
-
-    Attributes:
-        seconds: from now on, or None for no limit.
-    """
-
-    def __init__(self, seconds: float | None, guesses: dict[str, float]) -> None:
-        self.seconds = seconds
-        self.begin = time.monotonic()
-        self.guesses = guesses
-        self.recent: dict[str, deque[float]] = {stage: deque(maxlen=6) for stage in guesses}
-
-    def fits(self, stage: str) -> bool:
-        """Whether a case will probably end in time: as the longest of the last ones, with a margin."""
-        if self.seconds is None:
-            return True
-        likely = MARGIN * max(self.recent[stage], default=self.guesses[stage])
-        return time.monotonic() - self.begin + likely <= self.seconds
-
-    def took(self, stage: str, seconds: float) -> None:
-        """Note what a case took."""
-        self.recent[stage].append(seconds)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -287,17 +246,19 @@ def key_of(record: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(record[name]) for name in KEY)
 
 
-def about_machine(device: torch.device, commit: str) -> dict[str, Any]:
+def about_machine(device: torch.device, commit: str, *, fake: bool = False) -> dict[str, Any]:
     """What every record says of where and when it was measured."""
     cuda = device.type == "cuda"
     try:
         from triton import __version__ as triton
     except ImportError:
         triton = "none"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
+    model = FAKE if fake else dispatch.device_class(device) if cuda else None
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "capability": torch.cuda.get_device_capability(device)[0] if cuda else None,
-        "thresholds": asdict(dispatch.device_class(device)) if cuda else None,
+        "device": "no device, all times are made up" if fake else name,
+        "capability": 9 if fake else torch.cuda.get_device_capability(device)[0] if cuda else None,
+        "thresholds": asdict(model) if model else None,
         "torch": torch.__version__,
         "triton": triton,
         "cuda": torch.version.cuda,
@@ -328,12 +289,15 @@ class Session:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options = options
         self.device = device
-        self.about = about_machine(device, options.commit or commit_here())
-        self.clock = Clock(options.seconds, GUESSES[device.type])
+        self.fake = options.device == "fake"
+        self.about = about_machine(device, options.commit or commit_here(), fake=self.fake)
+        self.clock = Clock(options.seconds, GUESSES["cuda" if device.type == "cuda" else "cpu"])
         self.file = options.output / "kernels.jsonl" if options.output else None
+        self.begun = options.output / "begun.jsonl" if options.output else None
         self.records: list[dict[str, Any]] = []
         self.done: set[tuple[str, ...]] = set()
         self.left = 0
+        self.asked = 0
         self.broken = False
         for record in read(self.file) if self.file else []:
             self.note(record)
@@ -345,6 +309,11 @@ class Session:
                 if key_of(record) not in self.done:
                     self.note(record)
                     self.write(record)
+
+        for record in read(self.begun) if self.begun else []:
+            if key_of(record) not in self.done:  # the process ended in it, and would again
+                self.note(record)
+                self.write(record)
 
     def note(self, record: dict[str, Any]) -> None:
         """Remember that this was measured."""
@@ -361,14 +330,14 @@ class Session:
     def run(self, cases: Collection[Case], dtypes: Sequence[str], *, compiled: bool) -> None:
         """Measure what is not measured, type after type, as far as the time goes."""
         for name in dtypes:
-            bench = Bench(self.device, name, self.options.quick)
+            bench = Bench(self.device, name, self.options.quick, self.fake)
             set_precision(name)
             ceiling: dict[str, float] = {}
             for case, stage in in_order(list(cases), compiled=compiled):
                 found = {**self.about, "dtype": name, **case.labels}
                 wanted = [
                     (one, direction)
-                    for one in case.contenders(stage, name, on_cuda=bench.on_cuda)
+                    for one in case.contenders(stage, name, on_cuda=bench.on_cuda or self.fake)
                     for direction in PASSES
                     if key_of({**found, "contender": one, "pass": direction}) not in self.done
                 ]
@@ -394,10 +363,14 @@ class Session:
             case.operations / found["operations_per_second"],
             case.traffic * bench.draw.dtype.itemsize / found["bytes_per_second"],
         )
-        device = dispatch.device_class(self.device) if bench.on_cuda else None
+        device = FAKE if self.fake else dispatch.device_class(self.device) if bench.on_cuda else None
         more = {"sizes": case.sizes, "vectors": case.vectors, "width": case.width}
         more["picks"] = case.picks(bench.name, device)
-        for timed in measure(case, wanted, bench):
+        self.begin(found | more, wanted, floor)
+        timings = make_up(case, wanted, bench, {"bound": floor / 1e6}) if self.fake else None
+        for timed in timings or measure(case, wanted, bench):
+            if self.fake and self.options.faults:
+                timed = self.with_faults(timed)
             # A backward is two products for each one, and reads and writes about twice as much.
             bound = floor * (1 if timed["pass"] == "forward" else 2)
             record = {**found, **more, **timed, "roofline": bound}
@@ -413,8 +386,33 @@ class Session:
             torch.cuda.empty_cache()
         self.clock.took(stage, time.monotonic() - begin)
 
+    def begin(self, found: dict[str, Any], wanted: Sequence[tuple[str, str]], floor: float) -> None:
+        """Write down what is measured now: if the process ends in it, the next one goes on behind it."""
+        if self.begun is None:
+            return
+        self.begun.parent.mkdir(parents=True, exist_ok=True)
+        given = {**found, "roofline": floor, "error": "the process ended while this was measured"}
+        lines = (json.dumps({**given, "contender": name, "pass": one}) + "\n" for name, one in wanted)
+        self.begun.write_text("".join(lines), encoding="utf-8")
+
+    def with_faults(self, timed: dict[str, Any]) -> dict[str, Any]:
+        """Every so often a fault, by turns one that is reported and the end of the process."""
+        self.asked += 1
+        if self.asked < self.options.faults:
+            return timed
+        if sum("error" in one for one in self.records) % 2:
+            os._exit(134)
+        return {**{name: timed[name] for name in ("contender", "pass")}, "error": "CUDA error: made up"}
+
+    def end(self) -> None:
+        """Note that this process comes to its end."""
+        if self.begun is not None:
+            self.begun.unlink(missing_ok=True)
+
     def answers(self) -> bool:
         """Whether the device still works after an error; one in a kernel ends what this process can do."""
+        if self.fake:
+            return False
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -427,7 +425,7 @@ class Session:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu", "fake"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="one shape of each kind")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[])
     parser.add_argument("--rows", nargs="+", type=int, default=[], help="of linear layers")
@@ -437,6 +435,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of kernels.jsonl and kernels.md")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="records measured before")
     parser.add_argument("--report-only", action="store_true", help="measure nothing")
+    parser.add_argument("--faults", type=int, help="of the fake device, so many times to each")
+    parser.add_argument("--warm", type=int, nargs=2, help="only compile: the part and the number of parts")
     parser.add_argument("--commit", help="of the code, where there is no git")
     options = parser.parse_args(arguments)
     if missing := [str(path) for path in options.resume if not path.exists()]:
@@ -449,17 +449,35 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def warm(options: argparse.Namespace) -> int:
+    """Run the kernels of a part of the first tier once, so that their code is in Triton's cache."""
+    part, parts = options.warm
+    bench = Bench(torch.device("cpu" if options.device == "fake" else options.device), "bf16", options.quick)
+    cases = [case for case in all_cases(options.models, options.rows, quick=options.quick) if case.tier == 0]
+    with kernel_mode("triton"):
+        for case in cases[part::parts] if bench.on_cuda else ():
+            with contextlib.suppress(*failures()):  # the benchmark will say so
+                ours = case.build(bench.draw).ours
+                forward_of(ours)()
+                backward_of(ours)()
+    print(f"{len(cases[part::parts])} cases compiled by part {part} of {parts}", flush=True)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the head of the file; returns the exit code, 3 when the device stopped answering."""
     options = options_of(arguments)
     if options.report_only:
         options.device = "cpu"
-    session = Session(options, torch.device(options.device))
+    if options.warm:
+        return warm(options)
+    session = Session(options, torch.device("cpu" if options.device == "fake" else options.device))
     if not options.report_only:
         dtypes = options.dtypes or (["fp32"] if options.device == "cpu" else list(DTYPES))
         cases = list(all_cases(options.models, options.rows, quick=options.quick))
-        compiled = options.device == "cuda" and not options.no_compiled
+        compiled = options.device != "cpu" and not options.no_compiled
         session.run(cases, dtypes, compiled=compiled)
+        session.end()
     text = summary(session.records, left=session.left)
     print(text)
     if options.output:

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from panther_compile import cost
-from panther_compile.candidates import Candidate, LinearCandidate
-from panther_compile.factorize_conv2d import conv_candidates
+from panther_compile.factorization import cost
+from panther_compile.factorization.candidates import Candidate, LinearCandidate
+from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
 

@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from onnx import load as load_onnx  # noqa: E402
 from transformers import BertConfig, BertModel  # noqa: E402
 
-from panther_compile.onnx_export import export_onnx  # noqa: E402
-from panther_compile.onnx_sketch import OnnxReport, sketch_onnx  # noqa: E402
+from panther_compile.onnx.export import export_onnx  # noqa: E402
+from panther_compile.onnx.sketch import OnnxReport, sketch_onnx  # noqa: E402
 
 RATIOS = (0.75, 0.5, 0.25)
 

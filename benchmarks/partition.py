@@ -32,9 +32,9 @@ from torch import nn
 
 from panther_compile import partition_model, sketchify
 from panther_compile.partition import Partition
-from panther_compile.partition.chains import StageRequest
-from panther_compile.partition.flow import SINK, SOURCE, FlowGraph
-from panther_compile.partition.stages import linear_cuts, measure_cuts
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph
+from panther_compile.partition.stages.chains import StageRequest
+from panther_compile.partition.stages.ends import linear_cuts, measure_cuts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from stage_milp import milp_bound

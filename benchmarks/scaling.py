@@ -22,10 +22,13 @@ import torch
 import transformers
 
 from panther_compile.errors import PartitionError
-from panther_compile.partition import Partition, sketch_skeleton
-from panther_compile.partition.assemble import Settings
-from panther_compile.partition.hardware import H100
-from panther_compile.partition.partition import read_graphs, search_meshes
+from panther_compile.partition import Partition
+from panther_compile.partition.graph.flow_graph import Costs
+from panther_compile.partition.graph.hardware import H100
+from panther_compile.partition.graphs import read_graphs
+from panther_compile.partition.options import PlanOptions
+from panther_compile.partition.search import search_meshes
+from panther_compile.skeleton import sketch_skeleton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from large_models import TOKENS, llama_70b
@@ -98,17 +101,21 @@ def study(kind: str, layers: int, counts: Sequence[int]) -> tuple[float, list[Re
     model, example = llama_70b(layers)
     if kind != KINDS[0]:
         model = sketch_skeleton(model, ratio=0.5, progress=False)
-    graphs = read_graphs(model, example, (), H100, True, "adam", "auto", False)
+    graphs = read_graphs(model, example, (), Costs(H100))
     read = time.process_time() - start
     print(f"{kind}: read in {read:.0f} s of CPU time", flush=True)
-    settings = Settings(
-        H100, H100.memory_bytes, None, "1f1b", 1, training=True, recompute=False, global_batch=SEQUENCES
+    options = PlanOptions(
+        hardware=H100,
+        memory_bytes=H100.memory_bytes,
+        global_batch=SEQUENCES,
+        schedule="auto",
+        recompute="auto",
     )
     found = []
     for devices in sorted(counts, reverse=True):
         start = time.process_time()
         try:
-            part = search_meshes(type(model).__name__, graphs, settings, devices)
+            part = search_meshes(type(model).__name__, graphs, options, devices)
         except PartitionError as error:
             print(error)
             part = None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from panther_compile import partition_model
 from panther_compile.partition import Hardware, Partition, measure_hardware
-from panther_compile.partition.measure import run_whole
+from panther_compile.partition.graph.measure import run_whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import zoo

@@ -4,13 +4,16 @@
     y = a((x₁ + Σ_k p_k) upᵀ + b) m + r   -> _decode_output_kernel: one program for each O-block
 
 The fused kernel would run as one program here. Two launches read the weights from all of the device
-instead, and do so for q, k and v together. The splits p_k are float32 and summed in a fixed order: the
-same call gives the same bits. Sums in float32; z is rounded to the type of up. Types and strides: see
-sketched_linear.py. The idea is split-K of Osama et al., https://arxiv.org/abs/2301.03598.
+instead, and do so for q, k and v together, in some PROGRAMS of them. For one row products are summed in
+registers and over threads once, at the end; for more, on tensor cores. Loads are asynchronous, three deep.
+The splits p_k are float32 and summed in a fixed order: the same call gives the same bits. Sums in float32;
+z is rounded to the type of up. Types and strides: see sketched_linear.py. The idea is split-K of
+Osama et al., https://arxiv.org/abs/2301.03598.
 """
 
 # B rows, 1 to 16, I in_features, O out_features, R rank, S = I - R in the pivoted form, else I
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +22,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.autotune import Call, kind_of, tuned
 from panther_compile.kernels.factor_set import Factors, packed
 from panther_compile.kernels.sketched_linear import empty_sets, load_up, store_latent, store_output
 
 MAX_ROWS = 16
-_SPLITS = 4
+PROGRAMS = 264  # two for each multiprocessor of an H100
+_MOST_SPLITS = 16
+_SPLIT_COLUMNS = 512  # at least so many to a split
 
 
 @triton.jit
-def _multiply(a, b, acc, GEMV: tl.constexpr, PRECISION: tl.constexpr):
-    """Add a (16, K) times b (K, N) to acc; with GEMV only the first row of `a` counts."""
-    if GEMV:
-        # As a sum, not sixteen: `a` is (1, K) here.
-        row = tl.sum(tl.trans(a).to(tl.float32) * b.to(tl.float32), axis=0)
-        return acc + row[None, :]
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+def _sums(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where products are summed: for one row (K, N) of them, for more (ROWS, N)."""
+    if ROWS == 1:
+        return tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+    else:
+        return tl.zeros((ROWS, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _multiply(a, b, acc, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a (ROWS, K) times b (K, N) to the sums."""
+    if ROWS == 1:
+        return acc + tl.trans(a).to(tl.float32) * b.to(tl.float32)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _summed(acc, ROWS: tl.constexpr):
+    """The sums as (ROWS, N)."""
+    if ROWS == 1:
+        return tl.sum(acc, axis=0)[None, :]
+    else:
+        return acc
 
 
 @triton.jit
@@ -59,8 +81,8 @@ def _decode_latent_set(
     offs_m = tl.arange(0, ROWS).to(tl.int64)
     offs_r = block * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     mask_m, mask_r = offs_m < B, offs_r < factors.rank
-    part = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for first in range(split * BLOCK_K, factors.inputs, SPLITS * BLOCK_K):
+    part = _sums(ROWS, BLOCK_N, BLOCK_K)
+    for first in tl.range(split * BLOCK_K, factors.inputs, SPLITS * BLOCK_K, num_stages=3):
         offs_k = first + tl.arange(0, BLOCK_K).to(tl.int64)
         mask_k = offs_k < factors.inputs
         x = tl.load(
@@ -73,16 +95,16 @@ def _decode_latent_set(
             mask=mask_r[None, :] & mask_k[:, None],
             other=0.0,
         )
-        part = _multiply(x, down, part, ROWS == 1, PRECISION)
+        part = _multiply(x, down, part, ROWS, PRECISION)
     tl.store(
         parts_ptr + split * stride_pk + offs_m[:, None] * stride_pm + offs_r[None, :],
-        part,
+        _summed(part, ROWS),
         mask=mask_m[:, None] & mask_r[None, :],
     )
 
 
-@triton.autotune(configs=configs_for("decode_latent"), key=["I", "max_rank", "SETS", "ROWS", "PRECISION"])
-@triton.jit(do_not_specialize=["I", "max_rank"])
+@tuned("decode_latent", key=["I", "max_rank", "SETS", "ROWS", "SPLITS", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "I", "max_rank"])
 def _decode_latent_kernel(
     x_ptr,
     B,
@@ -145,8 +167,8 @@ def _decode_output_set(
     offs_m = tl.arange(0, ROWS).to(tl.int64)
     offs_o = block * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     mask_m = offs_m < B
-    s = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for first in range(0, factors.rank, BLOCK_K):
+    s = _sums(ROWS, BLOCK_N, BLOCK_K)
+    for first in tl.range(0, factors.rank, BLOCK_K, num_stages=3):
         offs_r = first + tl.arange(0, BLOCK_K).to(tl.int64)
         mask = mask_m[:, None] & (offs_r < factors.rank)[None, :]
         z = tl.zeros((ROWS, BLOCK_K), tl.float32)
@@ -161,14 +183,12 @@ def _decode_output_set(
         if block == 0:
             store_latent(z, factors, offs_m, mask_m, offs_r)
         z = z.to(factors.up.dtype.element_ty)
-        s = _multiply(z, load_up(factors, offs_o, offs_r), s, ROWS == 1, PRECISION)
-    store_output(s, factors, offs_m, mask_m, offs_o, ACTIVATION)
+        s = _multiply(z, load_up(factors, offs_o, offs_r), s, ROWS, PRECISION)
+    store_output(_summed(s, ROWS), factors, offs_m, mask_m, offs_o, ACTIVATION)
 
 
-@triton.autotune(
-    configs=configs_for("decode_output"), key=["max_rank", "max_outputs", "SETS", "ROWS", "PRECISION"]
-)
-@triton.jit(do_not_specialize=["max_rank", "max_outputs"])
+@tuned("decode_output", key=["max_rank", "max_outputs", "SETS", "ROWS", "SPLITS", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "max_rank", "max_outputs"])
 def _decode_output_kernel(
     x_ptr,
     B,
@@ -210,6 +230,12 @@ def _decode_output_kernel(
             )
 
 
+def splits_of(columns: int, inputs: int) -> int:
+    """How many programs share a sum over inputs, a power of 2, where so many columns come out of it."""
+    wanted = min(PROGRAMS * 8 / columns, inputs / _SPLIT_COLUMNS, _MOST_SPLITS)
+    return 1 << max(0, math.ceil(math.log2(max(wanted, 1))))
+
+
 def decode_linear_forward(
     x_BI: Tensor,
     layers: Sequence[Factors],
@@ -230,20 +256,23 @@ def decode_linear_forward(
     if B == 0:
         return outs, latents
     max_rank, max_outputs = max(one.rank for one in sets), max(one.outputs for one in sets)
-    parts_GKBR = torch.empty(len(sets), _SPLITS, B, max_rank, dtype=torch.float32, device=x_BI.device)
+    splits = splits_of(len(sets) * max_rank, max(one.inputs for one in sets))
+    parts_GKBR = torch.empty(len(sets), splits, B, max_rank, dtype=torch.float32, device=x_BI.device)
     parts = tuple(parts_GKBR.unbind())
     strides = (*x_BI.stride(), packed(sets), parts, parts_GKBR.stride(1), parts_GKBR.stride(2))
     rows = 1 if B == 1 else MAX_ROWS  # a matrix unit takes sixteen, or none
-    shared = {"SETS": len(sets), "ROWS": rows, "SPLITS": _SPLITS, "PRECISION": precision}
+    shared = {"SETS": len(sets), "ROWS": rows, "SPLITS": splits, "PRECISION": precision}
 
     def latent_grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(max_rank, meta["BLOCK_N"]) * _SPLITS, len(sets)
+        return triton.cdiv(max_rank, meta["BLOCK_N"]) * splits, len(sets)
 
     def output_grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(max_outputs, meta["BLOCK_N"]), len(sets)
 
-    _decode_latent_kernel[latent_grid](x_BI, B, I, max_rank, *strides, **shared)
-    _decode_output_kernel[output_grid](
-        x_BI, B, max_rank, max_outputs, *strides, ACTIVATION=activation, **shared
+    kind = kind_of(x_BI.dtype, precision)
+    latent_call, output_call = (Call(kind, rows, len(sets) * width) for width in (max_rank, max_outputs))
+    _decode_latent_kernel.launch(latent_grid, latent_call, x_BI, B, I, max_rank, *strides, **shared)
+    _decode_output_kernel.launch(
+        output_grid, output_call, x_BI, B, max_rank, max_outputs, *strides, ACTIVATION=activation, **shared
     )
     return outs, latents

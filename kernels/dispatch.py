@@ -1,14 +1,18 @@
 """Which implementation serves a shape on a GPU: a Triton kernel, or cuBLAS and cuDNN through torch.
 
-NOT YET MEASURED. Every number is from data sheets, and every rule is an argument in plain arithmetic:
+NOT YET MEASURED. "auto" takes a kernel only where this model of bytes and operations says that it can win.
+Every number of it is from data sheets, or a guess that says so:
 
-- A fused kernel saves the traffic of z and a launch, and multiplies less efficiently than cuBLAS. So it is
-  taken where memory is the limit: multiply-adds of the pair for each byte of x and y below the
-  balance of the device (for two linear layers in half precision that says: rank below the balance).
-- It has one program to 64 rows or so: below FILL of them the device stands half empty, and cuBLAS splits.
-- At 16 rows or fewer both read every weight once. The Triton pair of launches is taken where it
-  replaces more than two: several layers, an activation, or the sum of the pivoted form.
-- Random-feature attention in torch writes its features (length x M) five times or more: always Triton.
+- Two products of cuBLAS take max(operations / rate, bytes / bandwidth) each, the latent z written by the
+  first and read by the second; what follows a layer (an activation, a gate) moves y twice more.
+- The fused kernel moves x, y and the weights once. Its operations count the rank that it computes, in pieces,
+  and run at a share of the rate of cuBLAS; its programs fill the multiprocessors in whole waves.
+- Sizes that are no multiples of 16 it would load element by element: torch.
+- It has to gain MARGIN, and the products to take LAUNCH_SECONDS: its operator is written in Python.
+- So it serves low ranks of narrow layers, and many rows: fusing saves about 2 r / (I + O) of the traffic,
+  6 % at r = 256 of 4096 features, where two products win.
+- A few rows read every weight once either way, and convolutions and random-feature attention are not
+  measured: all torch.
 
 `benchmarks/kernels.py` prints what to put here.
 """
@@ -19,39 +23,51 @@ import torch
 
 MODES = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_FUSED_RANK = 512  # BLOCK_M x rank float32 sums have to fit the registers
+# By bytes of an element: the float32 sums of a block of rows have to fit the registers.
+MAX_FUSED_RANK = {2: 256, 4: 128}
+MAX_CONV2D_RANK = 128
 MAX_DECODE_ROWS = 16
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM, MAX_OTHER_HEAD_DIM = 128, 64  # forward in half types; backward, and float32
+MARGIN = 1.05
+LAUNCH_SECONDS = 40e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """Thresholds for one class of GPUs.
+    """What one class of GPUs does in a second.
 
     Attributes:
-        half_balance: operations for each byte of memory traffic, at half precision.
-        tf32_balance: the same of TF32.
-        ieee_balance: the same of float32.
-        fill: rows that fill half of the device with programs of 64.
+        half_rate: operations of cuBLAS, two to a multiply-add, at half precision.
+        tf32_rate: the same of TF32.
+        ieee_rate: the same of float32.
+        bandwidth: bytes read or written.
+        multiprocessors: how many.
+        half_share: rate of the fused kernel over that of cuBLAS at half precision; 0 takes no kernel.
+        tf32_share: the same of TF32.
+        ieee_share: the same of float32.
     """
 
-    half_balance: float
-    tf32_balance: float
-    ieee_balance: float
-    fill: int
+    half_rate: float
+    tf32_rate: float
+    ieee_rate: float
+    bandwidth: float
+    multiprocessors: int
+    half_share: float
+    tf32_share: float
+    ieee_share: float
 
-    def balance(self, dtype: torch.dtype, precision: str) -> float:
-        """Operations for each byte, of products of this kind."""
-        if dtype != torch.float32:
-            return self.half_balance
-        return self.tf32_balance if precision == "tf32" else self.ieee_balance
+    def rates(self, dtype: torch.dtype, precision: str) -> tuple[float, float]:
+        """Operations a second of cuBLAS and of the fused kernel, for products of this kind."""
+        kind = "half" if dtype != torch.float32 else "tf32" if precision == "tf32" else "ieee"
+        rate: float = getattr(self, f"{kind}_rate")
+        return rate, rate * float(getattr(self, f"{kind}_share"))
 
 
-# By compute capability: A100 40 GB (312, 156, 19.5 TFLOP/s over 1.555 TB/s, 108 multiprocessors) and
-# H100 SXM (989, 495, 67 TFLOP/s over 3.35 TB/s, 132 of them). NVIDIA data sheets; not measured.
+# By compute capability: 0.7 of the operations and 0.9 of the bandwidth of NVIDIA's data sheets, A100 40 GB
+# (312, 156, 19.5 TFLOP/s, 1.555 TB/s) and H100 SXM (989, 495, 67 TFLOP/s, 3.35 TB/s). The shares are guesses.
 _CLASSES = {
-    8: DeviceClass(200.0, 100.0, 12.5, 3456),
-    9: DeviceClass(295.0, 148.0, 20.0, 4224),
+    8: DeviceClass(218e12, 109e12, 13.6e12, 1.4e12, 108, 0.6, 0.6, 0.4),
+    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4),
 }
 _DEFAULT = _CLASSES[8]
 
@@ -76,7 +92,7 @@ def choose_linear(
     rows: int,
     ranks: tuple[int, ...],
     features: tuple[int, int],
-    extra: bool,
+    extra: int,
     forced: str,
 ) -> str:
     """Return "fused", "decode" or "torch" for linear layers of one input.
@@ -88,55 +104,86 @@ def choose_linear(
         rows: B.
         ranks: of every layer.
         features: I, and O of all layers together.
-        extra: whether torch would need more than the two products: an activation, or pivots.
+        extra: numbers of a row that torch moves besides the products: 2 O for an activation or a gate.
         forced: one of MODES.
     """
     if forced == "torch" or dtype not in DTYPES:
         return "torch"
-    few = rows <= MAX_DECODE_ROWS
+    few, fits = rows <= MAX_DECODE_ROWS, max(ranks) <= MAX_FUSED_RANK[dtype.itemsize]
     if forced == "triton":
-        return "decode" if few else "fused" if max(ranks) <= MAX_FUSED_RANK else "torch"
-    if few:
-        return "decode" if extra or len(ranks) > 1 else "torch"
-    operations = 2 * sum(ranks) * (features[0] + features[1] / len(ranks))
-    traffic = dtype.itemsize * sum(features)
-    memory_bound = operations < device.balance(dtype, precision) * traffic
-    fits = max(ranks) <= MAX_FUSED_RANK and rows * len(ranks) >= device.fill
-    return "fused" if memory_bound and fits else "torch"
+        return "decode" if few else "fused" if fits else "torch"
+    if few or not fits or any(size % 16 for size in (*ranks, *features)):
+        return "torch"
+    plain = products_seconds(device, dtype, precision, rows, ranks, features, extra)
+    fused = fused_seconds(device, dtype, precision, rows, ranks, features)
+    return "fused" if plain >= max(LAUNCH_SECONDS, MARGIN * fused) else "torch"
 
 
-def choose_conv2d(
+def products_seconds(
     device: DeviceClass,
     dtype: torch.dtype,
     precision: str,
-    *,
-    positions: int,
-    rank: int,
-    channels: tuple[int, int],
-    taps: int,
-    forced: str,
-) -> str:
-    """Return "fused" or "torch" for a kh x kw convolution followed by a 1 x 1 one.
+    rows: int,
+    ranks: tuple[int, ...],
+    features: tuple[int, int],
+    extra: int,
+) -> float:
+    """Predicted time of two products for each layer; see `choose_linear` for the arguments."""
+    rate, _ = device.rates(dtype, precision)
+    inputs, outputs = features[0], features[1] / len(ranks)
+    total = rows * extra * dtype.itemsize / device.bandwidth
+    for rank in ranks:
+        for wide in (inputs, outputs):
+            moved = (rows * (wide + rank) + rank * wide) * dtype.itemsize
+            total += max(2 * rows * rank * wide / rate, moved / device.bandwidth)
+    return total
 
-    Args:
-        device: see `device_class`.
-        dtype: of all tensors.
-        precision: of float32 products.
-        positions: of the output, over the batch.
-        rank: channels between the two.
-        channels: in and out.
-        taps: kh kw.
-        forced: one of MODES.
+
+def fused_seconds(
+    device: DeviceClass,
+    dtype: torch.dtype,
+    precision: str,
+    rows: int,
+    ranks: tuple[int, ...],
+    features: tuple[int, int],
+) -> float:
+    """Predicted time of the fused kernel; see `choose_linear` for the arguments."""
+    _, rate = device.rates(dtype, precision)
+    if rate == 0.0:
+        return float("inf")
+    inputs, outputs = features[0], features[1] / len(ranks)
+    # Every layer of a launch computes the rank of the widest.
+    operations = 2 * rows * len(ranks) * padded_rank(max(ranks)) * (inputs + outputs)
+    block = 128 if rows * len(ranks) >= 128 * device.multiprocessors else 64
+    programs = -(-rows // block) * len(ranks)
+    waves = -(-programs // device.multiprocessors)
+    busy = programs / (waves * device.multiprocessors)
+    weights = sum(rank * (inputs + outputs) for rank in ranks)
+    moved = (rows * sum(features) + weights) * dtype.itemsize
+    return max(operations / (rate * busy), moved / (device.bandwidth * min(1.0, 2 * busy)))
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that the fused kernel computes: a power of two to 64, or a multiple of 64."""
+    return max(16, 1 << (rank - 1).bit_length()) if rank <= 64 else -(-rank // 64) * 64
+
+
+def choose_conv2d(dtype: torch.dtype, *, rank: int, forced: str) -> str:
+    """Return "fused" or "torch" for a kh x kw convolution to so many channels followed by a 1 x 1 one.
+
+    Not measured against cuDNN: only PANTHER_COMPILE_KERNEL=triton takes the kernel.
     """
-    if forced == "torch" or dtype not in DTYPES or rank > MAX_FUSED_RANK:
-        return "torch"
-    operations = 2 * rank * (channels[0] * taps + channels[1])
-    memory_bound = operations < device.balance(dtype, precision) * dtype.itemsize * sum(channels)
-    return "fused" if forced == "triton" or (memory_bound and positions >= device.fill) else "torch"
+    fits = dtype in DTYPES and rank <= MAX_CONV2D_RANK
+    return "fused" if forced == "triton" and fits else "torch"
 
 
-def choose_attention(dtype: torch.dtype, *, head_dim: int, columns: int, forced: str) -> str:
-    """Return "fused" or "torch" for random-feature attention: dtype and width of q and of v."""
-    if forced == "torch" or dtype not in DTYPES or max(head_dim, columns) > MAX_HEAD_DIM:
-        return "torch"
-    return "fused"
+def choose_attention(
+    dtype: torch.dtype, *, head_dim: int, columns: int, forced: str, backward: bool = False
+) -> str:
+    """Return "fused" or "torch" for random-feature attention: dtype and width of q and of v.
+
+    Not measured: only PANTHER_COMPILE_KERNEL=triton takes the kernels.
+    """
+    widest = MAX_HEAD_DIM if dtype.itemsize == 2 and not backward else MAX_OTHER_HEAD_DIM
+    fits = dtype in DTYPES and max(head_dim, columns) <= widest
+    return "fused" if forced == "triton" and fits else "torch"

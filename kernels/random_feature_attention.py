@@ -13,7 +13,9 @@ quotient; they keep every exponential at 1 or below. Choromanski et al., "Rethin
 Performers", https://arxiv.org/abs/2009.14794.
 
 q (N, H, L, D), k (N, H, S, D), v (N, H, S, V), w (M, D): float32, float16 or bfloat16, any strides.
-Everything is computed, and every sum is taken, in float32. S_c costs N H (S / BLOCK_C) M (V + 1) float32.
+Every sum is taken in float32. Logarithms of features are products of q and w, or k and w, as they are; all
+other products are of float32, in TF32 where the inputs are of half types: both run on tensor cores. S_c costs
+N H (S / BLOCK_C) M (V + 1) float32.
 """
 
 # N batch, H heads, L queries, S keys, D head_dim, V columns of v, M features, C chunks
@@ -25,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from panther_compile.kernels.autotune import chunk_length, configs_for
+from panther_compile.kernels.autotune import Call, chunk_length, kind_of, tuned
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # See _divide in reference.py: below it a gradient would overflow.
@@ -48,28 +50,34 @@ class States(NamedTuple):
 
 @triton.jit
 def load_rows(x_ptr, strides, n, h, offs, length, offs_d, width):
-    """Rows of x[n, h] in float32, 0 beyond its end."""
+    """Rows of x[n, h], 0 beyond its end."""
     return tl.load(
         x_ptr + n * strides[0] + h * strides[1] + offs[:, None] * strides[2] + offs_d[None, :] * strides[3],
         mask=(offs < length)[:, None] & (offs_d < width)[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
 
 
 @triton.jit
 def load_directions(w_ptr, w_strides, offs_m, M, offs_d, D):
-    """Rows of w in float32, 0 beyond its end."""
+    """Rows of w, 0 beyond its end."""
     return tl.load(
         w_ptr + offs_m[:, None] * w_strides[0] + offs_d[None, :] * w_strides[1],
         mask=(offs_m < M)[:, None] & (offs_d < D)[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
 
 
 @triton.jit
-def log_features(x, w, offs_m, M, PRECISION: tl.constexpr):
-    """Logarithms of the features of scaled rows x, -inf beyond the last feature."""
-    logs = tl.dot(x, tl.trans(w), input_precision=PRECISION) - 0.5 * tl.sum(x * x, axis=1)[:, None]
+def log_features(x, w, offs_m, M, scale, PRECISION: tl.constexpr):
+    """Logarithms of the features of rows x, scaled here, -inf beyond the last feature.
+
+    Products of half types are exact in float32, so x is scaled after them.
+    """
+    wide = x.to(tl.float32) * scale
+    logs = (
+        tl.dot(x, tl.trans(w), input_precision=PRECISION) * scale - 0.5 * tl.sum(wide * wide, axis=1)[:, None]
+    )
     return tl.where((offs_m < M)[None, :], logs, float("-inf"))
 
 
@@ -83,7 +91,7 @@ def key_shift(mask_ptr, mask_strides, n, h, offs, keys):
     return shift
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "BLOCK_C", "PRECISION"])
+@tuned("favor", key=["M", "D", "V", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["keys", "chunks"])
 def _favor_state_kernel(
     k_ptr,
@@ -115,10 +123,10 @@ def _favor_state_kernel(
     offs_d, offs_v = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_V).to(tl.int64)
     offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) * scale
-    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V)
+    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D)
+    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V).to(tl.float32)
     w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
-    log_k = log_features(k, w, offs_m, M, PRECISION)
+    log_k = log_features(k, w, offs_m, M, scale, PRECISION)
     log_k += key_shift(mask_ptr, mask_strides, n, h, offs_c, keys)[:, None]
     top = tl.maximum(tl.max(log_k, axis=0), LOWEST)
     phi_k = tl.exp(log_k - top[None, :])
@@ -161,19 +169,22 @@ def _favor_scan_kernel(
         decay, weight = tl.exp(top - new_top), tl.exp(own_top - new_top)
         top, norm, state = new_top, norm * decay, state * decay[:, None]
         if CAUSAL:
+            # Several warps have loaded the numbers that one of them overwrites.
+            tl.debug_barrier()
             tl.store(states.top + place, top, mask=mask_m)
             tl.store(states.norm + place, norm, mask=mask_m)
             tl.store(states.state + wide, state, mask=mask)
         norm += own_norm * weight
         state += own_state * weight[:, None]
     if not CAUSAL:
+        tl.debug_barrier()
         place = head * chunks * M + offs_m
         tl.store(states.top + place, top, mask=mask_m)
         tl.store(states.norm + place, norm, mask=mask_m)
         tl.store(states.state + place[:, None] * V + offs_v[None, :], state, mask=mask)
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
+@tuned("favor", key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "chunks", "query_chunks"])
 def _favor_output_kernel(
     q_ptr,
@@ -212,8 +223,8 @@ def _favor_output_kernel(
     offs_c = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_d, offs_v = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_V).to(tl.int64)
     mask_v = offs_v < V
-    q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D) * scale
-    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) * scale if CAUSAL else q
+    q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D)
+    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) if CAUSAL else q
     shift = key_shift(mask_ptr, mask_strides, n, h, offs_c, keys)
     first_state = (head * chunks + (chunk if CAUSAL else 0)) * M
     r = tl.zeros((BLOCK_C,), tl.float32) + LOWEST
@@ -232,7 +243,7 @@ def _favor_output_kernel(
             mask=mask_m[:, None] & mask_v[None, :],
             other=0.0,
         )
-        log_q = log_features(q, w, offs_m, M, PRECISION) + top[None, :]
+        log_q = log_features(q, w, offs_m, M, scale, PRECISION) + top[None, :]
         new_r = tl.maximum(r, tl.max(log_q, axis=1))
         decay = tl.exp(r - new_r)
         r = new_r
@@ -240,12 +251,12 @@ def _favor_output_kernel(
         total = total * decay + tl.sum(phi_q * norm[None, :], axis=1)
         sums = tl.dot(phi_q, state, sums * decay[:, None], input_precision=PRECISION)
         if CAUSAL:
-            log_k = log_features(k, w, offs_m, M, PRECISION) + shift[:, None]
+            log_k = log_features(k, w, offs_m, M, scale, PRECISION) + shift[:, None]
             phi_k = tl.exp(log_k - top[None, :])
             weights = tl.dot(phi_q, tl.trans(phi_k), weights * decay[:, None], input_precision=PRECISION)
     if CAUSAL:
         weights = tl.where(offs_c[:, None] >= offs_c[None, :], weights, 0.0)
-        v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V)
+        v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V).to(tl.float32)
         total += tl.sum(weights, axis=1)
         sums = tl.dot(weights, v, sums, input_precision=PRECISION)
     seen = total > SMALLEST
@@ -270,20 +281,25 @@ class Sizes(NamedTuple):
     keys: int
     chunks: int
     query_chunks: int
+    call: Call
     shared: dict[str, Any]
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, precision: str) -> Sizes:
+def sizes_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, precision: str, *, backward: bool = False
+) -> Sizes:
     """Chunks and blocks for these inputs; with `causal`, keys that no query sees are left out."""
     (L, D), S, V = q.shape[-2:], k.shape[-2], v.shape[-1]
-    length = chunk_length()
+    kind = kind_of(q.dtype, precision)
+    length = chunk_length(kind, backward=backward)
     chunks = triton.cdiv(max(L, S) if causal else S, length)
     return Sizes(
         min(L, S) if causal else S,
         chunks,
         chunks if causal else triton.cdiv(L, length),
+        Call(kind, max(16, triton.next_power_of_2(max(D, V))), length),
         {
-            "PRECISION": precision,
+            "PRECISION": "tf32" if q.dtype.itemsize == 2 else precision,
             "BLOCK_D": max(16, triton.next_power_of_2(D)),
             "BLOCK_V": max(16, triton.next_power_of_2(V)),
             "BLOCK_C": length,
@@ -307,7 +323,9 @@ def key_states(
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return N * H * count, triton.cdiv(M, meta["BLOCK_M"])
 
-    _favor_state_kernel[grid](
+    _favor_state_kernel.launch(
+        grid,
+        sizes.call,
         k,
         v,
         directions,
@@ -353,7 +371,9 @@ def outputs_from(
     (N, H, L, D), V, M = q.shape, v.shape[-1], directions.shape[0]
     y = torch.empty(N, H, L, V, dtype=dtype, device=v.device)
     rows = torch.empty(N * H, L, 2, dtype=torch.float32, device=v.device)
-    _favor_output_kernel[(N * H * sizes.query_chunks,)](
+    _favor_output_kernel.launch(
+        (N * H * sizes.query_chunks,),
+        sizes.call,
         q,
         k,
         v,

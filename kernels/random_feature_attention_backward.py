@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.autotune import tuned
 from panther_compile.kernels.random_feature_attention import (
     States,
     key_shift,
@@ -50,8 +50,8 @@ def _load_states(states, place, mask_m, offs_v, V):
 @triton.jit
 def _query_side(g_ptr, y_ptr, rows_ptr, g_strides, y_strides, n, h, heads, offs_c, queries, offs_v, V):
     """Rows g, δ, r and total; beyond the last query r is infinite, which makes φ 0."""
-    g = load_rows(g_ptr, g_strides, n, h, offs_c, queries, offs_v, V)
-    y = load_rows(y_ptr, y_strides, n, h, offs_c, queries, offs_v, V)
+    g = load_rows(g_ptr, g_strides, n, h, offs_c, queries, offs_v, V).to(tl.float32)
+    y = load_rows(y_ptr, y_strides, n, h, offs_c, queries, offs_v, V).to(tl.float32)
     row = 2 * ((n * heads + h) * queries + offs_c)
     r = tl.load(rows_ptr + row, mask=offs_c < queries, other=float("inf"))
     return g, -tl.sum(g * y, axis=1), r, tl.load(rows_ptr + row + 1, mask=offs_c < queries, other=1.0)
@@ -74,7 +74,7 @@ def _store_rows(x_ptr, strides, x, n, h, offs, length, offs_d, width):
     )
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
+@tuned("favor", key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "chunks", "query_chunks"])
 def _favor_query_grad_kernel(
     q_ptr,
@@ -117,12 +117,12 @@ def _favor_query_grad_kernel(
     n, h = head // heads, head % heads
     offs_c = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_d, offs_v = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_V).to(tl.int64)
-    q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D) * scale
+    q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D)
     g, delta, r, total = _query_side(
         g_ptr, y_ptr, rows_ptr, g_strides, y_strides, n, h, heads, offs_c, queries, offs_v, V
     )
-    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) * scale if CAUSAL else q
-    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V) if CAUSAL else g
+    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) if CAUSAL else q
+    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V).to(tl.float32) if CAUSAL else g
     shift = key_shift(mask_ptr, mask_strides, n, h, offs_c, keys)
     pairs = _pair_grads(g, delta, v, offs_c, PRECISION)
     first_state = (head * chunks + (chunk if CAUSAL else 0)) * M
@@ -134,16 +134,16 @@ def _favor_query_grad_kernel(
         w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
         top = tl.load(states.top + first_state + offs_m, mask=mask_m, other=0.0)
         norm, state = _load_states(states, first_state + offs_m, mask_m, offs_v, V)
-        log_q = log_features(q, w, offs_m, M, PRECISION) + top[None, :]
+        log_q = log_features(q, w, offs_m, M, scale, PRECISION) + top[None, :]
         phi_q = tl.exp(log_q - r[:, None]) / total[:, None]
         slope = tl.dot(g, tl.trans(state), input_precision=PRECISION) + delta[:, None] * norm[None, :]
         if CAUSAL:
-            log_k = log_features(k, w, offs_m, M, PRECISION) + shift[:, None]
+            log_k = log_features(k, w, offs_m, M, scale, PRECISION) + shift[:, None]
             phi_k = tl.exp(log_k - top[None, :])
             slope = tl.dot(pairs, phi_k, slope, input_precision=PRECISION)
         grad_log = phi_q * slope
         grad_sum += tl.sum(grad_log, axis=1)
-        gq = tl.dot(grad_log, w, gq, input_precision=PRECISION)
+        gq = tl.dot(grad_log, w.to(tl.float32), gq, input_precision=PRECISION)
         place = program * M + offs_m
         tl.store(query_states.norm + place, tl.sum(phi_q * delta[:, None], axis=0), mask=mask_m)
         tl.store(
@@ -152,7 +152,7 @@ def _favor_query_grad_kernel(
             mask=mask_m[:, None] & (offs_v < V)[None, :],
         )
     # The sum is 0 but for rounding, of which this takes back a part.
-    gq = (gq - grad_sum[:, None] * q) * scale
+    gq = (gq - grad_sum[:, None] * (q.to(tl.float32) * scale)) * scale
     _store_rows(gq_ptr, gq_strides, gq, n, h, offs_c, queries, offs_d, D)
 
 
@@ -184,17 +184,20 @@ def _favor_reverse_scan_kernel(
             # The first step has no later chunk, and nothing to shift.
             decay = tl.exp(tl.where(step > 0, top - later_top, 0.0))
             norm, state, later_top = norm * decay, state * decay[:, None], top
+            # Several warps have loaded the numbers that one of them overwrites.
+            tl.debug_barrier()
             tl.store(query_states.norm + place, norm, mask=mask_m)
             tl.store(query_states.state + place[:, None] * V + offs_v[None, :], state, mask=mask)
         norm += own_norm
         state += own_state
     if not CAUSAL:
+        tl.debug_barrier()
         place = head * query_chunks * M + offs_m
         tl.store(query_states.norm + place, norm, mask=mask_m)
         tl.store(query_states.state + place[:, None] * V + offs_v[None, :], state, mask=mask)
 
 
-@triton.autotune(configs=configs_for("favor"), key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
+@tuned("favor", key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
 @triton.jit(do_not_specialize=["queries", "keys", "length", "chunks", "query_chunks"])
 def _favor_key_grad_kernel(
     q_ptr,
@@ -240,11 +243,11 @@ def _favor_key_grad_kernel(
     n, h = head // heads, head % heads
     offs_c = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_d, offs_v = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_V).to(tl.int64)
-    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) * scale
-    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V)
+    k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D)
+    v = load_rows(v_ptr, v_strides, n, h, offs_c, keys, offs_v, V).to(tl.float32)
     shift = key_shift(mask_ptr, mask_strides, n, h, offs_c, keys)
     if CAUSAL:
-        q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D) * scale
+        q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D)
         g, delta, r, total = _query_side(
             g_ptr, y_ptr, rows_ptr, g_strides, y_strides, n, h, heads, offs_c, queries, offs_v, V
         )
@@ -261,22 +264,22 @@ def _favor_key_grad_kernel(
         w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
         top = tl.load(states.top + place_of_state + offs_m, mask=mask_m, other=0.0)
         norm, state = _load_states(query_states, place_of_query_state + offs_m, mask_m, offs_v, V)
-        log_k = log_features(k, w, offs_m, M, PRECISION) + shift[:, None]
+        log_k = log_features(k, w, offs_m, M, scale, PRECISION) + shift[:, None]
         phi_k = tl.exp(log_k - top[None, :])
         slope = tl.dot(v, tl.trans(state), input_precision=PRECISION) + norm[None, :]
         gv = tl.dot(phi_k, state, gv, input_precision=PRECISION)
         if CAUSAL:
-            log_q = log_features(q, w, offs_m, M, PRECISION) + top[None, :]
+            log_q = log_features(q, w, offs_m, M, scale, PRECISION) + top[None, :]
             phi_q = tl.exp(log_q - r[:, None]) / total[:, None]
             slope = tl.dot(tl.trans(pairs), phi_q, slope, input_precision=PRECISION)
             weights = tl.dot(phi_q, tl.trans(phi_k), weights, input_precision=PRECISION)
         grad_log = phi_k * slope
-        gk = tl.dot(grad_log, w, gk, input_precision=PRECISION)
+        gk = tl.dot(grad_log, w.to(tl.float32), gk, input_precision=PRECISION)
         grad_sum += tl.sum(grad_log, axis=1)
     if CAUSAL:
         weights = tl.where(offs_c[:, None] >= offs_c[None, :], weights, 0.0)
         gv = tl.dot(tl.trans(weights), g, gv, input_precision=PRECISION)
-    gk = (gk - grad_sum[:, None] * k) * scale
+    gk = (gk - grad_sum[:, None] * (k.to(tl.float32) * scale)) * scale
     # Keys from `keys` to `length` are seen by no query: their gradients are the zeros that came out.
     _store_rows(gk_ptr, gk_strides, gk, n, h, offs_c, length, offs_d, D)
     _store_rows(gv_ptr, gv_strides, gv, n, h, offs_c, length, offs_v, V)
@@ -298,7 +301,7 @@ def favor_attention_backward(
     if 0 in (*q.shape, *k.shape, *v.shape):
         return gq.zero_(), gk.zero_(), gv.zero_()
     (N, H, L, D), S, V, M = q.shape, k.shape[2], v.shape[-1], directions.shape[0]
-    sizes = sizes_of(q, k, v, causal, precision)
+    sizes = sizes_of(q, k, v, causal, precision, backward=True)
     states = key_states(k, v, directions, key_mask, sizes, causal)
     y, rows = outputs_from(q, k, v, directions, key_mask, states, sizes, causal, torch.float32)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
@@ -319,7 +322,9 @@ def favor_attention_backward(
     )
     counts = (sizes.chunks, sizes.query_chunks, D, V, M)
     shared = {**sizes.shared, "CAUSAL": causal}
-    _favor_query_grad_kernel[(N * H * sizes.query_chunks,)](
+    _favor_query_grad_kernel.launch(
+        (N * H * sizes.query_chunks,),
+        sizes.call,
         *inputs,
         gq,
         states,
@@ -343,7 +348,9 @@ def favor_attention_backward(
         BLOCK_V=shared["BLOCK_V"],
         BLOCK_M=16,
     )
-    _favor_key_grad_kernel[(N * H * sizes.chunks,)](
+    _favor_key_grad_kernel.launch(
+        (N * H * sizes.chunks,),
+        sizes.call,
         *inputs,
         gk,
         gv,

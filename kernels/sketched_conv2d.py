@@ -20,13 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.autotune import Call, kind_of, tuned
 from panther_compile.kernels.plain import conv2d_size, layout_of
 
 
-@triton.autotune(
-    configs=configs_for("sketched_conv2d"), key=["channels", "O", "BLOCK_R", "KH", "KW", "PRECISION"]
-)
+@tuned("sketched_conv2d", key=["channels", "O", "BLOCK_R", "KH", "KW", "PRECISION"])
 @triton.jit(do_not_specialize=["positions"])
 def _sketched_conv2d_fwd_kernel(
     x_ptr,
@@ -151,7 +149,10 @@ def sketched_conv2d_forward(
     def grid(meta: dict[str, Any]) -> tuple[int]:
         return (triton.cdiv(positions, meta["BLOCK_P"]),)
 
-    _sketched_conv2d_fwd_kernel[grid](
+    block = max(16, triton.next_power_of_2(R))
+    _sketched_conv2d_fwd_kernel.launch(
+        grid,
+        Call(kind_of(x.dtype, precision), block, positions),
         x,
         down,
         up,
@@ -177,6 +178,6 @@ def sketched_conv2d_forward(
         KH=KH,
         KW=KW,
         PRECISION=precision,
-        BLOCK_R=max(16, triton.next_power_of_2(R)),
+        BLOCK_R=block,
     )
     return y, z

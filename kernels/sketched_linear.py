@@ -6,7 +6,8 @@
 
 A program owns BLOCK_M rows and all of the rank, so z never goes to memory unless it is asked for.
 Several layers of one input (q, k and v) are one launch: programs of the same rows are neighbours, so
-that x is read from memory once. With SPLITS programs to the rows of a layer each computes z again.
+that x is read from memory once. The rank is in PIECES of BLOCK_R columns, each with sums of its own, and so
+padded to the next 64, not to the next power of two.
 
 x (B, I), down (R, S), up (O, R), m and r (B, O): float32, float16 or bfloat16, all the same, any strides.
 Form: Zhao et al., "Pivoting Factorization", ICML 2025, https://arxiv.org/abs/2501.19090.
@@ -23,8 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from panther_compile.kernels.activations import activate
-from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.autotune import Call, kind_of, tuned
+from panther_compile.kernels.dispatch import padded_rank
 from panther_compile.kernels.factor_set import Factors, FactorSet, factor_set, packed
+
+MOST_PIECES = 4
 
 
 @triton.jit
@@ -116,6 +120,32 @@ def load_up(factors, offs_o, offs_r):
 
 
 @triton.jit
+def _load_down(factors, offs_k, mask_k, offs_r):
+    """The tile of downᵀ of rows offs_k and columns offs_r."""
+    stride_dr, stride_ds = factors.down_strides
+    return tl.load(
+        factors.down + offs_r[None, :] * stride_dr + offs_k[:, None] * stride_ds,
+        mask=(offs_r < factors.rank)[None, :] & mask_k[:, None],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _finished(z, rows_ptr, stride_xi, factors, offs_m, mask_m, offs_r):
+    """A piece of z with its pivots, kept where it is to be, in the type of up."""
+    if factors.pivot >= 0:
+        pivots = tl.load(
+            rows_ptr + (factors.pivot + offs_r)[None, :] * stride_xi,
+            mask=mask_m[:, None] & (offs_r < factors.rank)[None, :],
+            other=0.0,
+        )
+        z += pivots.to(tl.float32)
+    store_latent(z, factors, offs_m, mask_m, offs_r)
+    # Beyond the rank, an infinite x times the zeros of down is NaN.
+    return tl.where((offs_r < factors.rank)[None, :], z, 0.0).to(factors.up.dtype.element_ty)
+
+
+@triton.jit
 def _rows_of_one_set(
     x_ptr,
     B,
@@ -123,53 +153,78 @@ def _rows_of_one_set(
     stride_xi,
     factors,
     row_block,
-    split,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     offs_m = row_block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     mask_m = offs_m < B
-    offs_r = tl.arange(0, BLOCK_R).to(tl.int64)
-    z = latent_tile(x_ptr, stride_xm, stride_xi, factors, offs_m, mask_m, offs_r, BLOCK_K, PRECISION)
-    if split == 0:
-        store_latent(z, factors, offs_m, mask_m, offs_r)
-    # Beyond the rank, an infinite x times the zeros of down is NaN.
-    z = tl.where((offs_r < factors.rank)[None, :], z, 0.0).to(factors.up.dtype.element_ty)
-    for first in range(split * BLOCK_O, factors.outputs, SPLITS * BLOCK_O):
+    rows_ptr = x_ptr + offs_m[:, None] * stride_xm
+    offs_r0 = tl.arange(0, BLOCK_R).to(tl.int64)
+    offs_r1, offs_r2, offs_r3 = offs_r0 + BLOCK_R, offs_r0 + 2 * BLOCK_R, offs_r0 + 3 * BLOCK_R
+    z0 = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    z1, z2, z3 = z0, z0, z0
+    for first in range(0, factors.inputs, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K).to(tl.int64)
+        mask_k = offs_k < factors.inputs
+        x = tl.load(
+            rows_ptr + (factors.rest + offs_k)[None, :] * stride_xi,
+            mask=mask_m[:, None] & mask_k[None, :],
+            other=0.0,
+        )
+        z0 = tl.dot(x, _load_down(factors, offs_k, mask_k, offs_r0), z0, input_precision=PRECISION)
+        if PIECES > 1:
+            z1 = tl.dot(x, _load_down(factors, offs_k, mask_k, offs_r1), z1, input_precision=PRECISION)
+        if PIECES > 2:
+            z2 = tl.dot(x, _load_down(factors, offs_k, mask_k, offs_r2), z2, input_precision=PRECISION)
+        if PIECES > 3:
+            z3 = tl.dot(x, _load_down(factors, offs_k, mask_k, offs_r3), z3, input_precision=PRECISION)
+    z0 = _finished(z0, rows_ptr, stride_xi, factors, offs_m, mask_m, offs_r0)
+    if PIECES > 1:
+        z1 = _finished(z1, rows_ptr, stride_xi, factors, offs_m, mask_m, offs_r1)
+    if PIECES > 2:
+        z2 = _finished(z2, rows_ptr, stride_xi, factors, offs_m, mask_m, offs_r2)
+    if PIECES > 3:
+        z3 = _finished(z3, rows_ptr, stride_xi, factors, offs_m, mask_m, offs_r3)
+    for first in range(0, factors.outputs, BLOCK_O):
         offs_o = first + tl.arange(0, BLOCK_O).to(tl.int64)
-        s = tl.dot(z, load_up(factors, offs_o, offs_r), input_precision=PRECISION)
+        s = tl.dot(z0, load_up(factors, offs_o, offs_r0), input_precision=PRECISION)
+        if PIECES > 1:
+            s = tl.dot(z1, load_up(factors, offs_o, offs_r1), s, input_precision=PRECISION)
+        if PIECES > 2:
+            s = tl.dot(z2, load_up(factors, offs_o, offs_r2), s, input_precision=PRECISION)
+        if PIECES > 3:
+            s = tl.dot(z3, load_up(factors, offs_o, offs_r3), s, input_precision=PRECISION)
         store_output(s, factors, offs_m, mask_m, offs_o, ACTIVATION)
 
 
-@triton.autotune(
-    configs=configs_for("sketched_linear"), key=["I", "BLOCK_R", "SETS", "rows_class", "PRECISION"]
-)
-@triton.jit(do_not_specialize=["I", "rows_class"])
+@tuned("sketched_linear", key=["I", "O", "PIECES", "BLOCK_R", "SETS", "rows_class", "pivoted", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "I", "O", "rows_class", "pivoted"])
 def _sketched_linear_fwd_kernel(
     x_ptr,
     B,
     I,
+    O,
     rows_class,
+    pivoted,
     stride_xm,
     stride_xi,
     sets,
     SETS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row_block = (program // (SETS * SPLITS)).to(tl.int64)
-    split = program // SETS % SPLITS
+    row_block = (program // SETS).to(tl.int64)
     for index in tl.static_range(SETS):
         if program % SETS == index:
             _rows_of_one_set(
@@ -179,15 +234,28 @@ def _sketched_linear_fwd_kernel(
                 stride_xi,
                 sets[index],
                 row_block,
-                split,
                 ACTIVATION,
                 PRECISION,
+                PIECES,
                 BLOCK_R,
                 BLOCK_M,
                 BLOCK_K,
                 BLOCK_O,
-                SPLITS,
             )
+
+
+def pieces_of(rank: int) -> tuple[int, int]:
+    """How the fused kernel divides a rank: how many pieces, and of how many columns."""
+    padded = padded_rank(rank)
+    return (1, padded) if padded <= 128 else (padded // 64, 64)
+
+
+def are_aligned(x_BI: Tensor, sets: Sequence[FactorSet]) -> bool:
+    """Whether all sizes, and so the rows of contiguous factors, are multiples of 16."""
+    sizes = (
+        size for one in sets for size in (one.rank, one.inputs, one.outputs, max(one.pivot, 0), one.rest)
+    )
+    return all(size % 16 == 0 for size in (x_BI.shape[1], *sizes))
 
 
 def launch_sets(
@@ -197,21 +265,28 @@ def launch_sets(
     B, I = x_BI.shape
     if B == 0:
         return
+    pieces, block = pieces_of(max(one.rank for one in sets))
+    assert pieces <= MOST_PIECES
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (triton.cdiv(B, meta["BLOCK_M"]) * meta["SPLITS"] * len(sets),)
+        return (triton.cdiv(B, meta["BLOCK_M"]) * len(sets),)
 
-    _sketched_linear_fwd_kernel[grid](
+    _sketched_linear_fwd_kernel.launch(
+        grid,
+        Call(kind_of(x_BI.dtype, precision), pieces * block, B * len(sets), are_aligned(x_BI, sets)),
         x_BI,
         B,
         I,
+        sum(one.outputs for one in sets),
         B.bit_length(),
+        any(one.pivot >= 0 for one in sets),
         *x_BI.stride(),
         packed(sets),
         SETS=len(sets),
         ACTIVATION=activation,
         PRECISION=precision,
-        BLOCK_R=max(16, triton.next_power_of_2(max(one.rank for one in sets))),
+        PIECES=pieces,
+        BLOCK_R=block,
     )
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from panther_compile.kernels.activations import activate, activation_slope
-from panther_compile.kernels.autotune import configs_for
+from panther_compile.kernels.autotune import Call, kind_of, tuned
 from panther_compile.kernels.factor_set import Factors, LinearGrads, Needs, factor_set, packed
 from panther_compile.kernels.sketched_linear import latent_tile, launch_sets, load_up, store_latent
 
@@ -30,8 +30,8 @@ _PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100
 _MAX_SPLITS = 32
 
 
-@triton.autotune(configs=configs_for("product"), key=["rows_class", "outputs", "rank", "PRECISION"])
-@triton.jit(do_not_specialize=["rows_class", "outputs", "rank"])
+@tuned("product", key=["rows_class", "outputs", "rank", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "rows_class", "outputs", "rank"])
 def _epilogue_grad_kernel(
     grad_ptr,
     multiplier_grad_ptr,
@@ -81,10 +81,8 @@ def _epilogue_grad_kernel(
     tl.store(factors.out + out_offs, grad.to(factors.out.dtype.element_ty), mask=mask)
 
 
-@triton.autotune(
-    configs=configs_for("product"), key=["rows_class", "max_rank", "itemsize", "SETS", "PRECISION"]
-)
-@triton.jit(do_not_specialize=["rows_class", "max_rank", "itemsize"])
+@tuned("product", key=["rows_class", "max_rank", "itemsize", "SETS", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "rows_class", "max_rank", "itemsize"])
 def _latent_grad_kernel(
     grads,
     grad_strides,
@@ -120,8 +118,8 @@ def _latent_grad_kernel(
             store_latent(z, sets[index], offs_m, mask_m, offs_r)
 
 
-@triton.autotune(configs=configs_for("product"), key=["rows_class", "I", "max_rank", "SETS", "PRECISION"])
-@triton.jit(do_not_specialize=["rows_class", "max_rank"])
+@tuned("product", key=["rows_class", "I", "max_rank", "SETS", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "rows_class", "max_rank"])
 def _input_grad_kernel(
     gx_ptr,
     B,
@@ -178,8 +176,8 @@ def _input_grad_kernel(
     )
 
 
-@triton.autotune(configs=configs_for("weight_grad"), key=["rows_class", "M", "N", "PRECISION"])
-@triton.jit(do_not_specialize=["splits", "rows_class"])
+@tuned("weight_grad", key=["rows_class", "M", "N", "PRECISION"])
+@triton.jit(do_not_specialize=["B", "splits", "rows_class"])
 def _weight_grad_kernel(
     a_ptr,
     b_ptr,
@@ -243,7 +241,9 @@ def epilogue_grad(
     multiplier_grad = torch.empty_like(out) if multiplier is not None and needs.multiplier else None
     if B:
         factors = factor_set(layer.down, layer.up, layer.bias, out, latent_BR, multiplier=multiplier)
-        _epilogue_grad_kernel[_tiles(B, O)](
+        _epilogue_grad_kernel.launch(
+            _tiles(B, O),
+            Call(kind_of(grad_BO.dtype, precision), width=2),
             grad_BO,
             multiplier_grad,
             B,
@@ -289,11 +289,13 @@ def input_grad(
     sizes = {"SETS": len(sets), "PRECISION": precision}
     rows = B.bit_length()
     strides = tuple(grad.stride() for grad in grads)
-    _latent_grad_kernel[_tiles(B, max_rank, len(sets))](
-        tuple(grads), strides, B, rows, max_rank, dtype.itemsize, tuple(transposed), **sizes
+    call = Call(kind_of(dtype, precision))
+    tiles = _tiles(B, max_rank, len(sets))
+    _latent_grad_kernel.launch(
+        tiles, call, tuple(grads), strides, B, rows, max_rank, dtype.itemsize, tuple(transposed), **sizes
     )
-    _input_grad_kernel[_tiles(B, in_features)](
-        gx, B, in_features, rows, max_rank, *gx.stride(), packed(sets), **sizes
+    _input_grad_kernel.launch(
+        _tiles(B, in_features), call, gx, B, in_features, rows, max_rank, *gx.stride(), packed(sets), **sizes
     )
     return gx, gzs
 
@@ -308,8 +310,21 @@ def weight_grad(a_BM: Tensor, b_BN: Tensor, precision: str = "ieee") -> tuple[Te
     parts = torch.empty(splits, M, N, dtype=torch.float32, device=a_BM.device)
     sums = torch.empty(splits, M, dtype=torch.float32, device=a_BM.device)
     strides = (*a_BM.stride(), *b_BN.stride())
-    _weight_grad_kernel[_tiles(M, N, splits)](
-        a_BM, b_BN, parts, sums, B, M, N, splits, B.bit_length(), *strides, PRECISION=precision
+    call = Call(kind_of(a_BM.dtype, precision))
+    _weight_grad_kernel.launch(
+        _tiles(M, N, splits),
+        call,
+        a_BM,
+        b_BN,
+        parts,
+        sums,
+        B,
+        M,
+        N,
+        splits,
+        B.bit_length(),
+        *strides,
+        PRECISION=precision,
     )
     return parts.sum(0).to(a_BM.dtype), sums.sum(0).to(a_BM.dtype)
 

@@ -7,20 +7,35 @@ when a name of it is first used, so ``import panther_compile`` alone does not ev
 """
 
 import importlib
+import importlib.abc
+import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Hardware",
+    "HealReport",
+    "LatentCache",
+    "NarrowLinear",
     "OnnxReport",
     "PantherError",
     "ParallelEngine",
+    "Partition",
+    "RatioCurve",
+    "Resumed",
     "SketchConfig",
     "SketchPlan",
+    "SketchQualityWarning",
     "SketchReport",
+    "SketchedConv1d",
     "SketchedConv2d",
+    "SketchedConvTranspose1d",
+    "SketchedConvTranspose2d",
     "SketchedEmbedding",
+    "SketchedGRU",
+    "SketchedLSTM",
     "SketchedLinear",
     "SketchedMultiheadAttention",
     "TrainingCheckpoints",
@@ -28,11 +43,13 @@ __all__ = [
     "export_onnx",
     "heal",
     "heal_report",
+    "import_panther",
     "load_sketched",
     "measure_hardware",
     "parallelize_model",
     "partition_model",
     "plan_sketch",
+    "project_state_dict",
     "read_state_dict",
     "save_sketched",
     "sketch_onnx",
@@ -43,31 +60,45 @@ __all__ = [
 
 _HOME_OF = {
     "Hardware": "panther_compile.partition",
-    "OnnxReport": "panther_compile.onnx_sketch",
+    "HealReport": "panther_compile.healing.report",
+    "LatentCache": "panther_compile.integrations.latent_cache",
+    "NarrowLinear": "panther_compile.layers",
+    "OnnxReport": "panther_compile.onnx.sketch",
     "PantherError": "panther_compile.errors",
     "ParallelEngine": "panther_compile.parallel",
+    "Partition": "panther_compile.partition",
+    "RatioCurve": "panther_compile.records",
+    "Resumed": "panther_compile.parallel",
     "SketchConfig": "panther_compile.config",
     "SketchPlan": "panther_compile.records",
+    "SketchQualityWarning": "panther_compile.errors",
     "SketchReport": "panther_compile.report",
+    "SketchedConv1d": "panther_compile.layers",
     "SketchedConv2d": "panther_compile.layers",
+    "SketchedConvTranspose1d": "panther_compile.layers",
+    "SketchedConvTranspose2d": "panther_compile.layers",
     "SketchedEmbedding": "panther_compile.layers",
+    "SketchedGRU": "panther_compile.layers",
+    "SketchedLSTM": "panther_compile.layers",
     "SketchedLinear": "panther_compile.layers",
     "SketchedMultiheadAttention": "panther_compile.layers",
     "TrainingCheckpoints": "panther_compile.parallel",
     "densify": "panther_compile.api",
-    "export_onnx": "panther_compile.onnx_export",
+    "export_onnx": "panther_compile.onnx.export",
     "heal": "panther_compile.healing.healer",
     "heal_report": "panther_compile.healing.report",
+    "import_panther": "panther_compile.integrations.panther",
     "load_sketched": "panther_compile.checkpoint",
     "measure_hardware": "panther_compile.partition",
     "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
+    "project_state_dict": "panther_compile.integrations.dense_state",
     "read_state_dict": "panther_compile.parallel",
     "save_sketched": "panther_compile.checkpoint",
-    "sketch_onnx": "panther_compile.onnx_sketch",
+    "sketch_onnx": "panther_compile.onnx.sketch",
     "sketch_report": "panther_compile.report",
-    "sketch_skeleton": "panther_compile.partition",
+    "sketch_skeleton": "panther_compile.skeleton",
     "sketchify": "panther_compile.api",
 }
 
@@ -75,27 +106,73 @@ if TYPE_CHECKING:
     from panther_compile.api import densify, plan_sketch, sketchify
     from panther_compile.checkpoint import load_sketched, save_sketched
     from panther_compile.config import SketchConfig
-    from panther_compile.errors import PantherError
+    from panther_compile.errors import PantherError, SketchQualityWarning
     from panther_compile.healing.healer import heal
-    from panther_compile.healing.report import heal_report
+    from panther_compile.healing.report import HealReport, heal_report
+    from panther_compile.integrations.dense_state import project_state_dict
+    from panther_compile.integrations.latent_cache import LatentCache
+    from panther_compile.integrations.panther import import_panther
     from panther_compile.layers import (
+        NarrowLinear,
+        SketchedConv1d,
         SketchedConv2d,
+        SketchedConvTranspose1d,
+        SketchedConvTranspose2d,
         SketchedEmbedding,
+        SketchedGRU,
         SketchedLinear,
+        SketchedLSTM,
         SketchedMultiheadAttention,
     )
-    from panther_compile.onnx_export import export_onnx
-    from panther_compile.onnx_sketch import OnnxReport, sketch_onnx
+    from panther_compile.onnx.export import export_onnx
+    from panther_compile.onnx.sketch import OnnxReport, sketch_onnx
     from panther_compile.parallel import (
         ParallelEngine,
+        Resumed,
         TrainingCheckpoints,
         parallelize_model,
         read_state_dict,
     )
-    from panther_compile.partition import Hardware, measure_hardware, partition_model, sketch_skeleton
-    from panther_compile.records import SketchPlan
+    from panther_compile.partition import Hardware, Partition, measure_hardware, partition_model
+    from panther_compile.records import RatioCurve, SketchPlan
     from panther_compile.report import SketchReport, sketch_report
+    from panther_compile.skeleton import sketch_skeleton
 else:
+    # The module of another library, and ours that registers with it what reads and writes sketched models.
+    _REGISTERED_WITH = {
+        "transformers.quantizers.auto": "panther_compile.integrations.pretrained",
+        "peft.tuners.lora.model": "panther_compile.integrations.adapters",
+        "diffusers.quantizers.auto": "panther_compile.integrations.diffusion",
+    }
+
+    class _ImportedLater(importlib.abc.MetaPathFinder):
+        """Lets our module be imported right after theirs: neither is, nor torch, before theirs is needed."""
+
+        def find_spec(self, fullname, path, target=None):
+            if fullname not in _REGISTERED_WITH:
+                return None
+            sys.meta_path.remove(self)
+            try:
+                spec = importlib.util.find_spec(fullname)
+            finally:
+                sys.meta_path.insert(0, self)
+            if spec is None or spec.loader is None:
+                return spec
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module):
+                execute(module)
+                importlib.import_module(_REGISTERED_WITH[fullname])
+
+            spec.loader.exec_module = execute_and_register
+            return spec
+
+    for theirs, ours in _REGISTERED_WITH.items():
+        if theirs in sys.modules:
+            importlib.import_module(ours)
+    sys.meta_path.insert(0, _ImportedLater())
+    del theirs, ours
+
     # Hidden from type checkers: with a module __getattr__ in sight they accept any name.
     def __getattr__(name):
         """Import the home of a public name when the name is first used."""

@@ -5,48 +5,94 @@ from their checksum, then `sketch.json` is put in place in one step: a directory
 the old one or the new one, at every moment. Files that `sketch.json` no longer names are removed last.
 """
 
-import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from panther_compile.config import check_device
 from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointVersionError,
+    ConfigTypeError,
     NoTargetError,
+    first_line,
 )
-from panther_compile.layers import LAYER_TYPES
-from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.kinds.registry import layer_types
+from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
+from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.models.substitute import copy_with
 from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.planning.trace import clone_structure
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
-    Choice,
-    Fitted,
-    LayerPlan,
-    SketchPlan,
     SketchRecord,
     keep_record,
 )
-from panther_compile.substitute import copy_with
-from panther_compile.trace import clone_structure
+from panther_compile.storage import checked_path, document_sha256, file_sha256, flush, locked, scratch_folder
+from panther_compile.typed_json import read_arguments, read_record
 
 FORMAT, FORMAT_VERSION = "panther_compile.sketch", 1
 PLAN_FILE = "sketch.json"
 # "weights-", the first 16 hexadecimal digits of the checksum, ".safetensors"; no other file is ever removed.
-_WEIGHTS_PATTERN = "weights-" + "[0-9a-f]" * 16 + ".safetensors"
+_WEIGHTS_NAME = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """The file of all tensors, and its checksum."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """A sketched layer: its name in the model, its type, and its `sketch_spec`."""
+
+    name: str
+    type: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SketchDocument:
+    """What `sketch.json` holds.
+
+    Attributes:
+        format: FORMAT.
+        version: FORMAT_VERSION, or an earlier one.
+        model: name of the model's class.
+        weights: where the tensors are.
+        aliases: other names of a tensor that is stored under its first one.
+        frozen: names of parameters that need no gradient.
+        layers: the sketched layers.
+        record: what was done to the model; None if that is not known.
+        sha256: the checksum of all the rest.
+    """
+
+    format: str
+    version: int
+    model: str
+    weights: WeightsFile
+    aliases: dict[str, str]
+    frozen: list[str]
+    layers: list[SavedLayer]
+    record: SketchRecord | None
+    sha256: str
 
 
 def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -57,20 +103,22 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         directory: made if missing; a checkpoint already there is replaced.
 
     Raises:
+        ConfigTypeError: the model is no module, or the directory no path.
         NoTargetError: the model holds no sketched layer.
         CheckpointError: a file cannot be written, or the model keeps state that safetensors cannot hold.
     """
+    path = checked_path(directory, "directory")
+    _check_module(model, "model")
     layers = list(outermost(model))
     if not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
     tensors, aliases = _split_aliases(_state(model))
-    path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as scratch:
-            weights, plan = Path(scratch, "weights"), Path(scratch, PLAN_FILE)
+        with scratch_folder(path) as scratch:
+            weights, plan = scratch / "weights", scratch / PLAN_FILE
             save_file(tensors, weights)
-            checksum = _file_sha256(weights)
+            checksum = file_sha256(weights)
             weights_name = f"weights-{checksum[:16]}.safetensors"
             document = {
                 "format": FORMAT,
@@ -79,17 +127,19 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 "weights": {"file": weights_name, "sha256": checksum},
                 "aliases": aliases,
                 "frozen": [n for n, p in _all_parameters(model).items() if not p.requires_grad],
-                "layers": _layers_to_json(model, layers),
-                "record": _record_to_json(model.__dict__.get(RECORD_ATTRIBUTE)),
+                "layers": layers_to_json(model, layers),
+                "record": record_to_json(model.__dict__.get(RECORD_ATTRIBUTE)),
             }
-            document["sha256"] = _document_sha256(document)
+            document["sha256"] = document_sha256(document)
             plan.write_text(json.dumps(document, indent=1))
             weights.chmod(plan.stat().st_mode)  # safetensors writes for the owner alone
-            _flush(weights, plan)
-            _put_in_place(weights, path / weights_name, plan, path / PLAN_FILE)
-        for old in path.glob(_WEIGHTS_PATTERN):
-            if old.name != weights_name:
-                old.unlink()
+            flush(weights, plan)
+            with locked(path):
+                _put_in_place(weights, path / weights_name, plan, path / PLAN_FILE)
+                flush(path)
+                for old in path.iterdir():
+                    if _WEIGHTS_NAME.fullmatch(old.name) and old.name != weights_name:
+                        old.unlink()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
 
@@ -106,25 +156,33 @@ def load_sketched(
         device: where the weights go; default is where the skeleton is, or the CPU for a meta skeleton.
 
     Raises:
+        ConfigError, ConfigTypeError: the skeleton, the directory or the device is none.
         CheckpointError: there is no checkpoint, or it cannot be read.
-        CheckpointCorruptError: it is truncated, or was changed after it was written.
+        CheckpointCorruptError: it is truncated, was changed after it was written, or describes no sketch.
         CheckpointVersionError: it was written by a newer format.
         CheckpointMismatchError: it is of another model than the skeleton.
     """
-    path = Path(directory)
-    document = _read_document(path)
+    path = checked_path(directory, "directory")
+    _check_module(skeleton, "skeleton")
     if device is None:
         device = next((p.device for p in skeleton.parameters() if not p.is_meta), torch.device("cpu"))
-    tensors = _read_weights(path, document, torch.device(device))
+    else:
+        check_device(device)
+    document, tensors = _read(path, torch.device(device))
     base: nn.Module = skeleton
     if isinstance(skeleton, fx.GraphModule):
         base = clone_structure(skeleton)
         lift_functional(base)  # type: ignore[arg-type]
-    model = copy_with(base, _empty_layers(base, document, path))
+    model = copy_with(base, empty_layers(base, document.layers, document.model, path))
     _fill(model, tensors, document, path)
     turn_off_nested_tensors(model)
-    keep_record(model, _record_from_json(document["record"]))
+    keep_record(model, document.record)
     return model  # type: ignore[return-value]
+
+
+def _check_module(given: object, name: str) -> None:
+    if not isinstance(given, nn.Module):
+        raise ConfigTypeError(f"{name} is a {type(given).__name__}, wanted an nn.Module")
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -134,6 +192,11 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name} is a {type(value).__name__}: safetensors holds tensors only")
+        if isinstance(value, UninitializedParameter | UninitializedBuffer) or keeps_numbers_elsewhere(value):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, of which safetensors holds no numbers: save the model "
+                "before it is quantized or sharded, and do that again after load_sketched"
+            )
         if value.is_meta:
             raise CheckpointError(f"{name} is on the meta device: there is nothing to save")
         if value.layout != torch.strided or value.is_quantized or value.dtype == torch.complex128:
@@ -166,7 +229,8 @@ def _split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return tensors, aliases
 
 
-def _layers_to_json(model: nn.Module, layers: list[SketchedLayer]) -> list[dict[str, Any]]:
+def layers_to_json(model: nn.Module, layers: list[SketchedLayer]) -> list[dict[str, Any]]:
+    """The name, type and `sketch_spec` of each layer: what `empty_layers` needs to make it again."""
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         names.setdefault(id(module), name)
@@ -176,52 +240,75 @@ def _layers_to_json(model: nn.Module, layers: list[SketchedLayer]) -> list[dict[
     ]
 
 
-def _record_to_json(record: SketchRecord | None) -> dict[str, Any] | None:
+def record_to_json(record: SketchRecord | None) -> dict[str, Any] | None:
+    """The record in JSON values; None of none."""
     return None if record is None else asdict(record)
 
 
-def _record_from_json(record: dict[str, Any] | None) -> SketchRecord | None:
-    if record is None:
+def record_from_json(record: object, where: str) -> SketchRecord | None:
+    """What `record_to_json` was given; raises CheckpointError if it is no record."""
+    return None if record is None else read_record(SketchRecord, record, where)
+
+
+def _read(path: Path, device: torch.device) -> tuple[SketchDocument, dict[str, Tensor]]:
+    """The plan and the tensors that belong together; again, if a writer has replaced them meanwhile."""
+    while True:
+        before = _stamp(path / PLAN_FILE)
+        try:
+            document = _read_document(path)
+            return document, _read_weights(path, document, device)
+        except CheckpointError:
+            if _stamp(path / PLAN_FILE) == before:
+                raise
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced; None where there is none."""
+    try:
+        found = file.stat()
+    except OSError:
         return None
-    plan = record["plan"]
-    lines = []
-    for line in plan["layers"]:
-        choice = line["choice"]
-        if choice is not None:
-            sharing = tuple(choice.get("sharing", ()))  # of a factor that is shared; there was none earlier
-            link = tuple(choice.get("link", ()))
-            choice = Choice(**choice | {"ranks": tuple(choice["ranks"]), "sharing": sharing, "link": link})
-        lines.append(LayerPlan(**line | {"shape": tuple(line["shape"]), "choice": choice}))
-    fitted = {name: Fitted(**one | {"ranks": tuple(one["ranks"])}) for name, one in record["fitted"].items()}
-    return SketchRecord(SketchPlan(**plan | {"layers": tuple(lines)}), fitted)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> SketchDocument:
     file = path / PLAN_FILE
     try:
         document = json.loads(file.read_text())
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable checkpoint: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{file} is not JSON, it was cut short or changed: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointCorruptError(f"{file} is not a {FORMAT} file")
     version = document.get("version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if type(version) is not int or version > FORMAT_VERSION:
         raise CheckpointVersionError(
             f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: "
             "upgrade it"
         )
-    if document.get("sha256") != _document_sha256(document):
+    if document.get("sha256") != _sha256_of(document):
         raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
-    return document
+    return read_record(SketchDocument, document, str(file))
 
 
-def _read_weights(path: Path, document: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    name, wanted = document["weights"]["file"], document["weights"]["sha256"]
-    file = path / Path(name).name
+def _sha256_of(document: dict[str, Any]) -> str | None:
     try:
-        found = _file_sha256(file)
+        return document_sha256(document)
+    except RecursionError:
+        return None
+
+
+def _read_weights(path: Path, document: SketchDocument, device: torch.device) -> dict[str, Tensor]:
+    name, wanted = document.weights.file, document.weights.sha256
+    if not _WEIGHTS_NAME.fullmatch(name):
+        raise CheckpointCorruptError(
+            f"{path / PLAN_FILE} names its weights {name!r}, wanted weights-<16 hexadecimal digits>"
+            ".safetensors"
+        )
+    file = path / name
+    try:
+        found = file_sha256(file)
     except FileNotFoundError as error:
         raise CheckpointCorruptError(f"{file} is missing, {PLAN_FILE} names it") from error
     except OSError as error:
@@ -231,39 +318,85 @@ def _read_weights(path: Path, document: dict[str, Any], device: torch.device) ->
             f"{file} was truncated or changed: its sha256 is {found[:16]}..., wanted {wanted[:16]}..."
         )
     try:
-        # A copy: what load_file gives is mapped from the file and would change with it.
-        tensors = {key: value.clone() for key, value in load_file(file, device=str(device)).items()}
-    except (OSError, SafetensorError) as error:
+        with safe_open(file, framework="pt") as held:
+            # Copies: what is read is mapped from the file and would change with it.
+            tensors = {key: held.get_tensor(key).to(device, copy=True) for key in held.keys()}  # noqa: SIM118
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last where a writer has just removed it
         raise CheckpointError(f"cannot read {file}: {error}") from error
-    tensors.update({alias: tensors[first] for alias, first in document["aliases"].items()})
-    return tensors
+    wrong = [alias for alias, first in document.aliases.items() if first not in tensors or alias in tensors]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"{path / PLAN_FILE} calls {wrong[0]!r} another name of {document.aliases[wrong[0]]!r}, wanted a "
+            f"tensor of {file.name}, and a name that is none"
+        )
+    return tensors | {alias: tensors[first] for alias, first in document.aliases.items()}
 
 
-def _empty_layers(skeleton: nn.Module, document: dict[str, Any], path: Path) -> dict[nn.Module, nn.Module]:
-    """A sketched layer without data for each dense layer of the skeleton that was replaced."""
+def empty_layers(
+    skeleton: nn.Module, layers: Iterable[SavedLayer], model: str, path: str | Path
+) -> dict[nn.Module, nn.Module]:
+    """A sketched layer without data for each dense layer of the skeleton that was replaced.
+
+    Args:
+        skeleton: a model of the architecture that was sketched.
+        layers: see `layers_to_json`.
+        model: the class that was sketched.
+        path: where it was read, for messages.
+
+    Raises:
+        CheckpointCorruptError: no layer can be made of what is said of one.
+        CheckpointMismatchError: the skeleton lacks a layer, or has it in another size.
+        CheckpointVersionError: a type of layer, or one of its arguments, is not known here.
+    """
     new: dict[nn.Module, nn.Module] = {}
-    for entry in document["layers"]:
-        name = entry["name"]
+    for entry in layers:
         try:
-            old = skeleton.get_submodule(name)
+            old = skeleton.get_submodule(entry.name)
         except AttributeError as error:
             raise CheckpointMismatchError(
-                f"{path} is a sketch of a {document['model']}; the skeleton, a {type(skeleton).__name__}, "
-                f"has no layer {name!r}"
+                f"{path} is a sketch of a {model}; the skeleton, a {type(skeleton).__name__}, "
+                f"has no layer {entry.name!r}"
             ) from error
-        layer_type = LAYER_TYPES.get(entry["type"])
+        layer_type = layer_types().get(entry.type)
         if layer_type is None:
             raise CheckpointVersionError(
-                f"{path} holds a {entry['type']} ({name!r}), which this panther_compile does not know: "
+                f"{path} holds a {entry.type} ({entry.name!r}), which this panther_compile does not know: "
                 "upgrade it"
             )
-        layer = layer_type(**entry["spec"], device="meta")
-        _check_size(old, layer, name, document, path)
+        layer = _empty_layer(layer_type, entry, path)
+        _check_size(old, layer, entry.name, model, path)
         new[old] = layer.train(old.training)
     return new
 
 
-def _check_size(old: nn.Module, new: SketchedLayer, name: str, document: dict[str, Any], path: Path) -> None:
+def _empty_layer(layer_type: type[SketchedLayer], entry: SavedLayer, path: str | Path) -> SketchedLayer:
+    what = f"{path}: the {entry.type} {entry.name!r}"
+    arguments = read_arguments(layer_type, entry.spec, what)
+    try:
+        return layer_type(**arguments, device="meta")
+    # Numbers of a file that was written by hand: torch may say anything of them.
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{what} cannot be made: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+# What a layer and the one that it replaces have in common, and no tensor tells.
+_GEOMETRY = (
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "padding_mode",
+    "num_heads",
+    "batch_first",
+    "add_zero_attn",
+)
+
+
+def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path: str | Path) -> None:
     """Raise CheckpointMismatchError unless `new` stands for a layer of the size of `old`."""
     numbers = sum(tensor.numel() for tensor in (*old.parameters(), *old.buffers()))
     if isinstance(old, SketchedLayer):
@@ -272,30 +405,43 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, document: dict[st
     found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
     if numbers != new.dense_numbers or found != wanted:
         raise CheckpointMismatchError(
-            f"{path} is a sketch of a {document['model']} of another size: {name!r} replaces a layer of "
+            f"{path} is a sketch of a {model} of another size: {name!r} replaces a layer of "
             f"{new.dense_numbers:,} numbers, the skeleton has a {type(old).__name__} of {numbers:,}"
             + (f" (weights {tuple(wanted)} and {tuple(found)})" if wanted and found else "")
         )
+    for option in _GEOMETRY:
+        given, asked = getattr(new, option, None), getattr(old, option, None)
+        if given is not None and asked is not None and given != asked:
+            raise CheckpointMismatchError(
+                f"{path} is a sketch of a {model} with another {name!r}: its {option} is {given}, "
+                f"the skeleton's {asked}"
+            )
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
     """Put the tensors into the model, tie what was tied, freeze what was frozen."""
     persistent = set(model.state_dict())
     buffers = _all_buffers(model)
+    device = next((tensor.device for tensor in tensors.values()), None)
+    for name in buffers:
+        owner, leaf = _owner(model, name)
+        # Before narrow layers kept them, the features were put in the order of what is kept.
+        if isinstance(owner, NarrowLinear) and leaf == "places" and name not in tensors:
+            tensors[name] = owner.first_places(device)
     wanted, given = persistent | set(buffers), set(tensors)
     if wanted != given:
         missing, unexpected = sorted(wanted - given), sorted(given - wanted)
         raise CheckpointMismatchError(
-            f"{path} is a sketch of a {document['model']}, which does not fit the skeleton, a "
+            f"{path} is a sketch of a {document.model}, which does not fit the skeleton, a "
             f"{type(model).__name__}: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
             f"{len(unexpected)} unexpected ({', '.join(unexpected[:3])})"
         )
     _check_shapes(model, tensors, document, path)
-    frozen = set(document["frozen"])
+    frozen = set(document.frozen)
     parameters = _all_parameters(model)
     made: dict[str, nn.Parameter] = {}
     for name in parameters:
-        first = document["aliases"].get(name, name)
+        first = document.aliases.get(name, name)
         if first not in made:
             made[first] = nn.Parameter(tensors[first], name not in frozen)
         owner, leaf = _owner(model, name)
@@ -307,13 +453,22 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any]
         _owner(model, name)[0].set_extra_state(tensors[name])
 
 
-def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: dict[str, Any], path: Path) -> None:
+def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
     for name, tensor in (_all_parameters(model) | _all_buffers(model)).items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointMismatchError(
-                f"{path} is a sketch of a {document['model']} of another size: {name} has shape "
+                f"{path} is a sketch of a {document.model} of another size: {name} has shape "
                 f"{tuple(tensors[name].shape)}, the skeleton wants {tuple(tensor.shape)}"
             )
+        if _holds_fractions(tensor) != _holds_fractions(tensors[name]):
+            raise CheckpointMismatchError(
+                f"{path} is a sketch of a {document.model} with other numbers: {name} is "
+                f"{tensors[name].dtype}, the skeleton's {tensor.dtype}"
+            )
+
+
+def _holds_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -328,23 +483,6 @@ def _put_in_place(weights: Path, weights_place: Path, plan: Path, plan_place: Pa
     try:
         os.replace(plan, plan_place)  # from here on the new checkpoint is the one in place
     except BaseException:
-        if is_new:
+        if is_new and plan.exists():  # an interrupt may come right after the plan was put in place
             weights_place.unlink()
         raise
-
-
-def _file_sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _document_sha256(document: dict[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _flush(*files: Path) -> None:
-    """Have the files on disk before they are put in place."""
-    for file in files:
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())

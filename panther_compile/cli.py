@@ -22,13 +22,13 @@ from panther_compile.api import plan_sketch, sketchify
 from panther_compile.checkpoint import load_sketched, save_sketched
 from panther_compile.config import ATTENTIONS
 from panther_compile.errors import ConfigError, ModelSourceError, PantherError
-from panther_compile.factorize import METHODS
+from panther_compile.factorization.factorize import METHODS
+from panther_compile.factorization.sketches import SKETCH_KINDS
 from panther_compile.report import sketch_report
-from panther_compile.sketches import SKETCH_KINDS
 
 try:
-    from panther_compile.onnx_data import read_batches
-    from panther_compile.onnx_sketch import sketch_onnx
+    from panther_compile.onnx.data import read_batches
+    from panther_compile.onnx.sketch import sketch_onnx
 except ModuleNotFoundError:  # the extra is not installed
     sketch_onnx = None  # type: ignore[assignment]
 
@@ -133,7 +133,8 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     )
     sizes = {"dense_bytes": report.dense_bytes, "sketched_bytes": report.sketched_bytes}
     errors = {"output_errors": dict(report.output_errors)}
-    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes | errors
+    closeness = {"closeness": asdict(report.closeness)}
+    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes | errors | closeness
     return {"text": f"{report}\nsaved to {options.target}", "json": document}
 
 

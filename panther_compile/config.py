@@ -5,14 +5,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import nn
 
-from panther_compile.errors import ConfigError, ConfigTypeError
-from panther_compile.factorize import METHODS
-from panther_compile.sketches import SKETCH_KINDS
+from panther_compile.errors import ConfigError, ConfigTypeError, first_line
+from panther_compile.factorization.factorize import METHODS
+from panther_compile.factorization.sketches import SKETCH_KINDS
 
 Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Module, str], bool]
 """A glob on the module name ("encoder.*"), a compiled regex (fullmatch), a module type, or a function
@@ -36,12 +36,13 @@ class SketchConfig:
         include: one selector or several; only layers that match one are sketched. The default is every
             layer but embeddings, the output head, and layers tied to either.
         exclude: one selector or several; layers that match one are left alone.
-        method: "auto", "svd", "randomized", or "panther" (the prior art's random signs, for comparison).
+        method: "auto", "svd" or "randomized".
         sketch: test matrix of the randomized method: "gaussian", "sign", "srht", "countsketch", "sjlt".
         attention: "exact", or "favor" for random-feature attention in nn.MultiheadAttention.
         features: random features of `attention="favor"`.
         min_params: layers whose weight is smaller stay dense.
-        round_rank_to: ranks are multiples of this; None takes 8 where that is fine enough for the budget.
+        round_rank_to: ranks are multiples of this; None takes what is fast where that is fine enough for
+            the budget: 8 on a CPU, 16 and for large layers 64 on CUDA.
         allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
             (small ones, some convolutions); by default they stay dense.
         objective: "size", or "latency" to time layers here and keep those dense whose sketch does not pay.
@@ -49,11 +50,13 @@ class SketchConfig:
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
         device: where to factorize; each layer is given back where it was.
-        output: what the model's result is, to those who compare: "logits", "features", or "auto", for which
-            tensors called "logits" are logits.
+        output: what the model's result is, to those who compare: "logits", "features", or "auto", to see for
+            oneself; the report says what it was taken for, and why.
         refine: "block" or "kl" heals the fitted model on the same data, see `heal`; "none" leaves it at the
             closed forms.
         refine_steps: of healing.
+        synthetic: whether inputs may be made up where no data is given and 0.5 to 500 million numbers are
+            to be sketched: to compare outputs on, and to fit layers to if the model says enough of them.
         narrow: whether data may also leave features out that one layer hands another, see `NarrowLinear`.
 
     Raises:
@@ -80,6 +83,7 @@ class SketchConfig:
     refine: str = "none"
     refine_steps: int = 200
     narrow: bool = True
+    synthetic: bool = True
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -100,7 +104,7 @@ class SketchConfig:
         _check_integer("refine_steps", self.refine_steps, 1)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
         _check_choice("attention", self.attention, ATTENTIONS)
-        if self.sketch != "gaussian" and self.method in ("svd", "panther"):
+        if self.sketch != "gaussian" and self.method == "svd":
             raise ConfigError(
                 f"sketch={self.sketch!r} conflicts with method={self.method!r}, which draws no test matrix"
             )
@@ -117,11 +121,12 @@ class SketchConfig:
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
         _check_type("inplace", self.inplace, bool)
         _check_type("narrow", self.narrow, bool)
+        _check_type("synthetic", self.synthetic, bool)
         if self.progress is not None:
             _check_type("progress", self.progress, bool)
         if self.device is not None:
             _check_type("device", self.device, torch.device, str)
-            _check_device(self.device)
+            check_device(self.device)
 
     def ratios(self) -> tuple[tuple[Selector, float], ...]:
         """(selector, ratio) of each budget, in order; one that matches everything if ratio is a number."""
@@ -190,14 +195,13 @@ def _check_integer(option: str, given: object, least: int) -> None:
         raise ConfigError(f"{option}={given!r}, wanted at least {least}")
 
 
-def _check_device(device: torch.device | str) -> None:
-    """Whether it can be computed on."""
+def check_device(device: torch.device | str) -> None:
+    """Raise ConfigError unless it can be computed on."""
     try:
         torch.zeros(1, device=device)
     # torch raises AssertionError where it was built without the device's backend.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        brief = str(error).strip().splitlines()[0]
-        raise ConfigError(f"device={str(device)!r} cannot be used here: {brief}") from error
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(f"device={str(device)!r} cannot be used here: {first_line(error)}") from error
     if torch.device(device).type == "meta":
         raise ConfigError("device='meta' holds no numbers, wanted a device that computes")
 
@@ -206,3 +210,27 @@ def _check_type(option: str, given: object, *wanted: type) -> None:
     if not isinstance(given, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")
+
+
+class SketchOptions(TypedDict, total=False):
+    """The keyword options of `sketchify` and `plan_sketch`: see `SketchConfig`."""
+
+    include: Selector | Sequence[Selector] | None
+    exclude: Selector | Sequence[Selector] | None
+    method: str
+    sketch: str
+    attention: str
+    features: int
+    min_params: int
+    round_rank_to: int | None
+    allow_slower: bool
+    objective: str
+    inplace: bool
+    seed: int
+    progress: bool | None
+    device: torch.device | str | None
+    output: str
+    refine: str
+    refine_steps: int
+    narrow: bool
+    synthetic: bool

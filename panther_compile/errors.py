@@ -4,6 +4,7 @@ PantherError
 ├── ConfigError (ValueError)          an option is out of range, or two options conflict
 │   └── SelectorError                 an include / exclude / ratio pattern matches nothing
 ├── ConfigTypeError (TypeError)       an option has the wrong type
+├── MissingExtraError (ImportError)   a package of an extra is not installed
 ├── ModelSourceError (ValueError)     the command line's model cannot be found or built
 ├── NoTargetError (ValueError)        the model holds nothing that could be sketched
 ├── WeightError (ValueError)          a weight holds NaN or Inf, or is still on the meta device
@@ -14,6 +15,7 @@ PantherError
 ├── HealingError (RuntimeError)       healing cannot start: there is nothing to match, or it is not finite
 ├── TeacherMismatchError (ValueError) the teacher is not the model that was sketched
 ├── BackendError (RuntimeError)       torch.compile(backend="panther") cannot compile the model as asked
+├── FactoredWeightError (RuntimeError) a weight that is a product of factors is written to
 ├── LayerError (ValueError)           a layer cannot be sketched as asked
 │   └── RankError                     a rank is outside what the layer allows
 ├── OpError (ValueError)              an operator's arguments do not fit one another
@@ -41,7 +43,9 @@ PantherError
     └── ResumeError                   a folder to resume from is of another run, or cannot be used
 
 Each message says what was given, what was wanted, and where. Leaves also inherit the built-in
-error that fits, so ordinary handlers work.
+error that fits, so ordinary handlers work. What does not stop a run is a warning:
+
+SketchQualityWarning (UserWarning)    a sketched model answers little of what the dense one does
 """
 
 from collections.abc import Sequence
@@ -49,6 +53,10 @@ from collections.abc import Sequence
 
 class PantherError(Exception):
     """Root of every error that panther_compile raises for a user's mistake."""
+
+
+class SketchQualityWarning(UserWarning):
+    """A sketched model's outputs are far from the dense model's: ratio, cause and remedy are named."""
 
 
 class ConfigError(PantherError, ValueError):
@@ -61,6 +69,10 @@ class SelectorError(ConfigError):
 
 class ConfigTypeError(PantherError, TypeError):
     """An option, or the model itself, has the wrong type."""
+
+
+class MissingExtraError(PantherError, ModuleNotFoundError):
+    """A package that an extra of panther_compile brings is not installed; the extra is named."""
 
 
 class ModelSourceError(PantherError, ValueError):
@@ -109,6 +121,10 @@ class TeacherMismatchError(PantherError, ValueError):
 
 class BackendError(PantherError, RuntimeError):
     """`torch.compile(model, backend="panther")` cannot compile the model as asked."""
+
+
+class FactoredWeightError(PantherError, RuntimeError):
+    """The weight of a sketched layer is written to; the layer has no such tensor, only its factors."""
 
 
 class LayerError(PantherError, ValueError):
@@ -209,3 +225,8 @@ class CheckpointMismatchError(CheckpointError):
 
 class ResumeError(CheckpointError):
     """A folder to resume from is of another run, was changed, or cannot be used; what differs is named."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, where another library writes pages; empty if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

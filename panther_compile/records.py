@@ -1,7 +1,7 @@
 """What one stage hands the next."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Self
@@ -9,10 +9,10 @@ from typing import Self
 from torch import fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
-from panther_compile.candidates import Candidate
-from panther_compile.cost import Device
-from panther_compile.plots import draw_curve
-from panther_compile.tables import render_table, share
+from panther_compile.factorization.candidates import Candidate
+from panther_compile.factorization.cost import Device
+from panther_compile.reporting.plots import draw_curve
+from panther_compile.reporting.tables import render_table, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Unit:
         groups: of a convolution.
         stride: of a convolution.
         tied_numbers: biases of the other layers that use the weight; they stay, and are in no other count.
+        cost_shape: of the matrix (O, I) or kernel (O, I / G, kh, kw) that it multiplies as, to predict its
+            time; None for `shape`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Unit:
     groups: int = 1
     stride: tuple[int, int] = (1, 1)
     tied_numbers: int = 0
+    cost_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class SketchPlan:
         tried: how far results on held-out data were from the dense model's, by allocation; empty where there
             was nothing to choose.
         seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
+        undecided: of which trials the plain choice was kept, as they could not tell; else empty.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -145,6 +149,7 @@ class SketchPlan:
     allocation: str = ""
     tried: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    undecided: str = ""
 
     @property
     def sketched(self) -> tuple[LayerPlan, ...]:
@@ -192,14 +197,15 @@ class SketchPlan:
             ("dense", "right"),
             ("stored", "right"),
             ("ratio", "right"),
-            ("error", "right"),
+            ("weight error", "right"),
             ("why", "left"),
         )
         footer = (
             f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
             f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
             f"found through: {self.route}",
-            *filter(None, (allocation_text(self.allocation, self.tried), seconds_text(self.seconds))),
+            *filter(None, (allocation_text(self.allocation, self.tried, self.undecided),)),
+            *filter(None, (seconds_text(self.seconds),)),
         )
         return render_table("Sketch plan", columns, rows, footer)
 
@@ -211,7 +217,7 @@ class Fitted:
     Attributes:
         scheme: as stored.
         ranks: of the factors.
-        method: how they were found: "svd", "randomized", "panther", "hosvd", "calibrated".
+        method: how they were found: "svd", "randomized", "hooi", "calibrated".
         error: relative Frobenius error of the stored factors, estimated by Gaussian probes; None of a narrow
             layer, whose weights are not those of the dense one.
         output_error: relative error of the layer's output on the calibration data, behind the sketched
@@ -273,6 +279,43 @@ class WholeTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Closeness:
+    """How close a sketched model's outputs are to the dense model's.
+
+    Attributes:
+        grade: "good", "noticeable" or "destroyed"; empty if the outputs were not compared.
+        kind: "KL" for logits, in nats a row, or "relative error", over the deviation of the dense outputs.
+        distance: of that kind.
+        share: of what an answer that is always the same would lose: 0 is equal, 1 tells nothing.
+        agreement: share of the rows with the same largest logit; None of other outputs.
+        inputs: that both models were given, in words; or why the outputs were not compared.
+    """
+
+    grade: str
+    kind: str
+    distance: float
+    share: float
+    agreement: float | None
+    inputs: str
+
+    @classmethod
+    def unknown(cls, reason: str) -> Self:
+        """Of outputs that were not compared."""
+        return cls("", "", 0.0, 0.0, None, reason)
+
+    def __str__(self) -> str:
+        """One line, the grade first."""
+        if not self.grade:
+            return f"outputs: not compared with the dense model's: {self.inputs}"
+        unit = " nats a row" if self.kind == "KL" else ""
+        same = (
+            "" if self.agreement is None else f", the same first choice in {self.agreement:.0%} of the rows"
+        )
+        far = f"{self.kind} {self.distance:.2g}{unit} from the dense model's"
+        return f"outputs: {self.grade}: {far}{same}, on {self.inputs}"
+
+
+@dataclass(frozen=True, slots=True)
 class RatioCurve:
     """How the score of a model hangs on its ratio, as far as it was measured.
 
@@ -321,12 +364,16 @@ class SketchRecord:
     Attributes:
         plan: the plan that was carried out.
         fitted: what came of each weight that was sketched, by name.
-        curve: of the search for the ratio; None if there was none. It is not loaded with a saved model.
+        curve: of the search for the ratio; None if there was none.
+        output: what the model's result was taken for, and why; empty without inputs.
+        closeness: of the outputs, as the model was when it was made; None in a record of an earlier version.
     """
 
     plan: SketchPlan
     fitted: Mapping[str, Fitted]
     curve: RatioCurve | None = None
+    closeness: Closeness | None = None
+    output: str = ""
 
     @classmethod
     def after(
@@ -353,11 +400,12 @@ class SketchRecord:
         return cls(both, {**earlier.fitted, **fitted}, curve or earlier.curve)
 
 
-def allocation_text(allocation: str, tried: Mapping[str, float]) -> str:
+def allocation_text(allocation: str, tried: Mapping[str, float], undecided: str = "") -> str:
     """How the budget was divided, and what each allocation tried came to; empty without data."""
     scores = ", ".join(f"{name} {distance:.3g}" for name, distance in tried.items())
     told = f"; distance from the dense model on held-out data: {scores}" if tried else ""
-    return f"ranks divided by {allocation}{told}" if allocation else ""
+    noted = f"; {undecided}" if undecided else ""
+    return f"ranks divided by {allocation}{told}{noted}" if allocation else ""
 
 
 def seconds_text(seconds: Mapping[str, float]) -> str:
@@ -371,6 +419,10 @@ def seconds_text(seconds: Mapping[str, float]) -> str:
     )
 
 
+# Called with a model each time that its record is set or taken away, when its layers have changed.
+# Integrations with other libraries add themselves, once the library is imported.
+on_record_change: list[Callable[[nn.Module], None]] = []
+
 NEVER_REACHED = "data never reached it"
 ALREADY_SKETCHED = "already sketched"
 RECORD_ATTRIBUTE = "_panther_sketch"
@@ -379,6 +431,8 @@ RECORD_ATTRIBUTE = "_panther_sketch"
 def keep_record(model: nn.Module, record: SketchRecord | None) -> None:
     """Keep the record on the model, and on copies of it; None takes it away."""
     keep_attribute(model, RECORD_ATTRIBUTE, record)
+    for listener in on_record_change:
+        listener(model)
 
 
 def keep_attribute(model: nn.Module, name: str, value: object | None) -> None:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.plots import draw_layers
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
+    Closeness,
     Fitted,
-    LayerPlan,
     RatioCurve,
     SketchRecord,
     allocation_text,
     seconds_text,
 )
-from panther_compile.tables import render_table, share
+from panther_compile.reporting.plots import draw_layers
+from panther_compile.reporting.tables import render_html, render_table, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class ReportRow:
         output_error: the same after the fit, behind the sketched layers before it; None without data.
         sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
         note: what is to be known about the data that it was fitted to; empty if there is nothing.
-        shared: with whom it shares its input factor, which the first of them counts; empty if with none.
+        shared: whose weight it has, or with whom it shares an input factor or is narrowed; the first of them
+            counts what is shared. Empty if with none.
     """
 
     name: str
@@ -79,9 +80,12 @@ class SketchReport:
         route: how the layers were found.
         allocation: how data had the budget divided; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation tried.
-        curve: of the search for the ratio, if there was one; it is not saved with the model.
+        undecided: of which trials the plain choice was kept, as they could not tell.
+        curve: of the search for the ratio, if there was one.
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
         others: numbers of the matrices and kernels that no row is of, by the class of what holds them.
+        output: what the model's result was taken for, and why; empty without inputs.
+        closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
     """
 
     rows: tuple[ReportRow, ...]
@@ -93,9 +97,12 @@ class SketchReport:
     route: str
     allocation: str = ""
     tried: Mapping[str, float] = field(default_factory=dict)
+    undecided: str = ""
     curve: RatioCurve | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     others: Mapping[str, int] = field(default_factory=dict)
+    closeness: Closeness | None = None
+    output: str = ""
 
     @property
     def achieved_ratio(self) -> float:
@@ -140,7 +147,7 @@ class SketchReport:
         Args:
             path: of the picture; its kind is that of the file name.
         """
-        rows = self.sketched
+        rows = [row for row in self.sketched if row.dense_numbers]  # not what another row has counted
         draw_layers(
             f"{len(rows)} sketched layers store {self.achieved_ratio:.1%} of their dense numbers",
             [row.name or "(model)" for row in rows],
@@ -155,7 +162,21 @@ class SketchReport:
         )
 
     def __str__(self) -> str:
-        """A table: one line for each weight, then the totals."""
+        """How close the outputs are; a table with one line for each weight; the totals."""
+        columns, rows, footer = self._cells()
+        fitted = any(row.output_error is not None for row in self.rows)
+        table = render_table("Sketch report", columns, rows, footer, width=190 if fitted else 160)
+        return table if self.closeness is None else f"{self.closeness}\n{table}"
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, the share that each layer stores drawn as a bar."""
+        columns, rows, footer = self._cells()
+        bars = [row.stored_numbers / row.dense_numbers if row.dense_numbers else None for row in self.rows]
+        above = () if self.closeness is None else (str(self.closeness),)
+        return render_html("Sketch report", columns, rows, footer, above=above, bars=bars, bar_column="ratio")
+
+    def _cells(self) -> tuple[tuple[tuple[str, str], ...], list[tuple[str, ...]], tuple[str, ...]]:
+        """Columns, rows and lines below of the table."""
         fitted = any(row.output_error is not None for row in self.rows)
         rows = [
             (
@@ -183,14 +204,14 @@ class SketchReport:
             ("stored", "right"),
             ("ratio", "right"),
             ("FLOPs", "right"),
-            ("error", "right"),
+            ("weight error", "right"),
             *((("predicted", "right"), ("output", "right"), ("sensitivity", "right")) if fitted else ()),
             ("method, or why not", "left"),
         )
         macs = sum(row.macs for row in self.sketched)
         dense_macs = sum(row.dense_macs for row in self.sketched)
         footer = (
-            *(("error: of the weight; predicted, output: of the layer's output on the data",) * fitted),
+            *(("predicted, output: relative error of the layer's output on the data",) * fitted),
             f"replaced weights: {self.replaced_stored_numbers:,} of {self.replaced_dense_numbers:,} numbers, "
             f"ratio {self.achieved_ratio:.4f} (asked {self.ratio_asked}), FLOPs {share(macs, dense_macs)}",
             f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
@@ -200,13 +221,14 @@ class SketchReport:
                 None,
                 (
                     self._others_text,
-                    allocation_text(self.allocation, self.tried),
+                    allocation_text(self.allocation, self.tried, self.undecided),
+                    self.output,
                     self._curve_text,
                     seconds_text(self.seconds),
                 ),
             ),
         )
-        return render_table("Sketch report", columns, rows, footer, width=190 if fitted else 160)
+        return columns, rows, footer
 
 
 def sketch_report(model: nn.Module) -> SketchReport:
@@ -230,7 +252,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
     outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
     return SketchReport(
-        rows=tuple(rows),
+        rows=tuple(_counted_once(rows, layers)),
         dense_numbers=stored + saved,
         stored_numbers=stored,
         replaced_dense_numbers=_dense_numbers(layers.values()),
@@ -239,9 +261,12 @@ def sketch_report(model: nn.Module) -> SketchReport:
         route="-" if record is None else record.plan.route,
         allocation="" if record is None else record.plan.allocation,
         tried={} if record is None else record.plan.tried,
+        undecided="" if record is None else record.plan.undecided,
         curve=None if record is None else record.curve,
         seconds={} if record is None else record.plan.seconds,
         others=_others(model, {row.name for row in rows}),
+        closeness=None if record is None else record.closeness,
+        output="" if record is None else record.output,
     )
 
 
@@ -272,18 +297,38 @@ def _weight_layers(model: nn.Module) -> Iterator[tuple[str, SketchedLayer]]:
 
 def _dense_numbers(layers: Iterable[SketchedLayer]) -> int:
     """Dense count of the layers; weights whose factors are shared, and biases that are, count once."""
-    total = 0
+    return sum(_dense_counts(layers))
+
+
+def _dense_counts(layers: Iterable[SketchedLayer]) -> Iterator[int]:
+    """What each layer adds to the dense count of those before it."""
     seen: set[tuple[int, ...]] = set()
-    biases: dict[int, Tensor] = {}
+    biases: set[int] = set()
     for layer in layers:
         named = dict(layer.named_parameters())
         own_biases = {id(p): p for name, p in named.items() if name.endswith("bias")}
         factors = tuple(sorted(id(p) for p in named.values() if id(p) not in own_biases))
-        if factors not in seen:
-            total += layer.dense_numbers - _numbers(own_biases.values())
+        weight = 0 if factors in seen else layer.dense_numbers - _numbers(own_biases.values())
         seen.add(factors)
-        biases |= own_biases
-    return total + _numbers(biases.values())
+        yield weight + _numbers(p for key, p in own_biases.items() if key not in biases)
+        biases.update(own_biases)
+
+
+def _counted_once(rows: list[ReportRow], layers: Mapping[str, SketchedLayer]) -> Iterator[ReportRow]:
+    """The rows, each with the numbers that none before it has; one whose weight is another's names that."""
+    first: dict[int, str] = {}
+    names = [row.name for row in rows if row.name in layers]
+    dense = dict(zip(names, _dense_counts(layers[name] for name in names), strict=True))
+    for row in rows:
+        if row.name not in layers:
+            yield row
+            continue
+        tensors = tensors_of([layers[row.name]])
+        new = [one for one in tensors if id(one) not in first]
+        owners = [first[id(one)] for one in tensors if one.dim() > 1 and id(one) in first]
+        shared = row.shared or (f"weight of {owners[0]}" if owners else "")
+        first |= {id(one): row.name for one in new}
+        yield replace(row, dense_numbers=dense[row.name], stored_numbers=_numbers(new), shared=shared)
 
 
 def _others(model: nn.Module, named: set[str]) -> dict[str, int]:
@@ -309,22 +354,12 @@ def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> It
     for line in record.plan.layers:
         if line.name in layers:
             row = _row(line.name, layers[line.name], record.fitted.get(line.name))
-            yield _with_sharing(row, line, layers[line.name])
+            yield replace(row, shared=line.sharing_text or line.link_text)
         elif line.choice is None:
             numbers, macs = line.dense_numbers, _product(line.shape)
             yield ReportRow(
                 line.name, line.kind, "dense", (), numbers, numbers, macs, macs, "", None, line.reason
             )
-
-
-def _with_sharing(row: ReportRow, line: LayerPlan, layer: SketchedLayer) -> ReportRow:
-    """The row, which tells with whom a layer is narrowed or shares an input factor, which counts but once."""
-    sharing = () if line.choice is None else line.choice.sharing
-    down = getattr(layer, "down", None)
-    if not sharing or down is None:
-        return replace(row, shared=line.link_text)
-    counted_before = 0 if line.name == sharing[0] else down.weight.numel()
-    return replace(row, shared=line.sharing_text, stored_numbers=row.stored_numbers - counted_before)
 
 
 def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:

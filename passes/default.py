@@ -1,15 +1,35 @@
-"""The sketching passes, in the order in which they claim modules."""
+"""The graph passes, in the order in which they run."""
 
-from panther_compile.passes.base import SketchPass
-from panther_compile.passes.sketch_attention import SketchAttention
-from panther_compile.passes.sketch_conv2d import SketchConv2d
-from panther_compile.passes.sketch_embedding import SketchEmbedding
-from panther_compile.passes.sketch_linear import SketchLinear
+from collections.abc import Sequence
 
-# Attention first: it claims its projections, which would look like any other linear layer.
-SKETCH_PASSES: tuple[SketchPass, ...] = (
-    SketchAttention(),
-    SketchConv2d(),
-    SketchLinear(),
-    SketchEmbedding(),
-)
+from panther_compile.passes.drop_dead_code import drop_dead_code
+from panther_compile.passes.fold_batchnorm import fold_batchnorm
+from panther_compile.passes.fuse_epilogue import fuse_epilogue
+from panther_compile.passes.fuse_gating import fuse_gating
+from panther_compile.passes.fuse_residual import fuse_residual
+from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.passes.lift_sketched import lift_sketched
+from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
+from panther_compile.passes.runner import GraphPass
+
+# One form of graph for all that follows; a graph of Dynamo needs lift_parameters before.
+NORMALIZE = (GraphPass(lift_functional, exact=True), GraphPass(lift_sketched, exact=True))
+CLEAN_UP = (GraphPass(drop_dead_code, exact=True),)
+
+
+def improve(*, sketch: GraphPass | None = None, extra: Sequence[GraphPass] = ()) -> tuple[GraphPass, ...]:
+    """What makes a normalized graph faster or smaller, for inference.
+
+    Args:
+        sketch: the pass that replaces dense layers, batch norms folded before; None for a model that is
+            sketched: folded into a factor, a batch norm saves nothing that Inductor does not save.
+        extra: the user's own; they see module calls, sketched layers among them, none fused or merged yet.
+    """
+    return (
+        *((GraphPass(fold_batchnorm, exact=True), sketch) if sketch is not None else ()),
+        *extra,
+        GraphPass(fuse_epilogue, exact=True),  # activation, gate, residual: in the order of the operator
+        GraphPass(fuse_gating, exact=True),
+        GraphPass(fuse_residual, exact=True),
+        GraphPass(merge_shared_inputs, exact=True),  # last: it takes layers apart
+    )

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from panther_compile.kinds.match import why_not_plain
 from panther_compile.passes.batchnorm_calls import STATISTICS, read_batchnorm
-from panther_compile.passes.match import why_not_plain
 from panther_compile.passes.runner import PassResult
 
 _CONV_TENSORS = frozenset({"weight", "bias"})

@@ -1,4 +1,4 @@
-"""Functional linear layers and convolutions of a graph become module calls; exact.
+"""Functional calls of a graph that a kind of layer computes become module calls; exact.
 
 Before:
     %fc_weight : get_attr[target=fc.weight]
@@ -19,18 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from panther_compile.passes.match import why_not_plain
+from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.registry import find_functional
 from panther_compile.passes.runner import PassResult
-
-_LINEAR = (F.linear, torch.ops.aten.linear.default)
-_CONV2D = (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
-_ARGUMENTS = {
-    "linear": ("input", "weight", "bias"),
-    "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-}
 
 
 def lift_functional(graph_module: fx.GraphModule) -> PassResult:
@@ -67,10 +60,10 @@ def lift_functional(graph_module: fx.GraphModule) -> PassResult:
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any] | None:
     """The arguments of a functional layer, and which "function" it is; None for any other node."""
-    if node.op != "call_function" or node.target not in (*_LINEAR, *_CONV2D):
+    function = find_functional(node.target) if node.op == "call_function" else None
+    if function is None:
         return None
-    function = "linear" if node.target in _LINEAR else "conv2d"
-    call = dict(zip(_ARGUMENTS[function], node.args, strict=False)) | dict(node.kwargs)
+    call = dict(zip(function.arguments, node.args, strict=False)) | dict(node.kwargs)
     return call | {"function": function}
 
 
@@ -84,12 +77,12 @@ def liftable_call(node: fx.Node) -> dict[str, Any] | None:
         return None
     weight, bias = call["weight"], call.get("bias")
     call["added"] = None
-    if call["function"] == "linear" and isinstance(bias, fx.Node) and bias.op != "get_attr":
+    if call["function"].bias_may_be_computed and isinstance(bias, fx.Node) and bias.op != "get_attr":
         call["added"], call["bias"] = bias, None
         bias = None
     known = isinstance(weight, fx.Node) and weight.op == "get_attr"
     known = known and (bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr"))
-    options = _ARGUMENTS[call["function"]][3:]
+    options = call["function"].arguments[3:]
     constant = not any(isinstance(value, fx.Node) for key, value in call.items() if key in options)
     return call if known and constant else None
 
@@ -100,29 +93,13 @@ def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module |
     bias = _attribute(graph_module, call.get("bias"))
     if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
         return None
-    if weight.dim() != (2 if call["function"] == "linear" else 4):
+    options = {key: call[key] for key in call["function"].arguments[3:] if key in call}
+    layer: nn.Module | None = call["function"].build(weight, bias is not None, options)
+    if layer is None:
         return None
-    layer: nn.Module
-    if call["function"] == "linear":
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    else:
-        groups = call.get("groups", 1)
-        options = {key: _pair(call[key]) for key in ("stride", "padding", "dilation") if key in call}
-        layer = nn.Conv2d(
-            weight.shape[1] * groups,
-            weight.shape[0],
-            (weight.shape[2], weight.shape[3]),
-            groups=groups,
-            bias=bias is not None,
-            device="meta",
-            **options,
-        )
-    layer.weight, layer.bias = weight, bias
+    layer.weight = weight
+    layer.register_parameter("bias", bias)
     return layer.train(graph_module.training)
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
 
 
 def _place(graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None, layer: nn.Module) -> str:
@@ -150,7 +127,8 @@ def _computes_the_same(owner: nn.Module, layer: nn.Module) -> bool:
     """Whether the owner of a layer's parameters is already such a layer, with nothing of its own about it."""
     if type(owner) is not type(layer) or repr(owner) != repr(layer):
         return False
-    return why_not_plain(owner, type(layer), tensors=frozenset({"weight", "bias"})) is None
+    added = {name for name in vars(owner) if not name.startswith("_")} - set(vars(layer))
+    return not added and why_not_plain(owner, type(layer), tensors=frozenset({"weight", "bias"})) is None
 
 
 def _drop_unused_parameters(graph_module: fx.GraphModule) -> None:

@@ -26,8 +26,8 @@ from typing import TypeGuard
 import torch
 from torch import fx, nn
 
-from panther_compile.layers.linear import SketchedLinear
-from panther_compile.passes.match import is_plain_linear
+from panther_compile.kinds.match import is_plain_linear
+from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
 
@@ -70,7 +70,8 @@ def _origin(node: fx.Node) -> str | None:
 
 def _is_sketched(kind: object) -> bool:
     sketched = isinstance(kind, type) and issubclass(kind, SketchedLinear)
-    return sketched and kind.forward is SketchedLinear.forward  # type: ignore[attr-defined]
+    forwards = (SketchedLinear.forward, SketchedConv1D.forward)
+    return sketched and kind.forward in forwards  # type: ignore[attr-defined]
 
 
 def _call(graph_module: fx.GraphModule, node: fx.Node) -> _Call | None:

@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from panther_compile import cost
+from panther_compile.factorization import cost
+from panther_compile.kinds.match import is_plain_linear
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.passes.match import is_plain_linear
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
 from panther_compile.passes.sketched_calls import is_intact, rows_of

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
-from panther_compile import cost
+from panther_compile.factorization import cost
 from panther_compile.kernels.factor_set import Factors
+from panther_compile.kinds.match import is_plain_linear
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import fuses
-from panther_compile.passes.match import is_plain_linear
 from panther_compile.passes.side_effects import acts
 
 Layout = tuple[torch.dtype, tuple[str, ...]]

@@ -16,6 +16,9 @@ if not HAS_CUDA:
 torch.set_num_threads(1)
 
 
+_RANKS = "tests/parallel/"  # start up to eight processes each
+
+
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """Let the graph passes believe that a Triton kernel serves every sketched layer, as on a GPU."""
@@ -38,7 +41,21 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs all of a file, what its tests share being made once; and one all that start ranks."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return _RANKS if nodeid.startswith(_RANKS) else super()._split_scope(nodeid)
+
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # of xdist: what takes longest begins first
+        items.sort(key=lambda item: not item.nodeid.startswith(_RANKS))
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -3,15 +3,15 @@
 import itertools
 import random
 
-from panther_compile.partition.chains import StageRequest
-from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
-from panther_compile.partition.hardware import Link
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
+from panther_compile.partition.graph.hardware import Link
+from panther_compile.partition.stages.chains import StageRequest
 
 LINK = Link(bytes_per_second=1e3, latency_seconds=0.01)
 
 
-def request(stages, *, memory=None, in_flight=None, recompute=False, link=LINK):
-    return StageRequest((link,) * (stages - 1), in_flight or (1,) * stages, memory, recompute)
+def request(stages, *, memory=None, in_flight=None, link=LINK):
+    return StageRequest((link,) * (stages - 1), in_flight or (1,) * stages, memory)
 
 
 def random_flow(seed, count=None, *, edge=0.3, holdings=False):
@@ -60,13 +60,10 @@ def stage_costs(flow, request, stage_of):
     for value in flow.values:
         cut_bytes[0] += value.bytes if value.producer == SOURCE else 0
         cut_bytes[stages] += value.bytes if SINK in value.consumers else 0
-    seconds, memory = [], []
+    names, seconds, memory = list(flow.work), [], []
     for stage in range(stages):
         inside = [name for name in flow.work if stage_of[name] == stage]
-        forwards = 2 if request.recompute else 1
-        spent = sum(
-            forwards * flow.work[name].forward_seconds + flow.work[name].backward_seconds for name in inside
-        )
+        spent = sum(flow.work[name].seconds for name in inside)
         seconds.append(spent + cut_seconds[stage] + cut_seconds[stage + 1])
         held = sum(
             holding.bytes + holding.trained_bytes
@@ -75,10 +72,10 @@ def stage_costs(flow, request, stage_of):
         )
         saved = sum(flow.work[name].saved_bytes for name in inside)
         ends = cut_bytes[stage] + cut_bytes[stage + 1]
-        if request.recompute:
-            memory.append(held + saved + ends + (request.in_flight[stage] - 1) * cut_bytes[stage])
-        else:
-            memory.append(held + ends + request.in_flight[stage] * saved)
+        before = [name for name in flow.work if stage_of[name] < stage]
+        starts_a_unit = before == names[: len(before)] and len(before) in (0, *(flow.checkpoints or ()))
+        kept = 0 if flow.checkpoints is None or starts_a_unit else cut_bytes[stage]
+        memory.append(held + ends + request.in_flight[stage] * (saved + kept))
     return seconds, memory, sent
 
 
@@ -87,10 +84,7 @@ def brute_force(flow, request, bound=float("inf")):
 
     Assignments are left as soon as the work of a stage alone is beyond the bound, or beyond the best so far.
     """
-    forwards = 2 if request.recompute else 1
-    spent = {
-        name: forwards * work.forward_seconds + work.backward_seconds for name, work in flow.work.items()
-    }
+    spent = {name: work.seconds for name, work in flow.work.items()}
     load = [0.0] * request.count
     names = list(flow.work)
     needs = {name: [] for name in names}

@@ -5,7 +5,7 @@ from torch import fx, nn
 
 from panther_compile.layers import SketchedLinear
 from panther_compile.passes.runner import GraphPass, run_passes
-from panther_compile.trace import SketchTracer
+from panther_compile.planning.trace import SketchTracer
 
 
 class Model(nn.Module):

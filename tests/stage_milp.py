@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from panther_compile.partition.flow import SINK, SOURCE
+from panther_compile.partition.graph.flow import SINK, SOURCE
 
 
 def milp_bound(flow, request, reached, seconds=60.0):

@@ -329,14 +329,6 @@ def test_model_made_in_inference_mode():
     assert isinstance(pc.sketchify(model, 0.5, **OPTIONS)[0], pc.SketchedLinear)
 
 
-@pytest.mark.filterwarnings("ignore::panther_compile.factorize.SketchQualityWarning")
-def test_prior_art_keeps_the_budget_or_names_the_layer():
-    model = mlp(64, 64, 64, 64)
-    assert counted_ratio(model, pc.sketchify(model, 0.1, method="panther", **OPTIONS)) <= 0.1
-    with pytest.raises(pc.PantherError, match="0: rank 1 would store 256 numbers, more than its share"):
-        pc.sketchify(model, 0.05, method="panther", **OPTIONS)
-
-
 # --------------------------------------------------------------------------------------- selectors
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.backend import panther
+from panther_compile.backend.panther import panther
 from panther_compile.ops.linear import sketched_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

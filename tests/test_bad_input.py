@@ -46,7 +46,7 @@ def test_ratio_out_of_range(verb, ratio):
         verb(mlp(), ratio)
 
 
-@pytest.mark.parametrize("ratio", [True, "0.5", None, [0.5], torch.tensor(0.5), 0.5j])
+@pytest.mark.parametrize("ratio", [True, "0.5", [0.5], torch.tensor(0.5), 0.5j])
 def test_ratio_of_a_wrong_type(verb, ratio):
     kind = type(ratio).__name__
     with pytest.raises(ConfigTypeError, match=rf"ratio=.* is a {kind}, wanted a number"):
@@ -118,7 +118,7 @@ def test_unknown_option_names_those_there_are(verb):
         verb(mlp(), 0.5, rank=3, ration=2)
 
 
-@pytest.mark.parametrize("method", ["svd", "panther"])
+@pytest.mark.parametrize("method", ["svd"])
 def test_conflicting_options(verb, method):
     with pytest.raises(ConfigError, match=f"sketch='srht' conflicts with method='{method}'"):
         verb(mlp(), 0.5, sketch="srht", method=method)
@@ -240,7 +240,7 @@ def test_plain_attribute_wrapped_in_compile_is_no_wrapper():
     assert isinstance(pc.sketchify(model, 0.5, **OPTIONS)[0], pc.SketchedLinear)
 
 
-@pytest.mark.parametrize("model", [nn.Module(), nn.Sequential(), nn.LayerNorm(4), nn.Conv1d(64, 64, 3)])
+@pytest.mark.parametrize("model", [nn.Module(), nn.Sequential(), nn.LayerNorm(4), nn.Conv3d(64, 64, 3)])
 def test_model_without_targets(verb, model):
     with pytest.raises(NoTargetError, match=f"nothing to sketch in {type(model).__name__}: wanted"):
         verb(model, 0.5)

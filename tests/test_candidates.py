@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-from panther_compile.candidates import LinearCandidate, SignSketchCandidate, kept_energies
-from panther_compile.factorize import SketchQualityWarning, factorize
+from panther_compile.factorization.candidates import LinearCandidate, kept_energies
 
 SHAPES = [(8, 8), (30, 12), (12, 30), (1, 5), (5, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", ["pair", "pivoted", "panther"])
+@pytest.mark.parametrize("form", ["pair", "pivoted"])
 def test_largest_rank_is_that_of_a_linear_search(shape, form):
-    sign = form == "panther"
-    candidate = SignSketchCandidate(*shape, "pair") if sign else LinearCandidate(*shape, form)
+    candidate = LinearCandidate(*shape, form)
     for numbers in range(shape[0] * shape[1] + shape[1] + 3):
         fits = [r for r in range(1, candidate.max_rank + 1) if candidate.numbers(r) <= numbers]
         assert candidate.largest_rank(numbers) == max(fits, default=0)
@@ -38,23 +36,6 @@ def test_pivoted_ends_below_full_rank_where_it_would_store_all(shape):
     candidate = LinearCandidate(*shape, "pivoted", singular_values=torch.ones(min(shape)))
     assert candidate.max_rank == min(shape) - 1
     assert candidate.numbers(candidate.max_rank + 1) == shape[0] * shape[1]
-
-
-def test_sign_sketches_come_in_pairs():
-    candidate = SignSketchCandidate(30, 20, "channel")
-    assert (candidate.scheme, candidate.max_rank, candidate.energies) == ("channel", 10, None)
-    assert candidate.ranks(3) == (6,)
-    assert candidate.numbers(3) == candidate.macs(3) == 6 * 50
-
-
-def test_sign_sketches_err_as_much_as_they_say():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(30, 20, generator=generator, dtype=torch.float64)
-    with pytest.warns(SketchQualityWarning):
-        found = [factorize(weight, 8, method="panther", generator=generator) for _ in range(40)]
-    errors = [float((weight - pair.left.double() @ pair.right.double()).norm()) for pair in found]
-    mean = (sum(error**2 for error in errors) / len(errors)) ** 0.5 / float(weight.norm())
-    assert SignSketchCandidate(30, 20, "pair").error(4) == pytest.approx(mean, rel=0.1)
 
 
 def test_error_is_the_tail_of_the_singular_values():

@@ -1,7 +1,8 @@
 import pytest
 
-from panther_compile.candidates import LinearCandidate
-from panther_compile.cost import (
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.factorization.conv2d import ChannelCandidate, SpatialCandidate, Tucker2Candidate
+from panther_compile.factorization.cost import (
     CPU,
     CUDA,
     STEM_SPEEDUP,
@@ -13,7 +14,6 @@ from panther_compile.cost import (
     sketched_stages,
     speedup,
 )
-from panther_compile.factorize_conv2d import ChannelCandidate, SpatialCandidate, Tucker2Candidate
 
 
 def at_ratio(kind, shape, ratio, **options):
@@ -113,6 +113,9 @@ def test_rank_steps():
     assert rank_step(LinearCandidate(768, 768, "pivoted")) == 8
     assert rank_step(LinearCandidate(64, 64, "pivoted")) == 4
     assert rank_step(LinearCandidate(16, 64, "pair")) == 1
+    assert rank_step(LinearCandidate(768, 768, "pivoted"), CUDA) == 16
+    assert rank_step(LinearCandidate(4096, 4096, "pivoted"), CUDA) == 64
+    assert rank_step(LinearCandidate(16, 64, "pair"), CUDA) == 1
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])

@@ -11,9 +11,9 @@ from zoo import ZOO, call
 import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, WeightError
-from panther_compile.plan import PAYS
+from panther_compile.planning.plan import PAYS
+from panther_compile.planning.timing import side_by_side, time_sites
 from panther_compile.records import RECORD_ATTRIBUTE, WholeTimes
-from panther_compile.timing import side_by_side, time_sites
 
 LATENCY = {"objective": "latency", "min_params": 512, "progress": False}
 
@@ -39,12 +39,12 @@ class FakeTimer:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Has sketches be so fast as a function of (dense, sketched, input) says; whole models gain."""
+    """Has sketches be as fast as a function of (dense, sketched, input) says, and whole models gain."""
 
-    def install(speedup):
+    def install(speedup, whole=2.0):
         timer = FakeTimer(speedup)
-        both = partial(time_sites, timer=timer, model_timer=lambda *_: WholeTimes((2.0,), (1.0,)))
-        monkeypatch.setattr("panther_compile.api.time_sites", both)
+        both = partial(time_sites, timer=timer, model_timer=lambda *_: WholeTimes((whole,), (1.0,)))
+        monkeypatch.setattr("panther_compile.sketching.time_sites", both)
         return timer
 
     return install
@@ -145,12 +145,21 @@ def test_a_small_gain_is_measured_twice(fake):
 
 
 def test_nothing_that_pays_lists_what_was_measured(fake):
-    fake(lambda *_: 0.7)
+    fake(lambda *_: 0.7, whole=0.8)
     with pytest.raises(NoTargetError) as caught:
         pc.sketchify(mlp(), example_inputs=torch.randn(8, 96), **LATENCY)
     message = str(caught.value)
     assert "no layer has a sketch of this ratio that is faster here" in message
     assert message.count("measured here: its sketch ran at 0.70 of the dense speed on (8, ") == 4
+
+
+def test_a_plain_sketch_that_is_faster_as_a_whole_is_taken_whatever_its_layers_are_alone(fake):
+    fake(lambda *_: 0.7, whole=1.2)
+    model, x = mlp(), torch.randn(8, 96)
+    small = pc.sketchify(model, example_inputs=x, **LATENCY)
+    plain = pc.sketchify(model, **{**LATENCY, "objective": "size"})
+    assert torch.equal(small(x), plain(x))
+    assert pc.sketch_report(small).seconds == {"dense": 1.2, "sketched": 1.0}
 
 
 def test_a_layer_that_the_example_does_not_reach_is_planned_as_usual(fake):
@@ -222,7 +231,7 @@ def test_all_runs_of_a_layer_count(fake):
     fake(lambda _, sketched, x: {2: 3.0, 1: 0.2}[len(x)])
     (line,) = pc.plan_sketch(Twice(), example_inputs=torch.randn(2, 64), **LATENCY).sketched
     assert line.reason == "measured 1.60x"
-    fake(lambda _, sketched, x: {2: 1.5, 1: 0.3}[len(x)])
+    fake(lambda _, sketched, x: {2: 1.5, 1: 0.3}[len(x)], whole=0.9)
     with pytest.raises(NoTargetError, match=r"at 0.90 of the dense speed on \(2, 64\), \(1, 64\)"):
         pc.plan_sketch(Twice(), example_inputs=torch.randn(2, 64), **LATENCY)
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from panther_compile.candidates import LinearCandidate
-from panther_compile.linked import SCHEME, Link, LinkCandidate, LinkLosses, join, split
-from panther_compile.plan import Allocation, plan_units
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.planning.coupled import SCHEME, Link, LinkCandidate, LinkLosses, join, split
+from panther_compile.planning.plan import Allocation, plan_units
 from panther_compile.records import Unit
 
 INPUTS, WIDTH, OUTPUTS = 12, 32, 10
@@ -67,7 +67,8 @@ def test_numbers_are_those_of_the_layers():
         assert up is None or way.kept + INPUTS - up > 0
         first = way.kept * INPUTS if up is None else up * (way.kept + INPUTS - up)
         second = way.kept * OUTPUTS if down is None else down * (way.kept + OUTPUTS - down)
-        assert way.numbers == first + way.kept + second
+        places = 2 * way.kept if way.kept < WIDTH else 0  # which features each of the two keeps
+        assert way.numbers == first + way.kept + second + places
 
 
 def test_all_features_are_kept_only_by_factorized_layers():

@@ -9,9 +9,9 @@ from onnx_models import OPTIONS, make, node, random, run, sketch
 from zoo import ZOO
 
 import panther_compile as pc
-from panther_compile import onnx_fit
 from panther_compile.errors import ConfigError, ConfigTypeError, DataError, OnnxMismatchError
-from panther_compile.onnx_data import ObservedModel
+from panther_compile.onnx import fit as onnx_fit
+from panther_compile.onnx.data import ObservedModel
 
 RNG = np.random.default_rng(1)
 MIX = np.random.default_rng(2).standard_normal((5, 48))
@@ -299,7 +299,7 @@ def test_weights_that_do_not_hang_on_one_another_are_one_step(tmp_path, monkeypa
             shown.append([value.name for value in values])
             super().__init__(model, values, folder)
 
-    monkeypatch.setattr("panther_compile.onnx_sketch.ObservedModel", Observed)
+    monkeypatch.setattr("panther_compile.onnx.sketch.ObservedModel", Observed)
     sketch(source, data=[(rows(16), images(4)) for _ in range(4)], sequential=True, **ALL)
     assert shown == [["x", "x", "x", "x4", "s", "r"], ["s"], ["r"]]
 

@@ -8,7 +8,6 @@ from torch import nn
 from zoo import ZOO, call, names, tensors
 
 import panther_compile as pc
-from panther_compile import onnx_file, onnx_verify
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -17,6 +16,8 @@ from panther_compile.errors import (
     OnnxMismatchError,
     WeightError,
 )
+from panther_compile.onnx import files as onnx_file
+from panther_compile.onnx import verify as onnx_verify
 
 AUTO = torch.export.Dim.AUTO
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}

@@ -19,7 +19,6 @@ from onnx_models import (
 )
 
 import panther_compile as pc
-from panther_compile import onnx_file
 from panther_compile.cli import main
 from panther_compile.errors import (
     ConfigTypeError,
@@ -29,6 +28,7 @@ from panther_compile.errors import (
     SelectorError,
     WeightError,
 )
+from panther_compile.onnx import files as onnx_file
 
 
 def beside(path, location="weights.bin"):

@@ -10,7 +10,7 @@ import panther_compile as pc
 from panther_compile.errors import (
     OnnxMismatchError,
 )
-from panther_compile.onnx_verify import compare_files
+from panther_compile.onnx.verify import compare_files
 
 
 def square(path, *parts, x=("n", 48), **options):
@@ -34,7 +34,7 @@ def test_exact_sketches_have_no_error_and_others_have(tmp_path):
 
 
 def test_nothing_is_run_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("panther_compile.onnx_sketch.compare_files", None)
+    monkeypatch.setattr("panther_compile.onnx.sketch.compare_files", None)
     report, _ = sketch(square(tmp_path / "in.onnx"), include="*", verify=False)
     assert report.output_errors == {}
     assert "relative error" not in str(report)
@@ -58,7 +58,7 @@ def test_a_size_is_found_that_the_source_takes(tmp_path):
     parts = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
     weights = {"w": low_rank(48, 48), "shape": np.array([16, -1, 48])}
     source = make(tmp_path / "in.onnx", parts, weights, x=("n", 48))
-    assert compare_files(source, source) == {"y": 0.0}
+    assert compare_files(source, source).errors == {"y": 0.0}
 
 
 def test_nan_of_the_source_is_no_error(tmp_path):
@@ -74,7 +74,7 @@ def test_nan_of_the_source_is_no_error(tmp_path):
 
 def change_weights(change):
     """A rewrite that goes wrong: what it leaves behind is sound and computes something else."""
-    from panther_compile import onnx_sketch
+    from panther_compile.onnx import sketch as onnx_sketch
 
     rewrite = onnx_sketch._rewrite
 
@@ -94,7 +94,7 @@ def spoil(model):
 
 def test_a_result_that_is_not_finite_is_not_written(tmp_path, monkeypatch):
     source, target = square(tmp_path / "in.onnx"), tmp_path / "out.onnx"
-    monkeypatch.setattr("panther_compile.onnx_sketch._rewrite", change_weights(spoil))
+    monkeypatch.setattr("panther_compile.onnx.sketch._rewrite", change_weights(spoil))
     with pytest.raises(OnnxMismatchError, match=r"output 'y' for inputs \(4, 48\) holds NaN or Inf"):
         pc.sketch_onnx(source, target, include="*", **OPTIONS)
     assert not target.exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from panther_compile.pivot import from_pivoted, pivoted_numbers, split_at, to_pivoted
+from panther_compile.factorization.pivot import from_pivoted, pivoted_numbers, split_at, to_pivoted
 
 SHAPES = [(12, 20, 5), (20, 12, 11), (7, 9, 1), (64, 64, 32), (9, 10, 8), (30, 12, 11)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

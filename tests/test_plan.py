@@ -2,15 +2,17 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.candidates import LinearCandidate
-from panther_compile.factorize_conv2d import ChannelCandidate
-from panther_compile.plan import CEILING, FLOOR, plan_units
+from panther_compile.factorization import cost
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.factorization.conv2d import ChannelCandidate
+from panther_compile.planning.plan import CEILING, FLOOR, plan_units
 from panther_compile.records import Unit
 
 OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
@@ -50,6 +52,27 @@ SETS = {
 
 def units_of(name, **options):
     return [unit(f"u{i}", shape, decay=-0.2 - 0.3 * i, **options) for i, shape in enumerate(SETS[name])]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    ("shape", "step"), [((4096, 4096), 16), ((768, 3072), 16), ((256, 256), 16), ((40, 40), 1)]
+)
+def test_ranks_are_rounded_for_cuda(shape, step, ratio):
+    """Rows of factors that are no multiple of 16 bytes long are loaded number by number there."""
+    units = [replace(unit(f"u{i}", shape, decay=-0.2 - 0.3 * i), device=cost.CUDA) for i in range(3)]
+    lines = plan(units, ratio)
+    ranks = [line.choice.rank for line in lines]
+    assert all(rank % step == 0 for rank in ranks), ranks
+    stored, dense = totals(lines)
+    assert 0.8 * ratio * dense <= stored <= ratio * dense
+    on_cpu = [replace(one, device=cost.CPU) for one in units]
+    named = [(one, "Linear") for one in on_cpu]
+    asked = plan_units(named, ratio, None, True, on_cuda=True)  # device="cuda", weights on the CPU
+    assert [line.choice.rank for line in asked] == ranks
+    if step == 16:
+        assert any(line.choice.rank % step for line in plan(on_cpu, ratio))
+        assert all(line.choice.rank % 8 == 0 for line in plan(units, ratio, 8))
 
 
 # ------------------------------------------------------------------------------------------- budget

@@ -19,7 +19,7 @@ from panther_compile.errors import (
     NoTargetError,
     RatioSearchError,
 )
-from panther_compile.ratio_search import MOST, RATIOS, search_ratio
+from panther_compile.planning.ratio_search import MOST, RATIOS, search_ratio
 from panther_compile.records import RatioCurve
 
 OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*"}
@@ -266,12 +266,12 @@ def test_exported_program():
     assert evaluate(small) >= -0.2
 
 
-def test_curve_is_not_saved(case, tmp_path):
+def test_curve_is_saved_with_the_model(case, tmp_path):
     dense, data, evaluate = case
     small = pc.sketchify(dense, data=data, max_drop=0.1, evaluate=evaluate, **OPTIONS)
     pc.save_sketched(small, tmp_path)
     loaded = pc.load_sketched(mlp(), tmp_path)
-    assert pc.sketch_report(loaded).curve is None
+    assert pc.sketch_report(loaded).curve == pc.sketch_report(small).curve is not None
     assert pc.sketch_report(loaded).rows == pc.sketch_report(small).rows
 
 
@@ -347,3 +347,10 @@ def test_evaluate_keeps_its_surroundings():
 def test_conflicting_and_bad_options(given, error, message):
     with pytest.raises(error, match=message):
         pc.sketchify(mlp(), **given, **OPTIONS)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.5])
+def test_any_ratio_beside_max_drop_is_one_too_many(ratio):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with pytest.raises(ConfigError, match="ratio"):
+        pc.sketchify(model, ratio, max_drop=0.1, evaluate=lambda _: 0.0, min_params=0)

@@ -16,7 +16,7 @@ from panther_compile.errors import NoTargetError
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, LayerPlan, SketchPlan, SketchRecord
 from panther_compile.report import ReportRow, SketchReport, sketch_report, tensors_of
-from panther_compile.tables import render_table, share
+from panther_compile.reporting.tables import render_table, share
 
 OPTIONS = {"min_params": 0, "progress": False, "allow_slower": True}
 
@@ -346,7 +346,7 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 40, 40))
-        self.mix = nn.Conv1d(40, 40, 1)
+        self.mix = nn.Conv3d(40, 40, 1)
         self.norm = nn.LayerNorm(40)
         self.tied = nn.Linear(40, 40)
 
@@ -355,8 +355,8 @@ def test_weights_of_other_kinds_of_module_are_told():
     model = nn.Sequential(nn.Linear(40, 40), Experts(), nn.Linear(40, 40))
     model[1].tied.weight = model[0].weight
     report = pc.sketch_report(pc.sketchify(model, 0.5, exclude="2", **OPTIONS))
-    assert report.others == {"Experts": 6400, "Conv1d": 1600}
-    assert "weights of other kinds of module: 6,400 of Experts, 1,600 of Conv1d" in str(report)
+    assert report.others == {"Experts": 6400, "Conv3d": 1600}
+    assert "weights of other kinds of module: 6,400 of Experts, 1,600 of Conv3d" in str(report)
     plain = pc.sketch_report(pc.sketchify(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)), 0.5, **OPTIONS))
     assert (plain.others, "other kinds" in str(plain)) == ({}, False)
 
@@ -387,11 +387,11 @@ def run(model):
 
 
 def test_layers_that_saw_fewer_rows_than_inputs():
-    small = pc.sketchify(Gated(), 0.5, data=batches(4, count=5), exclude="spare", include="*", **OPTIONS)
+    small = pc.sketchify(Gated(), 0.5, data=batches(4, count=4), exclude="spare", include="*", **OPTIONS)
     notes = [row.note for row in pc.sketch_report(small).sketched]
     assert notes == [
-        "fewer samples (20) than inputs (40): regularised",
-        "fewer samples (20) than inputs (48): regularised",
+        "fewer samples (16) than inputs (40): regularised",
+        "fewer samples (16) than inputs (48): regularised",
     ]
 
 
@@ -454,3 +454,21 @@ def test_picture(tmp_path, layers, with_data):
     width, height = struct.unpack(">II", (tmp_path / "report.png").read_bytes()[16:24])
     assert width == 1430
     assert height >= layers * 20  # room for a line of text each
+
+
+def test_tied_layers_are_counted_once(tmp_path):
+    model = nn.ModuleDict({"one": nn.Linear(16, 16), "other": nn.Linear(16, 16), "same": nn.Linear(16, 16)})
+    model["other"].weight = model["same"].weight = model["one"].weight
+    model["same"].bias = model["one"].bias
+    report = pc.sketch_report(
+        pc.sketchify(model, 0.5, min_params=0, allow_slower=True, progress=False, include="*")
+    )
+    rows = {row.name: row for row in report.rows}
+    assert [rows[name].dense_numbers for name in model] == [272, 16, 0]
+    assert rows["other"].stored_numbers == 16
+    assert rows["same"].stored_numbers == 0
+    assert rows["other"].shared == rows["same"].shared == "weight of one"
+    assert sum(row.stored_numbers for row in report.sketched) == report.replaced_stored_numbers
+    assert sum(row.dense_numbers for row in report.sketched) == report.replaced_dense_numbers
+    report.plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()

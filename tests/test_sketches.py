@@ -7,7 +7,7 @@ import torch
 from scipy.linalg import hadamard
 
 from panther_compile.errors import ConfigError
-from panther_compile.sketches import SKETCH_KINDS, SketchOperator, make_sketch, walsh_hadamard
+from panther_compile.factorization.sketches import SKETCH_KINDS, SketchOperator, make_sketch, walsh_hadamard
 
 SIZES = [(1, 1), (2, 1), (7, 3), (16, 16), (37, 10), (64, 5)]
 

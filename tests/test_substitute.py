@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from panther_compile.substitute import copy_with, replace_inside
+from panther_compile.models.substitute import copy_with, replace_inside
 
 
 class Holder(nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.trace import SketchTracer, clone_structure, read_graph, read_run
+from panther_compile.planning.trace import SketchTracer, clone_structure, read_graph, read_run
 
 
 class Direct(nn.Module):

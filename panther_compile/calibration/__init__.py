@@ -1,14 +1,18 @@
 """Fit sketched layers to what a model computes on data: no labels, no training.
 
-batches       data, however it is given ──► recorded calls of the model
-outputs       the tensors of a model's result, and how far two results are apart
-watched       stand-ins that see what reaches a layer; copies of a model that hold them
-moments       second moments of a layer's inputs
 sensitivity   what an error at a layer's output does to the model's
-whiten        the best rank-r matrix for given moments
+study         what the dense model shows of its layers on the data
+skips         where the output of a layer is added to what went around it
+links         layers that hand their features to one other layer only
+narrow        what two such layers keep of the features between them
+shared_input  layers that are given one tensor, and one input factor for all of them
+shared_plan   a plan in which they share it, at no more stored numbers
 lockstep      dense and sketched model side by side, layer by layer
-fit_matrix    a linear layer from moments
-fit_conv2d    a convolution by least squares
+layer_fit     one layer from what reached it: the callback of the lockstep
 resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
+closeness     How close a sketched model's outputs are to the dense model's on the same inputs, in numbers an
+inputs        What layers are fitted to, and what a sketch is compared with its model on
+trials        A trial on held-out batches
+verdict       The last word on a sketched model
 """

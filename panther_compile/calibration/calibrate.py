@@ -8,25 +8,27 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.fit_matrix import FittedMatrix, shifted_bias
-from panther_compile.calibration.layer_fit import LayerFit, matrix_layer
+from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.links import find_links
-from panther_compile.calibration.lockstep import Arrival, fit_in_lockstep
-from panther_compile.calibration.outputs import distance
+from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.shared_input import stack_name
 from panther_compile.calibration.shared_plan import share_input
 from panther_compile.calibration.skips import Skips, find_skips
-from panther_compile.calibration.study import Study, study_layers
-from panther_compile.calibration.targets import Target, find_targets, watch
-from panther_compile.calibration.watched import Side
+from panther_compile.calibration.study import Study, check_batches, study_layers
+from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
+from panther_compile.factorization.fit_matrix import FittedMatrix, shifted_bias
+from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.linked import LinkLosses
-from panther_compile.plan import Allocation, hides_progress, make_plan
+from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.outputs import distance
+from panther_compile.models.watched import Arrival, Side
+from panther_compile.planning.coupled import LinkLosses
+from panther_compile.planning.plan import Allocation, hides_progress, make_plan
+from panther_compile.planning.sites import Found
 from panther_compile.records import Fitted, SketchPlan
-from panther_compile.sites import Found
 
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 # One input factor for several layers is taken where results come closer than this share of the distance.
@@ -34,6 +36,9 @@ WORTH_SHARING = 0.95
 WORTH_TRYING = 1.1  # and tried where the study expects no more than this times what is lost apart
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, of which there are many
 _TRIAL = 8  # batches at most on which an allocation is fitted to be tried
+_FEW_ROWS = 8  # for each input of a layer, below which data may tell less than the weights alone
+WEIGHTS_ALONE = "weights alone"
+TOO_FEW = "data too few: on held-out batches the sketch of the weights alone is closer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,13 @@ class Calibrated:
         plan: that was chosen.
         ready: fitted layers, by the name of the unit.
         unreached: units that the plan sketches, and that no batch reached.
+        note: why the layers are to be sketched from the weights alone; empty if they are fitted.
     """
 
     plan: SketchPlan
     ready: Mapping[str, tuple[SketchedLayer, Fitted]]
     unreached: tuple[str, ...]
+    note: str = ""
 
 
 def study_model(
@@ -118,8 +125,9 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device)
+    check_batches(watch(model, targets), targets, calls, len(_learnt(calls)))
     if study is None:
-        links = find_links(watch(model, targets), targets, calls[0]) if config.narrow else []
+        links = find_links(watch(model, targets), targets, calls) if config.narrow else []
         study = study_layers(
             watch(model, targets),
             targets,
@@ -147,7 +155,11 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
         ConfigTypeError: the model cannot be copied.
         ResumeError: the folder cannot be read or written.
     """
-    plan = _share(studied, _choose(studied, config), config)
+    plan = _choose(studied, config)
+    alone = _without_data(studied, plan, config)
+    if alone is not None:
+        return Calibrated(alone, {}, (), TOO_FEW)
+    plan = _share(studied, plan, config)
     chosen = _chosen(plan, studied.targets)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, studied.folder)
     fit_in_lockstep(
@@ -178,12 +190,51 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
         allocations.append(Allocation("sensitivity", damage))
     links = tuple(study.losses.values())
     plans = [_plan(studied, config, one, links) for one in allocations]
-    narrow, tried = _best(studied, plans, config, {})
-    if not any(line.choice and line.choice.link for line in narrow.layers):
-        return replace(narrow, tried=tried)
-    apart = _plan(studied, config, allocations[plans.index(narrow)], ())
-    best, tried = _best(studied, [narrow, apart], config, tried)
-    return replace(best, tried=tried)
+    narrow, tried, told = _best(studied, plans, config, {}, plain=plans[1])
+    best, undecided = narrow, [told]
+    if any(line.choice and line.choice.link for line in narrow.layers):
+        apart = _plan(studied, config, allocations[plans.index(narrow)], ())
+        best, tried, told = _best(studied, [narrow, apart], config, tried, plain=apart)
+        undecided.append(told)
+    means = {name: sum(found) / len(found) for name, found in tried.items()}
+    return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))
+
+
+def _without_data(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan | None:
+    """The plan of the weights alone, if data is few and that keeps results closer on held-out batches.
+
+    Both are judged by batches that neither has seen; without such there is nothing to judge by.
+
+    Args:
+        studied: of the model.
+        plan: the best with data.
+        config: the options.
+    """
+    chosen = _chosen(plan, studied.targets)
+    few = any(_has_few_rows(studied, target) for target in chosen.values())
+    if not few or len(studied.learnt) == len(studied.calls) or len(studied.learnt) > 2 * _TRIAL:
+        return None
+    alone = replace(make_plan(studied.found, config, studied.route), allocation=WEIGHTS_ALONE)
+    held_out, tried = _HeldOut(studied, config, studied.held_out), dict(plan.tried)
+    if plan.allocation not in tried:
+        tried[plan.allocation] = held_out.distance(held_out.cut(plan))
+    targets = _chosen(alone, studied.targets)
+    choices = {line.name: line.choice for line in alone.sketched if line.choice is not None}
+    side = watch(studied.model, targets)
+    layers = {
+        name: kind_of(target.layer).sketch(name, target.layer, choices[name], config)[0]
+        for name, target in targets.items()
+    }
+    _put(side, layers)
+    tried[WEIGHTS_ALONE] = held_out.distance(side)
+    closer = tried[WEIGHTS_ALONE] < tried[plan.allocation]
+    return replace(alone, tried=tried) if targets and closer else None
+
+
+def _has_few_rows(studied: Studied, target: Target) -> bool:
+    """Whether a layer was given few rows for its inputs; those of an image are too much alike to count."""
+    rows = studied.study.reached.get(target.name, 0)
+    return not target.view.is_linear or rows < _FEW_ROWS * target.weight_and_bias()[0].shape[1]
 
 
 def _plan(
@@ -196,9 +247,14 @@ def _plan(
 
 
 def _best(
-    studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig, known: Mapping[str, float]
-) -> tuple[SketchPlan, Mapping[str, float]]:
-    """The best of some plans, and how far each that differs from those before it is from the dense model.
+    studied: Studied,
+    plans: Sequence[SketchPlan],
+    config: SketchConfig,
+    known: Mapping[str, Sequence[float]],
+    *,
+    plain: SketchPlan,
+) -> tuple[SketchPlan, Mapping[str, Sequence[float]], str]:
+    """The best of some plans, the distances of those that differ, and why the plain one is kept if it is.
 
     Distances that are known already, by allocation, are not measured again.
     """
@@ -208,7 +264,7 @@ def _best(
         different.setdefault(choices, plan)
     plans = list(different.values())
     if len(plans) == 1 or not _chosen(plans[0], studied.targets):
-        return plans[0], known
+        return plans[0], known, ""
     folder = studied.folder
     new = [plan for plan in plans if plan.allocation not in known]
     tried = None if folder is None else folder.tried(new)
@@ -216,14 +272,17 @@ def _best(
         tried = _try(studied, new, config)
         if folder is not None:
             folder.keep_tried(new, tried)
-    tried = {**known, **tried}
-    return min(plans, key=lambda plan: tried[plan.allocation]), tried
+    distances: dict[str, Sequence[float]] = {**known, **tried}
+    names = [plan.allocation for plan in plans]
+    usual = plain.allocation if plain.allocation in names else names[0]
+    name, undecided = pick({one: distances[one] for one in names}, usual)
+    return plans[names.index(name)], distances, undecided
 
 
-def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) -> dict[str, float]:
-    """How far the results of each plan are from the dense model's on held-out batches, by allocation."""
+def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) -> dict[str, list[float]]:
+    """How far the results of each plan are from the dense model's on each held-out batch, by allocation."""
     held_out = _HeldOut(studied, config, studied.held_out)
-    return {plan.allocation: held_out.distance(held_out.cut(plan)) for plan in plans}
+    return {plan.allocation: held_out.distances(held_out.cut(plan)) for plan in plans}
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:
@@ -305,11 +364,15 @@ class _HeldOut:
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""
+        return sum(self.distances(side)) / len(self._wanted)
+
+    def distances(self, side: Side) -> list[float]:
+        """The same on each batch."""
         with torch.no_grad():
-            return sum(
+            return [
                 distance(wanted, call.run(side.model), kept, logits=self._config.logits)
                 for call, kept, wanted in self._wanted
-            ) / len(self._wanted)
+            ]
 
 
 class _Trial:
@@ -332,7 +395,7 @@ class _Trial:
         weight, bias = target.weight_and_bias()
         left, right = left[:, : choice.rank], right[: choice.rank]
         bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))
-        return matrix_layer(target.layer, FittedMatrix(left, right, None, bias, 0.0))
+        return target.build(FittedMatrix(left, right, None, bias, 0.0))
 
 
 def _learnt(calls: Sequence[Call]) -> Sequence[Call]:

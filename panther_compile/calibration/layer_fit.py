@@ -2,14 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
-from panther_compile.calibration.fit_conv2d import fit_conv2d_to
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to
-from panther_compile.calibration.lockstep import Arrival
-from panther_compile.calibration.moments import Moments, MomentSums
 from panther_compile.calibration.narrow import (
     cut_link,
     fit_reader,
@@ -20,15 +15,15 @@ from panther_compile.calibration.narrow import (
 from panther_compile.calibration.resume import FittedLayer, Folder
 from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down, stack_name
 from panther_compile.calibration.study import Study
-from panther_compile.calibration.targets import Target
 from panther_compile.config import SketchConfig
-from panther_compile.layers.base import SketchedLayer, copy_into, take_over
-from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.factorization.fit_matrix import fit_matrix_to
+from panther_compile.factorization.moments import Moments, MomentSums
+from panther_compile.kinds.targets import Target
+from panther_compile.kinds.weights import generator_for
+from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.linked import Link
-from panther_compile.passes.sketch_conv2d import relative_error
-from panther_compile.passes.sketch_linear import matrix_error
+from panther_compile.models.watched import Arrival
+from panther_compile.planning.coupled import Link
 from panther_compile.records import Choice, Fitted, SketchPlan
 
 METHOD = "calibrated"
@@ -93,18 +88,18 @@ class LayerFit:
         target, choice = self.targets[name], self.choices[name]
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
+        view = target.view
         layer: SketchedLayer
         error: float | None
         if choice.link:
             layer, error, rows = self._narrow(target, choice, arrivals, weight)
-        elif target.is_matrix:
+        elif view.is_matrix:
             moments = self._moments(target, arrivals)
-            layer, error = self._matrix(target, choice, moments, weight)
+            layer, error = self._matrix(target, choice, moments, view.metric(weight))
             rows = moments.rows
         else:
-            assert isinstance(target.layer, nn.Conv2d)
-            layer, error = fit_conv2d_to(target.layer, name, choice, self._config, arrivals, weight)
-            rows = sum(arrival.z.numel() // arrival.z.shape[-3] for arrival in arrivals)
+            layer, error = view.fit(name, choice, self._config, arrivals, weight)
+            rows = sum(arrival.z.numel() // arrival.z.shape[view.channel_dim] for arrival in arrivals)
         return {name: (layer, self._fitted(target, layer, error, rows))}
 
     def _fit_shared(self, names: Sequence[str], arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:
@@ -117,7 +112,7 @@ class LayerFit:
         fitted = fit_shared(targets, stack, moments, self.choices[names[0]].rank, dtype)
         found: dict[str, FittedLayer] = {}
         for target, matrix in zip(targets, fitted, strict=True):
-            layer = matrix_layer(target.layer, matrix)
+            layer = target.build(matrix)
             found[target.name] = layer, self._fitted(target, layer, matrix.output_error, moments.rows)
         return found
 
@@ -130,15 +125,15 @@ class LayerFit:
         if target.name != link.reader:
             moments = self._moments(target, [replace(arrival, skips=None) for arrival in arrivals])
             return (*fit_writer(target, link, basis, choice.ranks, moments, gradient), moments.rows)
-        sums = self._reader_sums(target, link, choice.rank, arrivals)
+        sums = self._reader_sums(target, link, basis, choice.rank, arrivals)
         if sums is None:
             return self.cut_link(choice)[target.name], None, 0
         centred = target.weight_and_bias()[1] is not None
         moments = sums.moments(centred=centred, lifted=lift(link, basis, choice.rank))
-        return (*fit_reader(target, link, choice.ranks, moments, gradient), moments.rows)
+        return (*fit_reader(target, link, basis, choice.ranks, moments, gradient), moments.rows)
 
     def _reader_sums(
-        self, target: Target, link: Link, count: int, arrivals: Sequence[Arrival]
+        self, target: Target, link: Link, basis: Tensor, count: int, arrivals: Sequence[Arrival]
     ) -> MomentSums | None:
         """Of all features in the dense model and of the kept ones in the sketched one."""
         added = all(_is_added(arrival) for arrival in arrivals)
@@ -148,7 +143,7 @@ class LayerFit:
             x, z = target.rows(arrival.x, kept), target.rows(arrival.z, kept)
             if len(x) != len(z):  # a router has sent other rows here
                 continue
-            z = narrow_rows(link, count, z)
+            z = narrow_rows(link, basis, count, z)
             sums = MomentSums(z.shape[1], z.device, dense=x.shape[1]) if sums is None else sums
             skips = None
             if added and arrival.skips is not None:
@@ -179,7 +174,7 @@ class LayerFit:
             targets = [self.targets[one] for one in sharing]
             left, right, mean = self._study.factors[stack_name(sharing)]
             matrices = cut_shared(targets, left, right, mean, self.choices[name].rank)
-            layers = [matrix_layer(one.layer, found) for one, found in zip(targets, matrices, strict=True)]
+            layers = [one.build(found) for one, found in zip(targets, matrices, strict=True)]
             share_down(layers)
             for target, layer in zip(targets, layers, strict=True):
                 rows = self._study.reached[target.name]
@@ -198,12 +193,11 @@ class LayerFit:
             pivoted=choice.scheme == "pivoted",
             dtype=weight.dtype,
         )
-        return matrix_layer(target.layer, found), found.output_error
+        return target.build(found), found.output_error
 
     def _moments(self, target: Target, arrivals: Sequence[Arrival]) -> Moments:
-        _, bias = target.weight_and_bias()
-        centred = bias is not None
-        added = target.channel_dim == -1 and all(_is_added(arrival) for arrival in arrivals)
+        centred = target.view.has_mean
+        added = target.view.is_linear and all(_is_added(arrival) for arrival in arrivals)
         if (
             not added
             and self._last is not None
@@ -226,7 +220,7 @@ class LayerFit:
             sums.add(x, z, skips)
         assert sums is not None
         moments = sums.moments(centred=centred)
-        if not added and not isinstance(target.layer, nn.Conv2d):
+        if not added and target.view.is_linear:
             self._last = (arrivals, centred, moments)
         return moments
 
@@ -246,42 +240,16 @@ def fitted_of(
 
     Args:
         layer: that was made.
-        weight: the dense one (O, I), of a convolution (O, I taps).
+        weight: the dense one as a matrix (O, I).
         name: of the unit.
         rows: of data that it was fitted to.
         error: of its output, if known.
         config: the options.
     """
-    distance: float | None = None
-    if isinstance(layer, SketchedLinear):
-        distance = matrix_error(layer, weight, name, config)
-    elif isinstance(layer, NarrowLinear):
-        pass  # other weights do the same
-    else:
-        stored: Tensor = layer.weight  # type: ignore[assignment]
-        distance = relative_error(weight, stored.detach().flatten(1))
+    distance = layer.weight_error(weight, generator_for(name, config, weight.device))
     inputs = weight.shape[1]
     note = f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else ""
     return Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
-
-
-def matrix_layer(dense: nn.Module, found: FittedMatrix) -> SketchedLayer:
-    """The stand-in of a linear layer or of a 1 x 1 convolution that stores what was fitted."""
-    assert found.down is not None
-    if isinstance(dense, nn.Conv2d):
-        kernels = (found.down[..., None, None], found.left[..., None, None])
-        scheme = "channel" if found.start is None else "pivoted"
-        conv = SketchedConv2d.from_kernels(scheme, kernels, dense, start=found.start or 0)
-        if found.bias is not None:
-            copy_into(conv.up.bias, found.bias)  # type: ignore[arg-type]
-        return conv
-    layer_type = SketchedLinear if isinstance(dense, nn.Linear) else SketchedConv1D
-    weight: Any = dense.weight
-    layer = layer_type.from_stored(
-        found.left, found.down, found.bias, start=found.start, dtype=weight.dtype, device=weight.device
-    )
-    take_over(layer, dense, weight.requires_grad)
-    return layer
 
 
 def _is_added(arrival: Arrival) -> bool:

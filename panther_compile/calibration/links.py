@@ -15,22 +15,24 @@ answered first, but for some whose answers are changed in a way that would be se
     all features the first one       ──► equal features of the reader's input belong to one head
     permuted and scaled in each head ──► alike in the reader's input: heads pass as they are
 
-What is found is taken only if nothing else in the model sees the change.
+What is found is taken only if nothing else in the model sees the change, and if it is so in every batch: a
+model may take one path or another, as its input is.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from panther_compile.calibration.batches import Call
-from panther_compile.calibration.outputs import named_tensors
-from panther_compile.calibration.targets import Target
-from panther_compile.calibration.watched import Side
-from panther_compile.linked import Link
+from panther_compile.kinds.targets import Target
+from panther_compile.models.batches import Call, run_dense
+from panther_compile.models.outputs import named_tensors
+from panther_compile.models.watched import Side
+from panther_compile.planning.coupled import Link
 
 _BACK = 3  # layers before a reader that may be the value of its attention
 # Relative: the same products in another order round otherwise.
@@ -49,40 +51,50 @@ class _Record:
     results: list[Tensor] = field(default_factory=list)
 
 
-def find_links(side: Side, targets: Mapping[str, Target], call: Call) -> list[Link]:
+def find_links(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> list[Link]:
     """The layers of a watched model that can be narrowed together; no layer is in two links.
 
     Args:
         side: the dense model, watched.
         targets: by name; only linear layers can be narrowed.
-        call: one batch; runs some ten times, without the products of the layers.
+        calls: the batches. The first one runs some ten times, without the products of the layers, and shows
+            which layers may be linked; each other one runs once with and once without them, to confirm it.
+
+    Raises:
+        DataError: the model raises on a batch.
     """
-    looker = _Looker(side, targets, call)
+    looker = _Looker(side, targets, calls, 0)
     links = looker.one_by_one()
     taken = {name for link in links for name in link.names}
-    return links + looker.by_heads(taken)
+    links += looker.by_heads(taken)
+    for place in range(1, len(calls)):
+        if not links:
+            break
+        links = _Looker(side, targets, calls, place).confirmed(links)
+    return links
 
 
 class _Looker:
-    def __init__(self, side: Side, targets: Mapping[str, Target], call: Call) -> None:
-        self._side, self._call = side, call
+    def __init__(self, side: Side, targets: Mapping[str, Target], calls: Sequence[Call], place: int) -> None:
+        self._side, self._call = side, calls[place]
         self._dense = _Record()
         for name, watched in side.watched.items():
             watched.on_input = lambda name, x: self._dense.inputs[name].append(x)
             watched.on_output = self._keep
-        self._dense.results = self._run()
-        order = [name for name in self._dense.inputs if len(self._dense.inputs[name]) == 1]
-        self._order = [name for name in order if _is_linear(targets[name].layer)]
+        self._dense.results = self._run(lambda: run_dense(side.model, self._call, place))
+        inputs = self._dense.inputs.items()
+        order = [name for name, given in inputs if len(given) == 1 and given[0].numel()]
+        self._order = [name for name in order if targets[name].view.is_linear]
         self._sizes = {name: tuple(targets[name].weight_and_bias()[0].shape) for name in self._order}
 
     def _keep(self, name: str, out: Tensor) -> Tensor:
         self._dense.outputs[name].append(out.clone())
         return out
 
-    def _run(self) -> list[Tensor]:
+    def _run(self, run: Callable[[], Any]) -> list[Tensor]:
         try:
             with torch.no_grad():
-                return [tensor for _, tensor in named_tensors(self._call.run(self._side.model))]
+                return [tensor for _, tensor in named_tensors(run())]
         finally:
             for watched in self._side.watched.values():
                 watched.on_input = watched.on_output = watched.instead = None
@@ -99,8 +111,17 @@ class _Looker:
 
         for watched in self._side.watched.values():
             watched.instead = answer
-        record.results = self._run()
+        record.results = self._run(lambda: self._call.run(self._side.model))
         return record
+
+    def confirmed(self, links: Sequence[Link]) -> list[Link]:
+        """The links that another batch found, without those that this one speaks against."""
+        calls = {name: len(inputs) for name, inputs in self._dense.inputs.items()}
+        counts = {link: {calls.get(name, 0) for name in link.names} for link in links}
+        reached = [link for link in links if counts[link] == {1}]
+        if not self._holds(reached):
+            reached = [link for link in reached if self._holds([link])]
+        return [link for link in links if counts[link] == {0} or link in reached]
 
     def _before(self, reader: str, count: int) -> list[str]:
         """The last layers before a reader whose input is not its own, the last one first."""
@@ -114,7 +135,7 @@ class _Looker:
         found: list[Link] = []
         for count in (1, 2):
             wanted = [link for link in self._candidates(count) if _is_apart(link, found)]
-            for link in self._seen_narrow(self._permuted(wanted)):
+            for link in self._seen(self._permuted(wanted)):
                 if _is_apart(link, found):
                     found.append(link)
         return found
@@ -151,19 +172,27 @@ class _Looker:
     def _input(record: _Record, link: Link) -> Tensor:
         return record.inputs[link.reader][0]
 
-    def _seen_narrow(self, links: Sequence[Link]) -> list[Link]:
-        """Those that still compute the same when some features are not there."""
-        if not links or self._holds_narrow(links):
+    def _seen(self, links: Sequence[Link]) -> list[Link]:
+        """Those that still compute the same when some features are not there, or heads are changed alike."""
+        if self._holds(links):
             return list(links)
-        return [link for link in links if self._holds_narrow([link])]
+        return [link for link in links if self._holds([link])]
 
-    def _holds_narrow(self, links: Sequence[Link]) -> bool:
-        kept = {link.reader: link.width - max(1, link.width // _WIDTHS) for link in links}
-        changes: dict[str, Change] = {
-            name: lambda out, most=kept[link.reader]: out[..., :most]  # type: ignore[misc]
-            for link in links
-            for name in link.writers
-        }
+    def _holds(self, links: Sequence[Link]) -> bool:
+        """Whether nothing but the readers sees that features are left out, or that heads are changed."""
+        if not links:
+            return True
+        changes: dict[str, Change] = {}
+        wanted: dict[str, Tensor] = {}
+        for link in links:
+            dense = self._input(self._dense, link)
+            if link.padded:
+                changes[link.writers[0]] = _Mixed(link)
+                wanted[link.reader] = _Mixed(link, link.shared)(dense)
+                continue
+            kept = link.width - max(1, link.width // _WIDTHS)
+            changes |= dict.fromkeys(link.writers, lambda out, kept=kept: out[..., :kept])  # type: ignore[misc]
+            wanted[link.reader] = dense[..., :kept]
         try:
             seen = self.changed(changes)
         except torch.OutOfMemoryError:
@@ -171,7 +200,6 @@ class _Looker:
         # The model's own code may raise anything at a width that it does not expect: it cannot be narrowed.
         except Exception:
             return False
-        wanted = {link.reader: self._input(self._dense, link)[..., : kept[link.reader]] for link in links}
         return self._unseen(seen, wanted)
 
     def _unseen(self, seen: _Record, wanted: Mapping[str, Tensor]) -> bool:
@@ -213,15 +241,7 @@ class _Looker:
             if 1 < width < inputs and outputs % width == 0 and inputs % outputs == 0:
                 heads = inputs // width
                 links.append(Link((writer,), reader, heads, inputs // outputs, width, padded=True))
-        if not links or self._holds_heads(links):
-            return links
-        return [link for link in links if self._holds_heads([link])]
-
-    def _holds_heads(self, links: Sequence[Link]) -> bool:
-        changes: dict[str, Change] = {link.writers[0]: _Mixed(link) for link in links}
-        seen = self.changed(changes)
-        wanted = {link.reader: _Mixed(link, link.shared)(self._input(self._dense, link)) for link in links}
-        return self._unseen(seen, wanted)
+        return self._seen(links)
 
 
 class _Mixed:
@@ -236,7 +256,7 @@ class _Mixed:
         generator = torch.Generator().manual_seed(0)
         self._width = link.width
         shape = link.heads_of(link.writers[0]), link.width
-        order = torch.rand(shape, generator=generator).argsort(-1)
+        order = torch.rand(shape, generator=generator, dtype=torch.float32).argsort(-1)
         sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
         scale = sign * 2.0 ** torch.randint(-2, 3, shape, generator=generator)
         self._order, self._scale = order.repeat_interleave(repeats, 0), scale.repeat_interleave(repeats, 0)
@@ -276,7 +296,3 @@ def _alike(found: Tensor, wanted: Tensor) -> bool:
 
 def _tolerance(x: Tensor) -> float:
     return _HALF_TOLERANCE if x.element_size() < 4 else _TOLERANCE
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return not isinstance(layer, nn.Conv2d)

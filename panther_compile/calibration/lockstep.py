@@ -16,34 +16,15 @@ in the order in which the model's own code calls them, whatever that code is, fo
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from panther_compile.calibration.batches import Call
 from panther_compile.calibration.skips import Passage, Skips, observe
-from panther_compile.calibration.watched import Side
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What reached a layer with one batch: x in the dense model, z in the sketched one.
-
-    Attributes:
-        batch: its place in the data.
-        x: the layer's input in the dense model.
-        z: likewise, in the sketched one.
-        skips: what the layer's output will be added to in the dense model and in the sketched one, if known.
-    """
-
-    batch: int
-    x: Tensor
-    z: Tensor
-    skips: tuple[Tensor, Tensor] | None = None
-
+from panther_compile.models.batches import Call
+from panther_compile.models.watched import Arrival, Side
+from panther_compile.reporting.progress import ProgressBar
 
 Fit = Callable[[str, Sequence[Arrival]], nn.Module]
 """From the name of a layer and what reached it, the layer that takes its place."""
@@ -159,7 +140,7 @@ def fit_in_lockstep(
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
     passages = {skips[name] for name in sketched.watched if name in skips}
-    bar = tqdm(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
+    bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
     with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
         try:
             for runner in runners:
@@ -169,7 +150,7 @@ def fit_in_lockstep(
                 came = [
                     Arrival(batch, one.value, other.value, _both(one.skip, other.skip))
                     for batch, (one, other) in enumerate(pairs)
-                    if one.at == other.at == name and one.value is not None and other.value is not None
+                    if one.at == other.at == name and _has_rows(one.value) and _has_rows(other.value)
                 ]
                 if came:
                     sketched.watched[name].layer = fit(name, came)
@@ -186,6 +167,11 @@ def fit_in_lockstep(
                 for watched in side.watched.values():
                     watched.on_input = None
     return list(fitted)
+
+
+def _has_rows(value: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether anything came: an expert may be called with no token."""
+    return value is not None and value.numel() > 0
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor] | None:

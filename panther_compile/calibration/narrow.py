@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, shifted_bias
-from panther_compile.calibration.moments import Moments
-from panther_compile.calibration.targets import Target
-from panther_compile.calibration.whiten import lower_root, root_of, solve
+from panther_compile.factorization.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, shifted_bias
+from panther_compile.factorization.moments import Moments
+from panther_compile.factorization.whiten import lower_root, root_of, solve
+from panther_compile.kinds.targets import Target
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.linked import Link
+from panther_compile.planning.coupled import Link
 
 _STEPS = 48  # in which features are left out
 _GRID = 12  # numbers of features of which losses are known, where they pass one by one
@@ -199,7 +199,7 @@ def fit_writer(
     if gradient is not None:
         lifted = lift(link, basis, kept) if link.heads == 1 else None
         gradient = None if lifted is None else lifted.T @ gradient @ lifted
-    return _fit(target, link, ranks, dense, bias, moments, gradient)
+    return _fit(target, link, basis, ranks, dense, bias, moments, gradient)
 
 
 def _narrow_writer(target: Target, link: Link, basis: Tensor, kept: int) -> tuple[Tensor, Tensor | None]:
@@ -210,24 +210,31 @@ def _narrow_writer(target: Target, link: Link, basis: Tensor, kept: int) -> tupl
 
 
 def fit_reader(
-    target: Target, link: Link, ranks: tuple[int, ...], moments: Moments, gradient: Tensor | None
+    target: Target,
+    link: Link,
+    basis: Tensor,
+    ranks: tuple[int, ...],
+    moments: Moments,
+    gradient: Tensor | None,
 ) -> tuple[NarrowLinear, float]:
     """The reader that gives W x + b + (s - s') from the kept features z; and its relative error.
 
     Args:
         target: the dense layer.
         link: that it is of.
+        basis: see `Between`.
         ranks: see `fit_writer`.
         moments: of all features x and of the kept ones z, about the means if the layer has a bias.
         gradient: G, float64 `(O, O)`, or None.
     """
     weight, bias = target.weight_and_bias()
-    return _fit(target, link, ranks, weight.detach().double(), bias, moments, gradient)
+    return _fit(target, link, basis, ranks, weight.detach().double(), bias, moments, gradient)
 
 
 def _fit(
     target: Target,
     link: Link,
+    basis: Tensor,
     ranks: tuple[int, ...],
     dense: Tensor,
     bias: Tensor | None,
@@ -239,14 +246,17 @@ def _fit(
         found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=dtype)
     else:
         found = fit_whole_to(dense, bias, moments)
-    return _around(target, link, found), found.output_error
+    return _around(target, link, basis, found), found.output_error
 
 
-def _around(target: Target, link: Link, found: FittedMatrix) -> NarrowLinear:
+def _around(target: Target, link: Link, basis: Tensor, found: FittedMatrix) -> NarrowLinear:
     side = "in" if target.name == link.reader else "out"
     inner = _linear_of(found, target.weight_and_bias()[0])
     heads = link.heads_of(target.name)
-    return NarrowLinear.around(inner, target.layer, side=side, heads=heads, padded=link.padded)
+    places = None
+    if not link.padded:
+        places = basis[: inner.in_features if side == "in" else inner.out_features]
+    return NarrowLinear.around(inner, target.layer, side=side, heads=heads, padded=link.padded, places=places)
 
 
 def _linear_of(found: FittedMatrix, like: Tensor) -> nn.Linear | SketchedLinear:
@@ -289,7 +299,7 @@ def cut_link(
         cut = _cut_reader if name == link.reader else _cut_writer
         weight, spread, bias, metric = cut(target, link, between, kept, factors.get(name), weights.get(name))
         left, right = _truncated(weight, spread, metric, rank[0]) if rank else (weight, None)
-        layers[name] = _around(target, link, FittedMatrix(left, right, None, bias, 0.0))
+        layers[name] = _around(target, link, between.basis, FittedMatrix(left, right, None, bias, 0.0))
     return layers
 
 
@@ -330,6 +340,9 @@ def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int)
     return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight
 
 
-def narrow_rows(link: Link, kept: int, rows: Tensor) -> Tensor:
+def narrow_rows(link: Link, basis: Tensor, kept: int, rows: Tensor) -> Tensor:
     """The kept features (n, K of each head) of what reaches a narrow reader."""
-    return rows.unflatten(-1, (link.heads, -1))[..., :kept].flatten(-2) if link.padded else rows
+    if link.padded:
+        return rows.unflatten(-1, (link.heads, -1))[..., :kept].flatten(-2)
+    # From another layer than the writer, where the sketched model takes another path than the dense one.
+    return rows[:, basis[:kept]] if rows.shape[1] == link.width else rows

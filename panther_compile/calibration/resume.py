@@ -12,7 +12,6 @@ share a folder: they share the study, and each plan has its own layers.
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -23,18 +22,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from panther_compile.calibration.batches import Call
 from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, ResumeError
-from panther_compile.layers import LAYER_TYPES
+from panther_compile.kinds.registry import layer_types
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
-from panther_compile.linked import Link, LinkLosses
+from panther_compile.models.batches import Call
+from panther_compile.planning.coupled import Link, LinkLosses
 from panther_compile.records import Fitted, SketchPlan
+from panther_compile.storage import SCRATCH_PREFIX, replace_file
 
-FORMAT = "panther_compile.calibration 3"
+FORMAT = "panther_compile.calibration 4"
 MANIFEST = "calibration.json"
+_UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
 _PLAIN = ("sensitivity", "power", "reached", "shared")  # numbers and names
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "include", "exclude", "inplace", "progress", "refine")
@@ -61,7 +62,7 @@ class Folder:
         given = {"format": FORMAT, **identity}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            is_empty = not any(not one.name.startswith(".writing-") for one in self.path.iterdir())
+            is_empty = all(one.name.startswith(_UNFINISHED) for one in self.path.iterdir())
         except OSError as error:
             raise ResumeError(f"resume={str(path)!r} is no folder that can be written: {error}") from error
         kept = self._read_json(MANIFEST)
@@ -119,11 +120,11 @@ class Folder:
         told["links"] = [(asdict(one.link), one.total) for one in study.losses.values()]
         self._write_tensors("study.safetensors", tensors, told)
 
-    def tried(self, plans: Sequence[SketchPlan]) -> dict[str, float] | None:
+    def tried(self, plans: Sequence[SketchPlan]) -> dict[str, list[float]] | None:
         """How the allocations of these plans did, None if it is not kept."""
         return self._read_json(f"tried-{_key(*plans)}.json")
 
-    def keep_tried(self, plans: Sequence[SketchPlan], tried: Mapping[str, float]) -> None:
+    def keep_tried(self, plans: Sequence[SketchPlan], tried: Mapping[str, Sequence[float]]) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
         self._write(f"tried-{_key(*plans)}.json", lambda file: file.write_text(json.dumps(dict(tried))))
 
@@ -134,10 +135,10 @@ class Folder:
         if kept is None:
             return None
         tensors, told = kept
-        layer_type = LAYER_TYPES[told["type"]]
+        layer_type = layer_types()[told["type"]]
         layer = layer_type(**told["spec"], device="meta", dtype=weight.dtype).to_empty(device=weight.device)
-        for key, parameter in layer.named_parameters():
-            copy_into(parameter, tensors[key])
+        for key, held in layer.state_dict(keep_vars=True).items():
+            copy_into(held, tensors[key])
         take_over(layer, dense, weight.requires_grad)
         fitted = told["fitted"]
         return layer, Fitted(**fitted | {"ranks": tuple(fitted["ranks"])})
@@ -145,7 +146,7 @@ class Folder:
     def keep_layer(self, plan: SketchPlan, name: str, layer: SketchedLayer, fitted: Fitted) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
         told = {"type": type(layer).__name__, "spec": layer.sketch_spec(), "fitted": asdict(fitted)}
-        tensors = {key: parameter.detach() for key, parameter in layer.named_parameters()}
+        tensors = {key: held.detach() for key, held in layer.state_dict().items()}
         self._write_tensors(_layer_file(plan, name), tensors, told)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
@@ -180,12 +181,7 @@ class Folder:
         place = self.path / name
         try:
             place.parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path, prefix=".writing-") as scratch:
-                file = Path(scratch, "file")
-                write(file)
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
-                os.replace(file, place)
+            replace_file(place, write)
         except (OSError, SafetensorError) as error:
             raise ResumeError(f"cannot write {place}: {error}") from error
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
-from panther_compile.calibration.watched import Watched
+from panther_compile.errors import first_line
+from panther_compile.models.batches import Call, kept_positions, run_dense
+from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.rows import kept_rows
+from panther_compile.models.watched import Watched
+from panther_compile.reporting.progress import ProgressBar
 
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
 _BATCHES = 1 / 3  # of the data
@@ -47,8 +49,9 @@ def output_gradients(
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
-    used = calls[:: max(1, round(1 / _BATCHES))]
-    for place, call in enumerate(tqdm(used, desc="sensitivity", disable=not progress, leave=False)):
+    every = max(1, round(1 / _BATCHES))
+    used = calls[::every]
+    for place, call in enumerate(ProgressBar(used, desc="sensitivity", disable=not progress, leave=False)):
         outputs: dict[str, Tensor] = {}
 
         def hand_on(name: str, out: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
@@ -62,7 +65,7 @@ def output_gradients(
             one.on_output = hand_on
         kept = kept_positions(model, call)
         with torch.enable_grad():
-            result = call.run(model)
+            result = run_dense(model, call, place * every)
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
                 names = list(outputs)
@@ -79,9 +82,9 @@ def output_gradients(
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # an operator that has none, or a change in place
-                    brief = str(error).strip().splitlines()[0]
                     warnings.warn(
-                        f"no gradient of the model's result ({brief}): errors of all outputs count alike",
+                        f"no gradient of the model's result ({first_line(error)}): errors of all outputs "
+                        "count alike",
                         stacklevel=2,
                     )
                     sums.clear()
@@ -114,7 +117,7 @@ def _projected(
         finite = rows.isfinite()
         if not bool(finite.any()):  # as the loss of no label
             continue
-        noise = torch.randn(rows.shape, generator=generator).to(rows.device)
+        noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32).to(rows.device)
         if name == LOGITS if logits is None else logits:
             chances = rows.detach().softmax(-1)
             noise = noise * chances.sqrt()

@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from panther_compile.calibration.fit_matrix import FittedMatrix, fit_matrix_to, shifted_bias
-from panther_compile.calibration.moments import Moments
-from panther_compile.calibration.targets import Target
-from panther_compile.calibration.whiten import Root, output_error
+from panther_compile.factorization.fit_matrix import FittedMatrix, fit_matrix_to, shifted_bias
+from panther_compile.factorization.moments import Moments
+from panther_compile.factorization.pivot import from_pivoted, to_pivoted
+from panther_compile.factorization.whiten import Root, output_error
+from panther_compile.kinds.targets import Target
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.pivot import from_pivoted, to_pivoted
 
 MOST_WITH_PAIRS = 4  # layers of a group, of which pairs are tried too
 
@@ -56,7 +56,7 @@ class InputGroups:
         groups: dict[object, list[str]] = defaultdict(list)
         for name, first in self._first.items():
             target = targets[name]
-            if target.is_matrix and not isinstance(target.layer, nn.Conv2d) and name not in self._repeated:
+            if target.view.is_matrix and target.view.is_linear and name not in self._repeated:
                 weight, bias = target.weight_and_bias()
                 form = weight.shape[1], weight.dtype, weight.device, weight.requires_grad, bias is None
                 groups[tuple(first.items()), form].append(name)

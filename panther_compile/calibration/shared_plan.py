@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from panther_compile import cost
-from panther_compile.calibration.targets import Target
-from panther_compile.candidates import LinearCandidate
 from panther_compile.config import SketchConfig
-from panther_compile.plan import TimedSites, judged, picks
+from panther_compile.factorization import cost
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.kinds.targets import Target
+from panther_compile.planning.plan import TimedSites, judged, picks
+from panther_compile.planning.sites import Found
 from panther_compile.records import SketchPlan
-from panther_compile.sites import Found
 
 
 def share_input(
@@ -42,10 +42,10 @@ def share_input(
     stack = LinearCandidate(sum(outputs), inputs, "pivoted", singular_values=values.cpu())
     rank = stack.largest_rank(sum(line.stored_numbers for line in own) - sum(biases))
     rank = min(rank, *outputs, inputs - 1)
-    rank -= rank % (config.round_rank_to or 1)
+    device = cost.device_class(targets[0].weight_and_bias()[0].device)
+    rank -= rank % (config.round_rank_to or cost.finest_step(stack, device))
     if rank < 1:
         return None
-    device = cost.device_class(targets[0].weight_and_bias()[0].device)
     speed = min(cost.speedup(stack, rank, line.shape, device=device) for line in own)
     if speed < cost.WORTHWHILE and not config.allow_slower:
         return None

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.batches import Call
-from panther_compile.calibration.watched import Side, Watched
-from panther_compile.layers.attention import SketchedMultiheadAttention
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batches import Call
+from panther_compile.models.watched import Side, Watched
 
 _CANDIDATES = 16  # of the tensors seen before a layer, that it may be added to
 _LOOKS = 6  # at tensors seen after it, that may be the sum
@@ -136,11 +136,11 @@ class _Pending:
 
 
 def _passages(model: nn.Module) -> set[Passage]:
-    """Of all modules but the parts of stand-ins and of attentions, which not every copy of a model has."""
+    """All modules but the parts of watched and sketched ones, which not every copy of a model has."""
     hidden = {
         part
         for module in model.modules()
-        if isinstance(module, Watched | SketchedMultiheadAttention)
+        if isinstance(module, Watched | SketchedLayer)
         for part in module.modules()
         if part is not module
     }

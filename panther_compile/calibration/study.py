@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.moments import Moments, MomentSums
 from panther_compile.calibration.narrow import (
     Between,
     choose_features,
@@ -20,12 +17,14 @@ from panther_compile.calibration.narrow import (
 )
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack, stack_name
-from panther_compile.calibration.targets import Target
-from panther_compile.calibration.watched import Side
-from panther_compile.calibration.whiten import best_low_rank, root_of, term_sizes
-from panther_compile.errors import DataError
-from panther_compile.linked import Link, LinkLosses
+from panther_compile.factorization.moments import Moments, MomentSums
+from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
+from panther_compile.kinds.targets import Target
+from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
+from panther_compile.models.watched import Side
+from panther_compile.planning.coupled import Link, LinkLosses
 from panther_compile.records import Choice
+from panther_compile.reporting.progress import ProgressBar
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
 LARGEST_GRADIENT = 8192  # output features, above which errors count alike
@@ -104,7 +103,7 @@ def study_layers(
     gradients = output_gradients(
         side.model,
         small,
-        {name: targets[name].channel_dim for name in small},
+        {name: targets[name].view.channel_dim for name in small},
         calls,
         seed=seed,
         logits=logits,
@@ -119,10 +118,11 @@ def study_layers(
         known: dict[str, MomentSums] = {}
         for name, sums in _moments(side, group, calls, study, inputs, progress):
             known[name] = sums
-            weight, bias = targets[name].weight_and_bias()
+            weight, _ = targets[name].weight_and_bias()
             dense = weight.detach().double()
-            moments = sums.moments(centred=bias is not None)
+            moments = sums.moments(centred=targets[name].view.has_mean)
             gradient = study.weights[name].double() if name in study.weights else None
+            gradient = targets[name].view.metric(gradient)
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
             study.values[name] = term_sizes(left, right, moments.square, gradient)
             _keep_factors(study, name, left, right, moments.mean_x)
@@ -135,11 +135,37 @@ def study_layers(
     return study
 
 
+def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call], first: int) -> None:
+    """Run the dense model over batches that are not learnt from.
+
+    Args:
+        side: a copy of it that watches the targets.
+        targets: by name.
+        calls: the data.
+        first: the place of the first one that is checked.
+
+    Raises:
+        DataError: the model raises on one, or NaN or Inf reaches a layer.
+    """
+    for place in range(first, len(calls)):
+        kept = kept_positions(side.model, calls[place])
+
+        def see(name: str, x: Tensor, kept: Tensor | None = kept, place: int = place) -> None:
+            check_rows(targets[name].rows(x, kept), name, place)
+
+        for name in targets:
+            side.watched[name].on_input = see
+        with torch.no_grad():
+            run_dense(side.model, calls[place], place)
+    for name in targets:
+        side.watched[name].on_input = None
+
+
 def _study_stacks(
     study: Study, targets: Mapping[str, Target], sets: Sequence[Sequence[str]], sums: MomentSums
 ) -> None:
     """Add what the stacks of layers of one input are like."""
-    moments = sums.moments(centred=targets[sets[0][0]].weight_and_bias()[1] is not None)
+    moments = sums.moments(centred=targets[sets[0][0]].view.has_mean)
     root = root_of(moments.square)
     told: list[Sequence[str]] = []
     for names in sets:
@@ -214,7 +240,7 @@ def groups_within(most: int, sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _bytes_of_moments(target: Target) -> int:
-    return 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.is_matrix else 0
+    return 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.view.is_matrix else 0
 
 
 def _moments(
@@ -228,7 +254,7 @@ def _moments(
     """Second moments of the inputs of matrices; layers that are given the same tensor share them."""
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
-    for place, call in enumerate(tqdm(calls, desc="moments", disable=not progress, leave=False)):
+    for place, call in enumerate(ProgressBar(calls, desc="moments", disable=not progress, leave=False)):
         kept = kept_positions(side.model, call)
         seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
 
@@ -240,14 +266,15 @@ def _moments(
             place: int = place,
         ) -> None:
             rows = targets[name].rows(x, kept)
-            if not bool(torch.isfinite(rows).all()):
-                raise DataError(f"batch {place} of the data: NaN or Inf reaches {name or 'the model'}")
+            if not len(rows):  # of an expert that no token is routed to
+                return
+            check_rows(rows, name, place)
             study.reached[name] = study.reached.get(name, 0) + len(rows)
             inputs.see(place, name, x)
-            if not targets[name].is_matrix:
+            if not targets[name].view.is_matrix:
                 return
             first, _ = seen.setdefault(id(x), (name, x))
-            if name not in sums and first != name and targets[name].channel_dim == -1:
+            if name not in sums and first != name and targets[name].view.is_linear:
                 same_as.setdefault(name, first)
             if same_as.get(name) != first:
                 if name not in sums:
@@ -255,15 +282,16 @@ def _moments(
                 sums[name].add(rows, rows)
 
         def size(name: str, out: Tensor) -> Tensor:
-            if not targets[name].is_matrix:
-                rows = max(1, out.numel() // out.shape[-3])
+            view = targets[name].view
+            if not view.is_matrix:
+                rows = max(1, out.numel() // out.shape[view.channel_dim])
                 study.power[name] = float(out.double().square().sum()) / rows
             return out
 
         for name in targets:
             side.watched[name].on_input, side.watched[name].on_output = see, size
         with torch.no_grad():
-            call.run(side.model)
+            run_dense(side.model, call, place)
     for name in targets:
         side.watched[name].on_input = side.watched[name].on_output = None
         if same_as.get(name, name) in sums:

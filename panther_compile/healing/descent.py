@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.pivot import from_pivoted
 
 BETAS = (0.9, 0.99)
 CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
@@ -73,14 +73,20 @@ def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
 def _pivoted_factors(layers: Sequence[SketchedLayer]) -> Iterator[Factor]:
     """Of layers with one input factor, which changes the weights of all."""
     down: nn.Parameter = layers[0].down.weight  # type: ignore[assignment, union-attr]
+    first = layers[0].rank_first
     ups: dict[int, nn.Parameter] = {id(layer.up.weight): layer.up.weight for layer in layers}  # type: ignore[misc, union-attr]
-    stack = torch.cat([up.flatten(1).double() for up in ups.values()])
+    matrices = {key: up.flatten(1).double() for key, up in ups.items()}
+    if first:
+        matrices = {key: matrix.T for key, matrix in matrices.items()}
+    stack = torch.cat(list(matrices.values()))
     _, right = from_pivoted(stack, down.flatten(1).double(), 0)
     size = float(torch.linalg.norm(stack @ right))
     yield Factor(down, size / down.numel() ** 0.5, left=_inverse_root(stack.T @ stack))
-    for up in ups.values():
-        size = float(torch.linalg.norm(up.flatten(1).double() @ right))
-        yield Factor(up, size / up.numel() ** 0.5, right=_inverse_root(right @ right.T))
+    root = _inverse_root(right @ right.T)
+    for key, up in ups.items():
+        size = float(torch.linalg.norm(matrices[key] @ right))
+        sides = (root, None) if first else (None, root)
+        yield Factor(up, size / up.numel() ** 0.5, *sides)
 
 
 def _inverse_root(metric: Tensor) -> Tensor:

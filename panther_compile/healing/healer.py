@@ -10,9 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from tqdm import tqdm
 
-from panther_compile.calibration.batches import Data, record_calls
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -26,9 +24,12 @@ from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
 from panther_compile.layers.base import outermost
+from panther_compile.models.batches import Data, record_calls
+from panther_compile.models.output_kind import recognize_output
+from panther_compile.models.substitute import copy_with
+from panther_compile.models.surroundings import eval_mode, undisturbed
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
-from panther_compile.substitute import copy_with
-from panther_compile.surroundings import undisturbed
+from panther_compile.reporting.progress import ProgressBar
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,7 +71,7 @@ def heal(
         method: "kl" matches the results of the models (logits by their Kullback-Leibler divergence, others by
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
         lr: change of a factor in one step, relative to its size (`healing.descent`).
-        output: what the results are: "logits", "features", or "auto", for which those called "logits" are.
+        output: what the results are: "logits", "features", or "auto", to see for oneself.
         held_out: share of the batches to judge by.
         inplace: change the model given, in place of a copy.
         seed: of the order of the batches.
@@ -99,6 +100,7 @@ def heal(
         result: nn.Module = small if inplace else copy_with(small, {})
     hides = not sys.stderr.isatty() if progress is None else not progress
     with _calm((result, teacher)):
+        taken = recognize_output(teacher, calls[:1]).output if output == "auto" else output
         landmarks = find_landmarks(result, teacher, calls[places[0]])
         if method == "block" and not landmarks:
             raise HealingError(
@@ -110,7 +112,7 @@ def heal(
             teacher,
             calls,
             landmarks,
-            logits=OUTPUTS[output],
+            logits=OUTPUTS[taken],
             half=_half_pays(result),
             cache_bytes=cache_bytes,
         )
@@ -147,7 +149,7 @@ class _Healer:
         places = self._places()
         every = max(1, self.steps // _EVALUATIONS)
         stopped, step = f"all {self.steps} steps taken", 0
-        bar = tqdm(total=self.steps, desc="heal", disable=hides_progress, leave=False)
+        bar = ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False)
         try:
             while step < self.steps:
                 losses = self.match.losses(next(places))
@@ -234,7 +236,10 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
             name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, _NOTE)))))
             for name, one in record.fitted.items()
         }
-        keep_record(model, replace(record, fitted=fitted))
+        closeness = record.closeness  # of before
+        if closeness is not None and closeness.grade:
+            closeness = replace(closeness, inputs=f"{closeness.inputs}; before it was healed")
+        keep_record(model, replace(record, fitted=fitted, closeness=closeness))
 
 
 @torch.no_grad()
@@ -309,19 +314,15 @@ def _half_pays(model: nn.Module) -> bool:
 @contextmanager
 def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
     """Eval mode, gradients for the factors of the first model alone; everything is put back afterwards."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
     flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
     with undisturbed(grad=True), ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # it leaves out modules, and packs what is padded
-        for module, mode in modes:
-            stack.callback(setattr, module, "training", mode)
+        stack.enter_context(eval_mode(*models))
         for parameter, flag in flags:
             stack.callback(parameter.requires_grad_, flag)
         trained = {id(p) for layer in outermost(models[0]) for p in layer.parameters()}
-        for module, _ in modes:
-            module.training = False  # not eval(), which modules of torch.export refuse
         for parameter, _ in flags:
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in trained)

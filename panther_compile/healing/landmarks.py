@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.batches import Call
-from panther_compile.calibration.outputs import named_tensors
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batches import Call
+from panther_compile.models.outputs import named_tensors
 
 MOST = 12
 """Landmarks of a model with more blocks than this are thinned out, the last one kept."""

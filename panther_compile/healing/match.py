@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.calibration.batches import Call, kept_positions
-from panther_compile.calibration.outputs import LOGITS, kept_rows, named_tensors
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, watched
+from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.rows import kept_rows
 
 OUTPUT = "output"
 _SMALLEST = 1e-12  # variance of what does not vary at all

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from panther_compile.errors import NoTargetError
-from panther_compile.tables import render_table
+from panther_compile.reporting.tables import render_table
 
 HEALING_ATTRIBUTE = "_panther_healing"
 

@@ -1,32 +1,43 @@
-"""The layers that stand in for dense ones."""
+"""The layers that stand in for dense ones.
+
+attention        SketchedMultiheadAttention: nn.MultiheadAttention with four sketched projections
+attention_masks  What `nn.MultiheadAttention` accepts, checked as torch checks it, and its masks in one form
+base             What every sketched layer can do, whatever it replaces
+capture          Whether a graph is being captured, and by whom
+conv1d           SketchedConv1d
+conv2d           SketchedConv2d: nn.Conv2d as a chain of smaller ones
+conv_transpose   SketchedConvTranspose1d and 2d: a 1 x 1 convolution and a thinner transposed one
+embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)
+favor            FavorAttention
+lazy_weight      A weight that is multiplied out only when its values are read
+linear           SketchedLinear
+linear_stand_in  What stands in for a dense linear layer
+narrow           NarrowLinear
+nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
+recurrent        SketchedLSTM and SketchedGRU
+"""
 
 from panther_compile.layers.attention import SketchedMultiheadAttention
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.conv1d import SketchedConv1d
 from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
-
-LAYER_TYPES: dict[str, type[SketchedLayer]] = {
-    layer.__name__: layer
-    for layer in (
-        SketchedLinear,
-        SketchedConv1D,
-        SketchedEmbedding,
-        SketchedConv2d,
-        SketchedMultiheadAttention,
-        NarrowLinear,
-        NarrowConv1D,
-    )
-}
+from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
 
 __all__ = [
-    "LAYER_TYPES",
     "NarrowConv1D",
     "NarrowLinear",
     "SketchedConv1D",
+    "SketchedConv1d",
     "SketchedConv2d",
+    "SketchedConvTranspose1d",
+    "SketchedConvTranspose2d",
     "SketchedEmbedding",
+    "SketchedGRU",
+    "SketchedLSTM",
     "SketchedLayer",
     "SketchedLinear",
     "SketchedMultiheadAttention",

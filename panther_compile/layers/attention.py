@@ -43,15 +43,11 @@ class SketchedMultiheadAttention(SketchedLayer):
     errors, the random numbers of dropout and the attributes are those of `nn.MultiheadAttention`;
     the dense weights are multiplied out when they are read.
 
-    Two things differ, both from the inference fast path of torch, which runs on the dense weights
-    and is not taken:
-
-    - A query that may attend to nothing gets 0 before the output projection, NaN if weights are
-      needed. So it is in torch outside the fast path; within it, it is NaN always.
-    - `nn.TransformerEncoder` in eval mode, without gradients, given a `src_key_padding_mask` and
-      no mask, writes 0 (before its final norm) at padded positions. Here they hold what they
-      hold in training, which nothing valid depends on. Valid positions agree. Nested tensors, by
-      which torch does that, raise LayerError; `sketchify` turns them off (nested_tensors.py).
+    The inference fast path of torch, which runs on the dense weights, is not taken. A query that may
+    attend to nothing gets 0 before the output projection, NaN if weights are needed; so it is in torch
+    outside the fast path; within it, it is NaN always. Nested tensors, which `nn.TransformerEncoder` makes
+    of padded inputs, raise LayerError; `sketchify` turns them off, and the encoder gives what it gave with
+    them (nested_tensors.py).
 
     `attention="favor"` estimates the attention in time linear in the length: see `FavorAttention`
     for what that is good for. Attention masks must then be causal.

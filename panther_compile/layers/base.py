@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, ConfigTypeError, RankError
+from panther_compile.errors import (
+    CheckpointMismatchError,
+    ConfigError,
+    ConfigTypeError,
+    FactoredWeightError,
+    LayerError,
+    RankError,
+)
 
 Spec = dict[str, Any]
 
@@ -21,14 +28,32 @@ class SketchedLayer(nn.Module):
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: of the factors.
+        rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
     """
 
     scheme: str
     ranks: tuple[int, ...]
+    rank_first: ClassVar[bool] = False
 
     # Which parameters may be another layer's too, as an input factor that several share: all of them. Hugging
     # Face's `save_pretrained` asks every module, writes these once, and refuses what is shared otherwise.
     _tied_weights_keys: ClassVar[dict[str, str]] = {".*": ".*"}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a new weight or bias: there is no such tensor, but factors of it."""
+        if isinstance(value, Tensor) and isinstance(getattr(type(self), name, None), property):
+            raise FactoredWeightError(
+                f"{type(self).__name__}.{name} cannot be set: it is made of the layer's parts when it "
+                "is read. Set their parameters, or make the layer dense first: panther_compile.densify(model)"
+            )
+        super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Say why `torch.jit.script` cannot take the layer, which it would in a riddle."""
+        raise LayerError(
+            f"torch.jit.script cannot read {type(self).__name__}: use torch.jit.trace, torch.export or "
+            "torch.compile, or script what densify gives"
+        )
 
     @abstractmethod
     def sketch_spec(self) -> Spec:
@@ -48,6 +73,22 @@ class SketchedLayer(nn.Module):
     def dense_macs(self) -> int:
         """Multiply-adds of the dense layer per row, or per output position of a convolution."""
 
+    def weight_error(self, weight: Tensor, generator: torch.Generator) -> float | None:
+        """Relative Frobenius error of the weight as stored.
+
+        Args:
+            weight: the dense one, in the shape of this layer's `weight` or flattened to a matrix.
+            generator: of random probes, where the error is estimated.
+
+        Returns:
+            None where other weights than the dense layer's do the same.
+        """
+        stored: Tensor = self.weight  # type: ignore[assignment]
+        wanted = weight.detach().double()
+        size = torch.linalg.vector_norm(wanted)
+        distance = torch.linalg.vector_norm(wanted - stored.detach().double().reshape(wanted.shape))
+        return float(distance / size) if size > 0 else 0.0
+
     @property
     def macs(self) -> int:
         """Multiply-adds of this layer: one for each number of its factors, biases aside."""
@@ -58,6 +99,24 @@ class SketchedLayer(nn.Module):
         """Numbers this layer stores: parameters and buffers."""
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
         return sum(tensor.numel() for tensor in tensors)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Refuse the weight of the dense layer; pass over the empty one that `save_pretrained` leaves."""
+        for name in _DENSE_WEIGHTS:
+            dense = state_dict.get(prefix + name)
+            if dense is None:
+                continue
+            if dense.numel() > 0:
+                raise CheckpointMismatchError(
+                    f"{prefix}{name} {tuple(dense.shape)} is the weight of a dense layer, and here is a "
+                    f"{type(self).__name__}: load it into the "
+                    "dense model and call sketchify, or load project_state_dict(model, state_dict)"
+                )
+            del state_dict[prefix + name]
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+_DENSE_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight")
 
 
 def outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[SketchedLayer]:
@@ -92,6 +151,11 @@ def is_plain(factor: nn.Module, kind: type[nn.Module]) -> bool:
         and not (factor._forward_hooks or factor._forward_pre_hooks)
         and not (factor._backward_hooks or factor._backward_pre_hooks)
     )
+
+
+def keeps_numbers_elsewhere(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are in other tensors, as quantizers' and FSDP2's are."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def check_rank(rank: int, largest: int, what: str) -> None:

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.candidates import Candidate
 from panther_compile.errors import LayerError, RankError
-from panther_compile.factorize import factorize
-from panther_compile.factorize_conv2d import (
+from panther_compile.factorization.candidates import Candidate
+from panther_compile.factorization.conv2d import (
     SCHEMES,
     ChannelCandidate,
     check_scheme,
@@ -31,6 +30,8 @@ from panther_compile.factorize_conv2d import (
     multiply_out,
     tucker2_ranks,
 )
+from panther_compile.factorization.factorize import factorize
+from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.kernels import reference
 from panther_compile.layers.base import (
     SketchedLayer,
@@ -44,7 +45,6 @@ from panther_compile.layers.base import (
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
-from panther_compile.pivot import from_pivoted, to_pivoted
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
@@ -236,7 +236,7 @@ class SketchedConv2d(SketchedLayer):
             scheme: see the constructor. "auto" takes, given a ratio, the scheme of least error, and of
                 those that agree to three digits the one of fewest multiply-adds; given a rank,
                 "pivoted" where that fits, else "channel".
-            method: see `panther_compile.factorize.factorize`.
+            method: see `panther_compile.factorization.factorize.factorize`.
             sketch: random test matrix of the randomized method.
             seed: of that matrix.
 
@@ -293,16 +293,16 @@ class SketchedConv2d(SketchedLayer):
         kernels = (pivoted.coefficients[..., None, None], pivoted.columns[..., None, None])
         return cls.from_kernels("pivoted", kernels, like, start=pivoted.start)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Map input (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
-            return self.up(self._pivoted_latent(x))
+            return self.up(self._pivoted_latent(input))
         last = self.down
         if self.scheme == "tucker2":
-            x, last = self.down(x), self.core
+            input, last = self.down(input), self.core
         # A proxy of torch.fx would answer with another proxy.
-        y = self._by_kernel(x, last) if x.is_cuda is True else None
-        return self.up(last(x)) if y is None else y
+        y = self._by_kernel(input, last) if input.is_cuda is True else None
+        return self.up(last(input)) if y is None else y
 
     def _by_kernel(self, x: Tensor, stage: nn.Conv2d) -> Tensor | None:
         """What `up` makes of a stage, by the operator where a kernel serves x; never in a captured graph."""
@@ -317,7 +317,7 @@ class SketchedConv2d(SketchedLayer):
             "padding": stage.padding,
             "dilation": stage.dilation,
         }
-        if not has_conv2d_kernel(x, stage.weight, self.up.weight, **geometry):
+        if not has_conv2d_kernel(x, stage.weight):
             return None
         return sketched_conv2d(x, stage.weight, self.up.weight, self.up.bias, **geometry)
 
@@ -336,6 +336,10 @@ class SketchedConv2d(SketchedLayer):
 
     def _stages(self) -> tuple[nn.Conv2d, ...]:
         return tuple(getattr(self, name) for name in _AXES[self.scheme])
+
+    def kernel_axes(self, stage: str) -> tuple[int, ...]:
+        """The axes, 0 height and 1 width, along which a stage has the dense kernel, stride and padding."""
+        return _AXES[self.scheme][stage]
 
     def _product(self) -> Tensor:
         if self.scheme == "pivoted":

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from panther_compile.factorization.factorize import probe_error
 from panther_compile.layers.base import SketchedLayer, Spec, check_rank, copy_into, take_over
 from panther_compile.layers.lazy_weight import lazy_weight
 
@@ -78,14 +79,19 @@ class SketchedEmbedding(SketchedLayer):
         take_over(layer, like, like.weight.requires_grad)
         return layer
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look up indices (...), any integer dtype, and return (..., D)."""
-        codes = self.codes(indices)
+        codes = self.codes(input)
         return (codes @ self.basis.weight).to(codes.dtype)  # autocast would give a half type
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors left (V, r) and right (r, D) of the table."""
         return self.codes.weight, self.basis.weight
+
+    def weight_error(self, weight: Tensor, generator: torch.Generator) -> float | None:
+        """See `SketchedLayer.weight_error`; estimated by Gaussian probes of the weight (V, D)."""
+        left, right = (factor.detach() for factor in self.factors())
+        return probe_error(weight.detach(), left, right, generator=generator)
 
     def to_dense(self) -> nn.Embedding:
         """An `nn.Embedding` with the factors multiplied out."""

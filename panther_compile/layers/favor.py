@@ -67,10 +67,13 @@ class FavorAttention(nn.Module):
         super().__init__()
         if features < 1:
             raise ConfigError(f"{features=}, wanted 1 or more")
-        # Drawn on the CPU in float32, so that a seed means the same everywhere.
-        generator = torch.Generator().manual_seed(seed)
-        directions = reference.favor_directions(features, head_dim, generator)
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        if device is not None and torch.device(device).type == "meta":  # it is to be filled from elsewhere
+            directions = torch.empty(features, head_dim, device=device, dtype=dtype)
+        else:
+            # Drawn on the CPU in float32, so that a seed means the same everywhere.
+            generator = torch.Generator().manual_seed(seed)
+            directions = reference.favor_directions(features, head_dim, generator)
         self.register_buffer("directions", directions.to(device=device, dtype=dtype))
 
     def forward(

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.candidates import LinearCandidate
 from panther_compile.errors import ConfigError, RankError, WeightError
-from panther_compile.factorize import factorize
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.factorization.factorize import factorize, probe_error
+from panther_compile.factorization.pivot import from_pivoted, split_at, to_pivoted
 from panther_compile.kernels import reference
 from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.base import (
@@ -27,7 +28,6 @@ from panther_compile.layers.capture import is_captured, is_compiling
 from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import has_kernel
-from panther_compile.pivot import from_pivoted, split_at, to_pivoted
 
 FORMS = ("auto", "pivoted", "pair")
 
@@ -177,7 +177,7 @@ class SketchedLinear(LinearStandIn):
             rank: in 1..min(I, O).
             ratio: in (0, 1]; exactly one of rank and ratio is given.
             form: see `from_factors`.
-            method: see `panther_compile.factorize.factorize`.
+            method: see `panther_compile.factorization.factorize.factorize`.
             sketch: random test matrix of the randomized method.
             seed: of that matrix.
 
@@ -190,7 +190,6 @@ class SketchedLinear(LinearStandIn):
         out_features, in_features = weight.shape
         what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
         check_rank_or_ratio(rank, ratio, what)
-        form = "pair" if method == "panther" else form
         if rank is None:
             assert ratio is not None
             rank = cls._rank_for(weight, form, int(ratio * weight.numel()))
@@ -219,14 +218,14 @@ class SketchedLinear(LinearStandIn):
         out_features, in_features = weight.shape
         return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., I) to (..., O)."""
-        if x.is_cuda is True:  # a proxy of torch.fx would answer with another proxy
-            y = self._by_kernel(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Map input (..., I) to (..., O)."""
+        if input.is_cuda is True:  # a proxy of torch.fx would answer with another proxy
+            y = self._by_kernel(input)
             if y is not None:
                 return y
         if self.form == "pair":
-            return self.up(self.down(x))
+            return self.up(self.down(input))
         # From the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
         down: Any = self._modules["down"]
         up: Any = self._modules["up"]
@@ -234,8 +233,8 @@ class SketchedLinear(LinearStandIn):
             weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
             # Not for torch.export, whose graphs go on to other compilers.
             product = reference.pivoted_linear_by_rows if is_compiling() else reference.pivoted_linear
-            return product(x, weight, up_weight, bias, start=self.start)
-        pivots, others = split_at(x, self.rank, self.start)
+            return product(input, weight, up_weight, bias, start=self.start)
+        pivots, others = split_at(input, self.rank, self.start)
         return self.up(pivots + self.down(others))
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
@@ -253,6 +252,11 @@ class SketchedLinear(LinearStandIn):
         if self.form == "pair":
             return self.up.weight, self.down.weight
         return from_pivoted(self.up.weight, self.down.weight, self.start)
+
+    def weight_error(self, weight: Tensor, generator: torch.Generator) -> float | None:
+        """See `SketchedLayer.weight_error`; estimated by Gaussian probes of the weight (O, I)."""
+        left, right = (factor.detach() for factor in self.factors())
+        return probe_error(weight.detach(), left, right, generator=generator)
 
     def to_dense(self) -> nn.Module:
         """An `nn.Linear` with the factors multiplied out."""
@@ -293,3 +297,7 @@ class SketchedLinear(LinearStandIn):
 
 class SketchedConv1D(Conv1DStandIn, SketchedLinear):
     """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., I) to (..., O); the argument is called as Conv1D's is."""
+        return SketchedLinear.forward(self, x)

@@ -9,6 +9,9 @@ Two layers are narrowed together: the first writes fewer features, the second re
 
 What is between two layers of a feed-forward part never sees the features that are left out. Attention needs
 its heads at their full width: the features left out are written as zeros, and not read.
+
+A model may take another path than data showed, and hand the second layer the features of a layer that writes
+them all. It then picks those that it reads: `places` says which they were in the dense layer.
 """
 
 # O out_features, I in_features, H heads, D features of a head, K kept features of a head
@@ -36,11 +39,16 @@ class NarrowLinear(LinearStandIn):
         side: "out" keeps outputs, "in" inputs.
         heads: H, that the features on that side are divided into; D = O / H, or I / H.
         padded: whether x and y keep the dense layer's widths: outputs left out are zeros, inputs left out
-            are not read. Otherwise they are H K wide on that side.
+            are not read. Otherwise they are H K wide on that side; x may be I wide all the same, and those
+            at `places` are read.
         bias: whether there is a bias.
         factors: spec of the `SketchedLinear` that maps between the narrow widths; None for an `nn.Linear`.
         device: where the weight is made.
         dtype: of the weight, any floating dtype.
+
+    Attributes:
+        places: which of the dense layer's features are kept, int32 `(H K,)`, in the order in which they are
+            written or read; None where padded, the first K of each head being kept.
 
     Raises:
         ConfigError: the side is unknown, or heads do not divide the features.
@@ -48,6 +56,7 @@ class NarrowLinear(LinearStandIn):
     """
 
     scheme = "narrow"
+    places: Tensor | None
 
     def __init__(
         self,
@@ -74,6 +83,7 @@ class NarrowLinear(LinearStandIn):
         self.in_features, self.out_features = in_features, out_features
         self.side, self.heads, self.kept, self.padded = side, heads, kept, padded
         shape = (in_features, heads * kept) if side == "out" else (heads * kept, out_features)
+        self.register_buffer("places", None if padded else self.first_places(device))
         self.narrow: nn.Linear | SketchedLinear
         if factors is None:
             self.ranks = (heads * kept,)
@@ -86,7 +96,14 @@ class NarrowLinear(LinearStandIn):
 
     @classmethod
     def around(
-        cls, inner: nn.Linear | SketchedLinear, like: nn.Module, *, side: str, heads: int, padded: bool
+        cls,
+        inner: nn.Linear | SketchedLinear,
+        like: nn.Module,
+        *,
+        side: str,
+        heads: int,
+        padded: bool,
+        places: Tensor | None = None,
     ) -> "NarrowLinear":
         """The stand-in of a dense layer.
 
@@ -96,6 +113,7 @@ class NarrowLinear(LinearStandIn):
             side: see the class; so for the other two.
             heads: H.
             padded: whether widths are kept.
+            places: see the class; the first K of each head unless given.
         """
         dense: Any = like.weight
         linear = isinstance(like, nn.Linear)
@@ -113,28 +131,59 @@ class NarrowLinear(LinearStandIn):
             device="meta",
         )
         layer.narrow = inner
+        if not padded:
+            places = layer.first_places() if places is None else places
+            layer.places = places.to(device=dense.device, dtype=torch.int32)
         take_over(layer, like, dense.requires_grad)
         if inner.bias is not None:
             old: Any = like.bias
             inner.bias.requires_grad_(old.requires_grad)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., I) to (..., O), narrow on one side unless padded."""
-        if not self.padded:
-            return self.narrow(x)
-        if self.side == "in":
-            return self.narrow(x.unflatten(-1, (self.heads, -1))[..., : self.kept].flatten(-2))
-        return self._padded(self.narrow(x), -1)
-
-    def _padded(self, values: Tensor, dim: int) -> Tensor:
-        """Zeros for what was left out of a dimension H K."""
+    def first_places(self, device: torch.device | str | None = None) -> Tensor:
+        """The places of the first K features of each head, int32 `(H K,)`."""
         width = (self.out_features if self.side == "out" else self.in_features) // self.heads
+        heads = torch.arange(self.heads, dtype=torch.int32, device=device) * width
+        return (heads[:, None] + torch.arange(self.kept, dtype=torch.int32, device=device)).flatten()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map input (..., I) to (..., O), narrow on one side unless padded."""
+        if self.side == "out":
+            values = self.narrow(input)
+            return self.pad(values, -1) if self.padded else values
+        return self.narrow(self.read(input))
+
+    def read(self, input: Tensor) -> Tensor:
+        """What the side "in" reads of its input, (..., H K)."""
+        if self.padded:
+            return input.unflatten(-1, (self.heads, -1))[..., : self.kept].flatten(-2)
+        width = input.shape[-1]
+        # A proxy of torch.fx has no width; the path that is traced is the one that data showed.
+        if isinstance(width, int | torch.SymInt) and width == self.in_features:
+            input = self._picked(input)
+        return input
+
+    def _picked(self, values: Tensor) -> Tensor:
+        """What is read of features (..., I) of which none is left out."""
+        assert self.places is not None
+        return values.index_select(-1, self.places)
+
+    def pad(self, values: Tensor, dim: int) -> Tensor:
+        """Values with zeros for what was left out of a dimension H K, which becomes H D."""
+        width = self.out_features if self.side == "out" else self.in_features
+        if self.places is not None:
+            shape = list(values.shape)
+            shape[dim] = width
+            return values.new_zeros(shape).index_copy(dim, self.places.long(), values)
         values = values.movedim(dim, -1).unflatten(-1, (self.heads, self.kept))
-        return F.pad(values, (0, width - self.kept)).flatten(-2).movedim(-1, dim)
+        return F.pad(values, (0, width // self.heads - self.kept)).flatten(-2).movedim(-1, dim)
+
+    def weight_error(self, weight: Tensor, generator: torch.Generator) -> float | None:
+        """None: see `SketchedLayer.weight_error`."""
+        return None
 
     def to_dense(self) -> nn.Module:
-        """The ordinary layer, with zeros for what was left out, and last in each head."""
+        """The ordinary layer, with zeros for what was left out: in its place, last in each head if padded."""
         inner: Any = self.narrow.to_dense() if isinstance(self.narrow, SketchedLinear) else self.narrow
         return self._dense_with(self._padded_weight(inner.weight.detach()))
 
@@ -142,13 +191,13 @@ class NarrowLinear(LinearStandIn):
         return self._padded_weight(_weight(self.narrow))
 
     def _padded_weight(self, weight: Tensor) -> Tensor:
-        return self._padded(weight, 0 if self.side == "out" else 1)
+        return self.pad(weight, 0 if self.side == "out" else 1)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias (O,) of `to_dense`, or None."""
         bias = self.narrow.bias
-        return bias if bias is None or self.side == "in" else self._padded(bias, -1)
+        return bias if bias is None or self.side == "in" else self.pad(bias, -1)
 
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
@@ -179,3 +228,7 @@ def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
 
 class NarrowConv1D(Conv1DStandIn, NarrowLinear):
     """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., I) to (..., O); the argument is called as Conv1D's is."""
+        return NarrowLinear.forward(self, x)

@@ -97,7 +97,7 @@ def _favor_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward: Any = plain_attention.favor_attention_backward
-    if _choose_attention(q, v) == "fused":
+    if _choose_attention(q, v, backward=True) == "fused":
         from panther_compile.kernels import random_feature_attention_backward
 
         backward = random_feature_attention_backward.favor_attention_backward
@@ -134,8 +134,8 @@ for _device in ("cpu", "cuda"):
     _favor_attention.register_autocast(_device, torch.float32)
 
 
-def _choose_attention(q: Tensor, v: Tensor) -> str:
+def _choose_attention(q: Tensor, v: Tensor, *, backward: bool = False) -> str:
     if not q.is_cuda:
         return "torch"
     sizes = {"head_dim": q.shape[3], "columns": v.shape[3]}
-    return dispatch.choose_attention(v.dtype, **sizes, forced=kernel_mode())
+    return dispatch.choose_attention(v.dtype, **sizes, forced=kernel_mode(), backward=backward)

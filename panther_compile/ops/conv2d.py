@@ -65,46 +65,15 @@ def sketched_conv2d(
     return _sketched_conv2d(x, down, up, bias, stride, padding, dilation, keep)[0]
 
 
-def has_conv2d_kernel(
-    x: Tensor,
-    down: Tensor,
-    up: Tensor,
-    *,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-) -> bool:
+def has_conv2d_kernel(x: Tensor, down: Tensor) -> bool:
     """Whether calling the operator on these, instead of plain torch, gives them a Triton kernel."""
-    geometry = (stride, padding, dilation)
-    return _choose(x, down, up, geometry, _precision(), dtype=computed_dtype(x)) == "fused"
+    return _choose(x, down, computed_dtype(x)) == "fused"
 
 
-def _precision() -> str:
-    return dispatch.precision_of(torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
-
-
-def _choose(
-    x: Tensor,
-    down: Tensor,
-    up: Tensor,
-    geometry: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    precision: str,
-    *,
-    dtype: torch.dtype,
-) -> str:
+def _choose(x: Tensor, down: Tensor, dtype: torch.dtype) -> str:
     if not x.is_cuda:
         return "torch"
-    height, width = plain.conv2d_size(x.shape, down.shape, *geometry)
-    return dispatch.choose_conv2d(
-        dispatch.device_class(x.device),
-        dtype,
-        precision,
-        positions=x.shape[0] * height * width,
-        rank=down.shape[0],
-        channels=(x.shape[1], up.shape[0]),
-        taps=down.shape[2] * down.shape[3],
-        forced=kernel_mode(),
-    )
+    return dispatch.choose_conv2d(dtype, rank=down.shape[0], forced=kernel_mode())
 
 
 @torch.library.custom_op("panther_compile::sketched_conv2d", mutates_args=())
@@ -118,9 +87,9 @@ def _sketched_conv2d(
     dilation: Sequence[int],
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    precision = _precision()
+    precision = dispatch.precision_of(torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
     forward: Any = plain.sketched_conv2d_forward
-    if _choose(x, down, up, (stride, padding, dilation), precision, dtype=x.dtype) == "fused":
+    if _choose(x, down, x.dtype) == "fused":
         from panther_compile.kernels import sketched_conv2d
 
         forward = sketched_conv2d.sketched_conv2d_forward

@@ -177,16 +177,15 @@ def _implementation(
     *,
     extra: bool,
 ) -> str:
-    pivoted = any(layer.start is not None for layer in layers)
-    first = layers[0]
+    first, outputs = layers[0], sum(layer.up.shape[0] for layer in layers)
     return dispatch.choose_linear(
         dispatch.device_class(device),
         dtype,
         precision,
         rows=rows,
         ranks=tuple(layer.down.shape[0] for layer in layers),
-        features=(sum(first.down.shape[first.start is None :]), sum(layer.up.shape[0] for layer in layers)),
-        extra=extra or pivoted,
+        features=(sum(first.down.shape[first.start is None :]), outputs),
+        extra=2 * outputs if extra else 0,
         forced=kernel_mode(),
     )
 

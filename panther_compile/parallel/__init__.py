@@ -1,13 +1,29 @@
-"""Run a partition on many devices: each rank its stages, replicated or sharded, driven by a schedule.
+"""Run a partition on many devices: each rank its part, replicated or sharded, as one module to train.
 
-agreement      same plan on every rank, a process group that fits     ──► the first collective
-devices        part.mesh ──► device mesh, groups, the stages of this rank
-stage_module   one stage, fit for a pipeline: contiguous gradients, train and eval
-replicas       DDP, fully_shard; sums of gradients over replicas and over stages that share
-pipeline       GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining
-divided_backward  which weights' gradients a zero-bubble schedule has to compute together
-engine         step, evaluate, predict; parameters and state under the user's names
-checkpoints    saved behind the training's back, whole or not at all; read by any mesh
+parallelize        the verb: agree, lay out, shard, wrap, schedule
+options            of `parallelize_model`, checked against the plan
+agreement          same plan on every rank, a process group that fits     ──► the first collective
+devices            part.mesh ──► device mesh, groups, the stages of this rank
+tensor             a stage in this rank's shards, with collectives of shard_functions
+stage_module       one stage, fit for a pipeline: contiguous gradients, train and eval
+units              blocks of a module tree, or parts of a stage's graph
+activation_checkpointing   which activations of a unit are kept
+replicas           DDP, fully_shard; sums of gradients over replicas and over stages that share
+whole_model        no pipeline: the user's own module tree, or its graph in shards
+pipeline           GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining
+crossing           shapes and dtypes between stages, under the autocast of a step
+divided_backward   which weights' gradients a zero-bubble schedule has to compute together
+microbatches       a batch in parts, the last of which may be short
+losses             of each microbatch, its share of the loss over all rows or tokens
+clipping           the norm of the whole model's gradients
+engine             step, evaluate, predict; the user's own call
+model_state        parameters and buffers under the user's names
+checkpoints        of a training, written in the background, whole or not at all; read by any mesh
+training_state     what a checkpoint holds; pieces and optimizer_state of it
+checkpoint_folder  files of checkpoints: manifest, checksums, what is left unfinished
+optimizer_state           The state of an optimizer under the user's parameter names, so that it can be given
+pieces                    What a rank holds of a whole tensor, as boxes
+shard_functions           What stands between operations in the graph of one rank
 """
 
 from panther_compile.parallel.checkpoints import Resumed, TrainingCheckpoints, read_state_dict

@@ -3,14 +3,12 @@
     run/
       step-000000100/    manifest.json .metadata __0_0.distcp __1_0.distcp ...
       step-000000200/
-      .saving-.../       unfinished: never read, removed at the next start
+      .saving-.../       unfinished: never read; one that a killed process left is removed by the next
 
 A training that went back and saves a step again makes step-000000200.1 beside it; nothing is overwritten.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError
+from panther_compile.storage import document_sha256, file_sha256, flush
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "panther_compile.training", 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
-_UNFINISHED = ".saving-"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -34,23 +32,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
     return [path for _, path in found]
-
-
-def scratch_folder(folder: Path, step: int, number: int) -> Path:
-    """Where a checkpoint is written before it is put in place.
-
-    Args:
-        folder: of all checkpoints.
-        step: of this one.
-        number: of checkpoints that this process has begun.
-    """
-    return folder / f"{_UNFINISHED}{step:09d}-{number}"
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a process that was killed has left."""
-    for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
 
 
 def put_in_place(scratch: Path, folder: Path, document: dict[str, Any]) -> Path:
@@ -65,17 +46,16 @@ def put_in_place(scratch: Path, folder: Path, document: dict[str, Any]) -> Path:
         Where it is now.
     """
     document |= {"format": FORMAT, "version": FORMAT_VERSION}
-    document["sha256"] = _document_sha256(document)
+    document["sha256"] = document_sha256(document)
     manifest = scratch / MANIFEST
     manifest.write_text(json.dumps(document, indent=1))
-    _flush(manifest)
-    _flush(scratch)
+    flush(manifest, scratch)
     name = f"step-{document['step']:09d}"
     taken = {path.name for path in list_checkpoints(folder)}
     names = (name, *(f"{name}.{number}" for number in range(1, len(taken) + 1)))
     place = folder / next(one for one in names if one not in taken)
     scratch.rename(place)
-    _flush(folder)
+    flush(folder)
     return place
 
 
@@ -111,7 +91,7 @@ def describe_files(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
         pattern: of their names.
     """
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(folder.glob(pattern))
     }
 
@@ -133,7 +113,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointVersionError(
             f"{path} has the format {document['version']}, newer than {FORMAT_VERSION}: update the library"
         )
-    if document.pop("sha256", None) != _document_sha256(document):
+    if document.pop("sha256", None) != document_sha256(document):
         raise CheckpointCorruptError(f"{path / MANIFEST} was changed after it was written")
     return document
 
@@ -152,26 +132,8 @@ def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]], names: Itera
             size = (path / name).stat().st_size
             if size != files[name]["bytes"]:
                 damage.append(f"{name} has {size} bytes of {files[name]['bytes']}")
-            elif _file_sha256(path / name) != files[name]["sha256"]:
+            elif file_sha256(path / name) != files[name]["sha256"]:
                 damage.append(f"{name} has another checksum than it was written with")
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror}")
     return damage
-
-
-def _document_sha256(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """To the disk: a file's contents, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,11 @@ from panther_compile.parallel.checkpoint_folder import (
     prune,
     put_in_place,
     read_manifest,
-    remove_unfinished,
-    scratch_folder,
 )
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.parallel.pieces import Piece, PieceReader, PieceSavePlanner, find_pieces
 from panther_compile.parallel.training_state import MODEL, find_differences, find_state, restore_state
+from panther_compile.storage import locked, scratch_folder, sweep
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class TrainingCheckpoints:
         kind = next(iter(dist.distributed_c10d._get_default_group()._device_types))
         # A group of its own: the thread that writes must not come between the collectives of the training.
         self._group = dist.new_group(backend="gloo", timeout=find_timeout(kind))
-        self._begun = 0
         self._writing: Future[None] | None = None
         if self._rank == 0:
             _warn_of_shared_store()
@@ -152,10 +150,8 @@ class TrainingCheckpoints:
             "names": dict(engine.names.first),
         }
         described = optimizer_state.describe(optimizer, names)
-        scratch = scratch_folder(self._folder, step, self._begun)
-        self._begun += 1
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = thread.submit(self._write, scratch, copies, document, described)
+        self._writing = thread.submit(self._write, copies, document, described)
         thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -170,13 +166,13 @@ class TrainingCheckpoints:
             writing.result()
 
     def _write(
-        self,
-        scratch: Path,
-        pieces: Mapping[str, list[Piece]],
-        document: dict[str, Any],
-        described: Mapping[str, Any],
+        self, pieces: Mapping[str, list[Piece]], document: dict[str, Any], described: Mapping[str, Any]
     ) -> None:
-        with self._named(f"save of step {document['step']}"):
+        with self._named(f"save of step {document['step']}"), ExitStack() as stack:
+            made: list[Path] = []
+            problems = self._on_first_rank(
+                lambda: made.append(stack.enter_context(scratch_folder(self._folder)) / "checkpoint")
+            )
             told = self._gather((document, described["type"]))
             differing = [rank for rank, one in enumerate(told) if one != told[0]]
             if differing:
@@ -184,6 +180,8 @@ class TrainingCheckpoints:
                     f"ranks {differing} save another step, extra or optimizer than rank 0: "
                     f"step {document['step']} and extra {document['extra']} here, on rank {self._rank}"
                 )
+            self._agree(problems, CheckpointError)
+            scratch = next(iter(self._gather(made)))[0]
             try:
                 save(
                     dict(pieces),
@@ -198,15 +196,21 @@ class TrainingCheckpoints:
             problems = _try(lambda: files.update(describe_files(scratch, f"__{self._rank}_*")))
             self._agree(problems, CheckpointError)
             parts = self._gather((files, described))
-            self._agree(self._on_first_rank(lambda: self._finish(scratch, document, parts)), CheckpointError)
+
+            def finish() -> None:
+                self._finish(scratch, document, parts)
+                stack.close()  # before any rank hears that all is done
+
+            self._agree(self._on_first_rank(finish), CheckpointError)
 
     def _finish(self, scratch: Path, document: dict[str, Any], parts: list[Any]) -> None:
         files = describe_files(scratch, ".metadata")
         for held, _ in parts:
             files |= held
         document |= {"files": files, "optimizer": optimizer_state.merge(one for _, one in parts)}
-        put_in_place(scratch, self._folder, document)
-        prune(self._folder, self._keep)
+        with locked(self._folder):
+            put_in_place(scratch, self._folder, document)
+            prune(self._folder, self._keep)
 
     # -------------------------------------------------------------------------------------- load
 
@@ -287,7 +291,8 @@ class TrainingCheckpoints:
 
     def _clean(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self._folder)
+        with locked(self._folder):
+            sweep(self._folder)
 
 
 def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

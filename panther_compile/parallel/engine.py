@@ -1,44 +1,81 @@
-"""What a rank trains with: its stages as one optimizer sees them, and steps that all ranks take together."""
+"""What a rank trains with: its stages as one module, and steps that all ranks take together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from panther_compile.errors import CheckpointMismatchError, ParallelError
+from panther_compile.errors import BatchError, ConfigError, ParallelError
 from panther_compile.parallel.agreement import named_failures
+from panther_compile.parallel.clipping import global_norm, scale_gradients
 from panther_compile.parallel.devices import Devices
-from panther_compile.parallel.microbatches import check_batch, divide, merge
-from panther_compile.parallel.pieces import whole_shape
-from panther_compile.parallel.pipeline import Loss, Runner
+from panther_compile.parallel.losses import Loss, share_loss
+from panther_compile.parallel.microbatches import Batch, Share, merge, read_batch, take_rows
+from panther_compile.parallel.model_state import (
+    Names,
+    full_state,
+    held_buffers,
+    held_parameters,
+    load_state,
+    own_state,
+)
+from panther_compile.parallel.pipeline import reshard
 from panther_compile.parallel.replicas import SharedGradients, average_gradients
-from panther_compile.parallel.stage_module import StageModule
-from panther_compile.parallel.tensor import join_shards
+from panther_compile.parallel.whole_model import without_reduction
 from panther_compile.partition import TensorSpec
-from panther_compile.partition.layouts import Layout
+from panther_compile.partition.graph.capture import CallForm
+from panther_compile.partition.shards.placements import Shard
 
 _NO_TARGET = object()
 
 
+class Runner(Protocol):
+    """Runs the stages of this rank over the microbatches of a step."""
+
+    def train(self, batch: Batch, shares: Sequence[Share]) -> Tensor | None:
+        """Forward and backward; the sum of the losses on the rank of the last stage, else None."""
+
+    def forward(self, batch: Batch) -> list[tuple[Tensor, ...]] | None:
+        """Forward alone; the outputs of each microbatch on the rank of the last stage, else None."""
+
+    def waits_for(self) -> str:
+        """What the schedule has last asked of other ranks, for errors."""
+
+
 @dataclass(frozen=True)
-class Names:
-    """The user's names of a model's tensors.
+class Task:
+    """What a step is taken of.
 
     Attributes:
-        first: every name of the model's state dict -> the first name of the same tensor.
-        rest: tensors that no stage holds, by first name.
+        form: of the model's call.
+        inputs: of the example, in the order of the graph's inputs.
+        microbatches: that a batch is divided into.
+        loss: of one microbatch; None if there is nothing to train with.
+        count_tokens: of a microbatch's target; None where the loss is a mean over rows.
+        mixes_rows: a layer whose result for one row depends on the others, as batch norm; None if there is
+            none.
+        any_shape: whether other shapes than the example's can be run.
+        dtype: of losses and norms.
+        unread: parameters that the model's graph does not read.
     """
 
-    first: Mapping[str, str]
-    rest: Mapping[str, Tensor]
+    form: CallForm
+    inputs: tuple[TensorSpec, ...]
+    microbatches: int
+    loss: Loss | None
+    count_tokens: Callable[[Any], int | Tensor] | None
+    mixes_rows: str | None
+    any_shape: bool
+    dtype: torch.dtype
+    unread: frozenset[str]
 
 
-class ParallelEngine:
+class ParallelEngine(nn.Module):
     """One rank's part of a model that many ranks train; made by `parallelize_model`.
 
     Every rank calls the same methods in the same order, and those of one replica with the same batch.
@@ -51,42 +88,43 @@ class ParallelEngine:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
 
+    Without a pipeline it is called as the model is, and `loss.backward()` is the user's own:
+
+        >>> loss = loss_fn(engine(batch), target)
+        >>> loss.backward()
+
     Attributes:
+        module: what runs. With dp alone the model that was given, in `DistributedDataParallel` or sharded in
+            place by `fully_shard`; with tp the graph in shards, called as the model is; with pp the stages.
         devices: the mesh, and this rank's place in it.
-        stages: of this rank, by index; the modules hold parameters under the user's names.
+        stages: of this rank, by index.
         names: of the whole model's tensors.
         layouts: of the parameters that the tp axis divides, by name.
+        task: what a step is taken of.
     """
 
     def __init__(
         self,
+        module: nn.Module,
         *,
         devices: Devices,
-        stages: Mapping[int, StageModule],
+        stages: Mapping[int, nn.Module],
         runner: Runner,
-        loss: Loss | None,
-        flatten: Callable[..., list[Tensor]],
-        unflatten: Callable[[Sequence[Tensor]], Any],
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        count: int,
+        task: Task,
         last_place: int,
         shared: SharedGradients,
         owned: frozenset[int],
         names: Names,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, Shard],
         along_tp: Sequence[str],
         averages: bool,
     ) -> None:
+        super().__init__()
+        self.module = module
         self.devices = devices
         self.stages = dict(stages)
+        self.task = task
         self._runner = runner
-        self._loss = loss
-        self._flatten = flatten
-        self._unflatten = unflatten
-        self._inputs = inputs
-        self._outputs = outputs
-        self._count = count
         self._last_place = last_place
         self._shared = shared
         self._owned = owned
@@ -95,16 +133,48 @@ class ParallelEngine:
         self._along_tp = tuple(along_tp)
         self._averages = averages
         self._steps = 0
+        self.training = any(stage.training for stage in stages.values())
 
     @property
     def microbatches(self) -> int:
         """Into which `step` divides a batch."""
-        return self._count
+        return self.task.microbatches
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, which makes outputs and losses."""
         return self.devices.pp == self._last_place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output for one call; its backward is `loss.backward()`.
+
+        Args:
+            *args: of the model.
+            **kwargs: of the model.
+
+        Raises:
+            ParallelError: there is a pipeline, whose schedule owns the backward.
+        """
+        if self.devices.shape.pp > 1:
+            raise ParallelError(
+                f"the mesh is {self.devices.shape}: a pipeline's schedule runs forward and backward of all "
+                "microbatches; call step(...), evaluate(...) or predict(...)"
+            )
+        with self._named("forward"):
+            output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            reshard([self.module])
+        return output
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards in here add to this rank's gradients; the next one outside reduces them all.
+
+        Raises:
+            ParallelError: there is a pipeline, whose schedule owns the backward.
+        """
+        if self.devices.shape.pp > 1:
+            raise ParallelError("no_sync() is for loss.backward(); step() reduces once for all microbatches")
+        return without_reduction(self.module)
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -117,24 +187,25 @@ class ParallelEngine:
             **kwargs: of the model.
 
         Returns:
-            The mean of the losses over the batches of all replicas, a float tensor, the same on every rank.
+            The mean of the losses over the rows or tokens of all replicas, the same on every rank: float32,
+            or float64 for a model with float64 parameters.
 
         Raises:
-            BatchError: the batch is not of the size that the partition was made for.
+            BatchError: the batch is not of a size or shape that the partition was made for.
             CommunicationError: another rank did not answer.
         """
-        batch, targets = self._read(args, target, kwargs)
+        batch, shares = self._read(args, target, kwargs)
         self._steps += 1
         step = f"step {self._steps}"
         self._shared.set_aside()
         with self._named(f"{step}, forward and backward: {self._exchanges()}", self._runner.waits_for):
-            loss = self._runner.train(batch, targets)
+            loss = self._runner.train(batch, shares)
         with self._named(f"{step}, all-reduce of gradients"):
             if self._averages:
                 average_gradients(self.parameters(), self.devices.group("dp"))
             self._shared.sum()
         with self._named(f"{step}, all-reduce of the loss"):
-            return self._mean(loss)
+            return self._mean(loss, batch.rows)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = _NO_TARGET, **kwargs: Any) -> Tensor:
@@ -145,15 +216,21 @@ class ParallelEngine:
             target: as of `step`.
             **kwargs: as of `step`.
         """
-        batch, targets = self._read(args, target, kwargs)
+        batch, shares = self._read(args, target, kwargs)
         with self._named("evaluate"):
             outputs = self._runner.forward(batch)
             loss = None
             if outputs is not None:
-                assert self._loss is not None
-                parts = [self._loss(output, one) for output, one in zip(outputs, targets, strict=True)]
+                assert self.task.loss is not None
+                parts = [
+                    self.task.loss(
+                        self.task.form.unflatten(take_rows(output, share.rows, batch.width)), share
+                    )
+                    for output, share in zip(outputs, shares, strict=True)
+                    if share.rows != 0
+                ]
                 loss = torch.stack(parts).sum()
-            return self._mean(loss)
+            return self._mean(loss, batch.rows)
 
     @torch.no_grad()
     def predict(self, *args: Any, everywhere: bool = False, **kwargs: Any) -> Any:
@@ -166,38 +243,72 @@ class ParallelEngine:
             everywhere: give it to every rank of the replica; else those without the last stage get None.
             **kwargs: of the model.
         """
-        batch = check_batch(self._flatten(*args, **kwargs), self._inputs, self._count)
+        batch = self._read_batch(args, kwargs)
         with self._named("predict"):
             parts = self._runner.forward(batch)
-            outputs = None if parts is None else merge(parts)
+            outputs = None
+            if parts is not None:
+                sizes = batch.sizes if batch.is_filled_up else [None] * len(parts)
+                outputs = merge(
+                    [
+                        take_rows(part, size, batch.width)
+                        for part, size in zip(parts, sizes, strict=True)
+                        if size != 0
+                    ]
+                )
             if everywhere and self.devices.shape.pp > 1:
                 outputs = self._send_to_all(outputs)
-        return None if outputs is None else self._unflatten(outputs)
+        return None if outputs is None else self.task.form.unflatten(outputs)
 
     def _read(
         self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        if self._loss is None:
+    ) -> tuple[Batch, list[Share]]:
+        if self.task.loss is None:
             raise ParallelError("there is no loss: give loss_fn to parallelize_model")
         if target is _NO_TARGET:
             if not args:
                 raise ParallelError("there is no target: give it as the last argument, or as target=")
             *args, target = args  # type: ignore[assignment]
-        batch = check_batch(self._flatten(*args, **kwargs), self._inputs, self._count)
-        return batch, divide(target, self._count)
+        batch = self._read_batch(args, kwargs)
+        return batch, share_loss(batch, target, self.task.count_tokens, self.devices)
 
-    def _mean(self, loss: Tensor | None) -> Tensor:
+    def _read_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        task = self.task
+        values = task.form.flatten(args, kwargs)
+        batch = read_batch(values, task.inputs, task.microbatches, any_shape=task.any_shape)
+        if batch.is_filled_up and self.training and task.mixes_rows is not None:
+            raise BatchError(
+                f"a batch of {batch.rows} rows, where {task.microbatches} microbatches of {batch.width} are "
+                f"wanted: {task.mixes_rows} takes statistics over rows, which repeated ones would change; "
+                "drop the last batch, or call eval()"
+            )
+        return batch
+
+    def _mean(self, loss: Tensor | None, rows: int) -> Tensor:
         """Over the replicas, for every rank; only those of the last stage have a part in it."""
-        total = torch.zeros((), device=self.devices.device) if loss is None else loss.float().clone()
-        dist.all_reduce(total)
-        return total / (self.devices.shape.dp * self.devices.shape.tp)
+        shape = self.devices.shape
+        told = torch.zeros(3, dtype=torch.float64, device=self.devices.device)
+        if loss is not None:
+            told[0] = loss.detach()
+        told[1], told[2] = rows, rows * rows
+        dist.all_reduce(told)
+        ranks = shape.devices
+        if self.task.count_tokens is None and told[2] * ranks != told[1] * told[1]:
+            raise BatchError(
+                f"replicas have batches of different sizes ({rows} rows here, {float(told[1] / ranks):.4g} "
+                "on average): the mean of their means is not that of all rows; give count_tokens= to "
+                "parallelize_model, and a loss_fn that sums"
+            )
+        return (told[0] / (shape.dp * shape.tp)).to(self.task.dtype)
 
     def _send_to_all(self, outputs: Sequence[Tensor] | None) -> list[Tensor]:
         """The last stage's outputs, to every device of the pipeline."""
         group, received = self.devices.group("pp"), []
-        for place, spec in enumerate(self._outputs):
-            shape = (spec.shape[0] * self._count, *spec.shape[1:]) if spec.shape else ()
-            dtype = getattr(torch, spec.dtype)
+        told: list[Any] = [None]
+        if outputs is not None:
+            told = [[(tuple(value.shape), value.dtype) for value in outputs]]
+        dist.broadcast_object_list(told, group=group, group_src=self._last_place)
+        for place, (shape, dtype) in enumerate(told[0]):
             value = (
                 torch.empty(shape, dtype=dtype, device=self.devices.device)
                 if outputs is None
@@ -235,21 +346,36 @@ class ParallelEngine:
 
     # -------------------------------------------------------------------------------- parameters
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank's stages under the user's names; shards where data_parallel="fsdp"."""
         seen: set[int] = set()
         for stage in self.stages.values():
-            for name, parameter in stage.graph.named_parameters():
+            for name, parameter in held_parameters(stage):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield f"{prefix}.{name}" if prefix else name, parameter
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this rank's optimizer trains."""
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank's stages under the user's names."""
+        for stage in self.stages.values():
+            for name, buffer in held_buffers(stage):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Buffers of this rank's stages."""
+        for _, buffer in self.named_buffers():
+            yield buffer
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that the norm of the whole model's is at most `max_norm`.
 
         `torch.nn.utils.clip_grad_norm_` knows this rank's stages only, and would scale each stage by another
@@ -257,37 +383,35 @@ class ParallelEngine:
 
         Args:
             max_norm: of all gradients taken as one vector.
+            norm_type: p of the p-norm, above 0; inf for the largest magnitude.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before, the same on every rank, float32, or float64 for a model with float64 parameters.
+
+        Raises:
+            ConfigError: `norm_type` is not above 0.
         """
-        total = torch.zeros((), device=self.devices.device)
-        for name, parameter in self.named_parameters():
-            gradient = parameter.grad
-            if gradient is None or id(parameter) not in self._owned:
-                continue
-            # Each part of a gradient counts once: ranks that hold the same part share it.
-            copies = 1 if name in self.layouts else self.devices.shape.tp
-            if isinstance(gradient, DTensor):
-                copies *= gradient.device_mesh.size() // _shards(gradient)
-                gradient = gradient.to_local()
-            else:
-                copies *= self.devices.shape.dp
-            total += gradient.float().square().sum() / copies
+        if not norm_type > 0:
+            raise ConfigError(f"norm_type={norm_type!r}; it must be a number above 0, or inf")
+        gradients = (
+            (parameter.grad, name in self.layouts)
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and id(parameter) in self._owned
+        )
         with self._named("clip_grad_norm_"):
-            dist.all_reduce(total)
-        norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                local.mul_(scale.to(local.dtype))
+            zero = torch.zeros((), dtype=self.task.dtype, device=self.devices.device)
+            norm = global_norm(gradients, float(norm_type), self.devices.shape, zero)
+        held = (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
+        scale_gradients(held, norm, max_norm)
         return norm
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or make them zero."""
         for parameter in self.parameters():
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
 
     def train(self, mode: bool = True) -> "ParallelEngine":
         """Set dropout and batch norms of this rank's stages to train, or eval.
@@ -297,91 +421,43 @@ class ParallelEngine:
         """
         for stage in self.stages.values():
             stage.train(mode)
+        self.module.training = self.training = mode
         return self
-
-    def eval(self) -> "ParallelEngine":
-        """Set dropout and batch norms of this rank's stages to eval."""
-        return self.train(False)
 
     # ------------------------------------------------------------------------------------- state
 
-    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, full: bool = False, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """Parameters and buffers under the user's names.
 
         Args:
+            *args: of `nn.Module.state_dict`; none is known here.
             full: the whole model's, on the CPU of every rank, for `model.load_state_dict`; else those of
                 this rank's stages, as they are: DTensors where data_parallel="fsdp", and of what the tp axis
                 divides this rank's shards, which only `TrainingCheckpoints` knows to be such.
+            **kwargs: likewise.
         """
-        own = self.own_tensors()
+        if args or any(value for value in kwargs.values()):
+            raise ConfigError(f"state_dict takes full= alone, and {args or kwargs} is given")
         if not full:
-            return {name: own[first].detach() for name, first in self.names.first.items() if first in own}
+            return own_state(self)
         with self._named("state_dict"):
-            whole = {name: self._whole(name, tensor.detach()).cpu() for name, tensor in own.items()}
-            parts: list[Any] = [None] * self.devices.shape.pp
-            dist.all_gather_object(parts, whole, group=self.devices.group("pp"))
-        found = {name: tensor.detach().cpu() for name, tensor in self.names.rest.items()}
-        for part in parts:
-            found |= part
-        return {name: found[first] for name, first in self.names.first.items()}
+            return full_state(self)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         """Copy parameters and buffers in: of the whole model, or what `state_dict()` gave on this rank.
 
         Args:
-            state: under the user's names; names of other stages are passed over.
+            state_dict: under the user's names; names of other stages are passed over.
+            *args: of `nn.Module.load_state_dict`; none is known here.
+            **kwargs: likewise.
 
         Raises:
             CheckpointMismatchError: a tensor of this rank's stages is missing, or of another shape.
         """
-        own = self.own_tensors()
-        for name, first in self.names.first.items():
-            if first not in own:
-                continue
-            held, layout, shape = tuple(own[first].shape), self.layouts.get(first), self.devices.shape
-            wanted = whole_shape(own[first], layout, shape.tp)
-            if name not in state or tuple(state[name].shape) not in (wanted, held):
-                given = f"{tuple(state[name].shape)} is given" if name in state else "it is not given"
-                raise CheckpointMismatchError(
-                    f"{name} of stage {', '.join(map(str, self.stages))} has the shape {wanted}, and {given}"
-                )
-            value = state[name]
-            if layout is not None and tuple(value.shape) == wanted:
-                value = layout.shard(value, shape.tp, self.devices.tp)
-            for stage in self.stages.values():
-                for key, tensor in (*stage.graph.named_parameters(), *stage.graph.named_buffers()):
-                    if key == first:
-                        tensor.copy_(_like(value, tensor))
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor that all ranks of a stage have together."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        layout = self.layouts.get(name)
-        return tensor if layout is None else join_shards(tensor, layout, self.devices.group("tp"))
-
-    def own_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's stages by first name; of several copies, the last."""
-        own: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            own |= dict(stage.graph.named_parameters())
-            own |= dict(stage.graph.named_buffers())
-        return own
-
-
-def _like(value: Tensor, tensor: Tensor) -> Tensor:
-    """A value in the layout of a tensor."""
-    if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
-        value = value.to(tensor.device)
-        return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return value
-
-
-def _shards(tensor: DTensor) -> int:
-    """Ranks that a tensor is divided over."""
-    count = 1
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            count *= tensor.device_mesh.size(axis)
-    return count
+        if args or kwargs:
+            raise ConfigError(f"load_state_dict takes the state alone, and {args or kwargs} is given")
+        load_state(self, state_dict)

@@ -4,7 +4,7 @@ Options (learning rates, betas) are kept for each parameter, because ranks of ot
 other parameters.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def follows(value: Tensor, parameter: Tensor, *, is_divided: bool) -> bool:
 
 
 def find_differences(
-    optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any]
+    optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], unread: Collection[str]
 ) -> Iterator[str]:
     """Why a saved state is not that of an optimizer, one line each.
 
@@ -112,11 +112,12 @@ def find_differences(
         optimizer: of a rank.
         names: of its parameters.
         described: of `merge`.
+        unread: parameters that the model's graph does not read: some meshes leave them to no rank.
     """
     if described["type"] != type(optimizer).__name__:
         yield f"the optimizer was {described['type']}, and is {type(optimizer).__name__}"
     for group in optimizer.param_groups:
-        held = [names[parameter] for parameter in group["params"]]
+        held = [names[parameter] for parameter in group["params"] if names[parameter] not in unread]
         unknown = [name for name in held if name not in described["group_of"]]
         yield from (f"its optimizer did not train {name}" for name in unknown)
         numbers = {described["group_of"].get(name) for name in held}
@@ -144,7 +145,8 @@ def restore(
     packed = optimizer.state_dict()
     state = {}
     for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for parameter in group["params"][:1]:  # the others have the same options
+        known = [one for one in group["params"] if names[one] in described["group_of"]]
+        for parameter in known[:1]:  # the others have the same options
             for key, value in described["groups"][described["group_of"][names[parameter]]].items():
                 told[key] = _like(value, group.get(key))
         for index, parameter in zip(told["params"], group["params"], strict=True):

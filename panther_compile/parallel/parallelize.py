@@ -1,13 +1,15 @@
 """From a partition to an engine: agree, lay out, broadcast, shard, wrap, schedule."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from panther_compile.errors import ConfigError, ConfigTypeError, ParallelError, ProcessGroupError
+from panther_compile.errors import ConfigTypeError, ParallelError
+from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 from panther_compile.parallel.agreement import (
     check_agreement,
     check_process_group,
@@ -15,22 +17,19 @@ from panther_compile.parallel.agreement import (
     find_timeout,
     named_failures,
 )
+from panther_compile.parallel.crossing import CrossingTensors
 from panther_compile.parallel.devices import Devices, lay_out, place_stages
-from panther_compile.parallel.engine import Names, ParallelEngine
-from panther_compile.parallel.pipeline import (
-    SPLIT_BACKWARD,
-    Pipeline,
-    Runner,
-    SingleStage,
-    check_schedule,
-    mean_loss,
-)
+from panther_compile.parallel.engine import ParallelEngine, Runner, Task
+from panther_compile.parallel.losses import weighted_loss
+from panther_compile.parallel.model_state import Names, held_parameters
+from panther_compile.parallel.options import Options, replication_of
+from panther_compile.parallel.pipeline import Pipeline
 from panther_compile.parallel.replicas import broadcast_tensors, find_shared, replicate, shard_replicas
-from panther_compile.parallel.stage_module import StageModule, find_graph_mode
+from panther_compile.parallel.stage_module import StageModule, find_graph_mode, find_row_mixing
 from panther_compile.parallel.tensor import parameter_layouts, shard_stage, share_random_state
+from panther_compile.parallel.units import find_module_units
+from panther_compile.parallel.whole_model import GraphModel, OneModule
 from panther_compile.partition import Partition, StagedModel
-
-_DATA_PARALLEL = (None, "ddp", "fsdp")
 
 
 def parallelize_model(
@@ -40,15 +39,24 @@ def parallelize_model(
     data_parallel: str | None = None,
     schedule: str | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    count_tokens: Callable[[Any], int | Tensor] | None = None,
     reshard_after_forward: bool | None = None,
     shard_size: int | None = None,
+    units: Sequence[str] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    find_unused_parameters: bool | None = None,
+    activation_checkpointing: str | None = None,
     broadcast: bool = True,
 ) -> ParallelEngine:
-    """Give this rank its stages of a partition, replicated or sharded, and a schedule that drives them.
+    """Give this rank its part of a model, replicated or sharded, as one module to train.
 
     Every rank of the user's process group (torchrun, `init_process_group`) calls this with the same model and
     the same partition. The model has to be on this rank's device before it is partitioned. Ranks of one tp
     group go on with the state of torch's generators of the first of them: they have to drop out alike.
+
+    With dp alone the model itself is trained, not its graph: in `DistributedDataParallel`, or sharded in
+    place by `fully_shard`. With pp or tp the graph is, in stages and shards.
 
         >>> torch.distributed.init_process_group("gloo")
         >>> part = pc.partition_model(model, example, mesh={"dp": 2, "pp": 2}, microbatches=4)
@@ -58,19 +66,34 @@ def parallelize_model(
     Args:
         model: that `part` was made from.
         part: of `partition_model`; its mesh must be of as many devices as there are ranks.
-        data_parallel: over the dp axis, "ddp" (equal replicas) or "fsdp" (`fully_shard`); None if dp is 1.
+        data_parallel: over the dp axis, "ddp" (equal replicas) or "fsdp" (`fully_shard`); None if dp is 1;
+            "auto" as the plan has it: ZeRO-2 and 3 are "fsdp", ZeRO-1 is "ddp" with an optimizer that divides
+            its states (torch's `ZeroRedundancyOptimizer`).
         schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"; the partition's if None.
-        loss_fn: of the model's output and the target, the mean over a batch; needed to train.
+        loss_fn: of the model's output and the target, the mean over a batch; needed for `step`.
+        count_tokens: of a microbatch's target, the number of its tokens: then loss_fn gives the sum over
+            them, and the loss is the sum of all microbatches and replicas divided by the number of tokens.
         reshard_after_forward: for "fsdp": True frees whole parameters between forward and backward (ZeRO-3),
             False keeps them (ZeRO-2). True if None without a pipeline; with one, where each microbatch would
             gather them again, False.
         shard_size: for "fsdp": replicas that share one set of parameters, of which dp / shard_size are
             kept equal (hybrid sharding); all of dp if None.
+        units: for "fsdp" with dp alone: names of the modules that are gathered one at a time; blocks of even
+            bytes if None. With pp or tp they are cut on the graph.
+        mp_policy: for "fsdp": torch's `MixedPrecisionPolicy`, dtypes to compute and to reduce in.
+        offload_policy: for "fsdp": torch's `CPUOffloadPolicy`.
+        find_unused_parameters: for "ddp" without a pipeline, of DDP itself: needed where a parameter gets no
+            gradient in some step. If None, where the graph does not read some.
+        activation_checkpointing: "none"; "full": of each unit its inputs are kept for the backward, and the
+            rest is computed again; "selective": results narrower than what they are computed from are kept
+            too, as the r numbers between a sketched layer's factors. As the plan has it if None. The user's
+            own `torch.utils.checkpoint` calls are respected in any case.
         broadcast: start with the parameters and buffers of rank 0; False if they are known to be equal.
 
     Raises:
         ProcessGroupError: no process group, or not of the mesh's size or the model's device.
         RankMismatchError: the ranks were given different plans, models or options.
+        ConfigError: an option is unknown, or does not go with another.
         ScheduleError: the schedule cannot run these stages or microbatches.
         CommunicationError: another rank did not answer in time.
     """
@@ -80,68 +103,139 @@ def parallelize_model(
         raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
     device = _find_device(model)
     check_process_group(device)
-    schedule = part.schedule if schedule is None else schedule
-    options = {
-        "data_parallel": data_parallel,
-        "schedule": schedule,
-        "reshard_after_forward": reshard_after_forward,
-        "shard_size": shard_size,
-        "broadcast": broadcast,
-        "trains": loss_fn is not None,
-    }
+    if activation_checkpointing is None:
+        activation_checkpointing = part.recompute
+    if data_parallel == "auto":
+        chosen = replication_of(part)
+        data_parallel = chosen.data_parallel
+        if data_parallel == "fsdp":
+            shard_size = chosen.shard_size if shard_size is None else shard_size
+            if reshard_after_forward is None:
+                reshard_after_forward = chosen.reshard_after_forward
+    options = Options(
+        data_parallel=data_parallel,
+        schedule=part.schedule if schedule is None else schedule,
+        reshard_after_forward=reshard_after_forward,
+        shard_size=shard_size,
+        units=None if units is None else tuple(units),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        find_unused_parameters=find_unused_parameters,
+        activation_checkpointing=activation_checkpointing,
+        broadcast=broadcast,
+    )
     with named_failures(f"rank {dist.get_rank()}, parallelize_model"):
-        check_agreement(digest(model, part, options), device)
+        told = {**options.told(), "trains": loss_fn is not None, "counts": count_tokens is not None}
+        check_agreement(digest(model, part, told), device)
         # From here on all ranks have the same arguments, so that all of them pass or all of them raise.
-        _check(part, data_parallel, schedule, reshard_after_forward, shard_size)
-        devices = lay_out(part.mesh, device, find_timeout(device))
         staged = part.split()
-        _check_tensors(model, staged)
-        if broadcast:
-            broadcast_tensors(staged.stages)
-        places = place_stages(len(part.stages), part.mesh.pp, zigzag=schedule == "zbv")
         graphs = list(cast(Iterable[fx.GraphModule], staged.stages))
-        mode = find_graph_mode(graphs)
-        stages = {
-            index: StageModule(_shard(graph, part, index, devices), mode)
-            for index, graph in enumerate(graphs)
-            if places[index] == devices.pp
-        }
+        mixing = find_row_mixing(graphs)
+        options.check(part, mixing)
+        _check_tensors(model, staged)
+        devices = lay_out(part.mesh, device, find_timeout(device))
+        if broadcast:
+            broadcast_tensors([model])
+        places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
+        is_own = part.mesh.pp == part.mesh.tp == 1
+        shared = {parameter.name: parameter.stages for parameter in part.shared}
+        names, dtype = _names(model, staged, is_own=is_own), _loss_dtype(model)
+        stages: Mapping[int, nn.Module]
+        graph_stages: dict[int, StageModule] = {}
+        if is_own:
+            stages = {0: model}
+            _prepare_tree(model, part, options, devices)
+        else:
+            mode = find_graph_mode(graphs)
+            divide = data_parallel == "fsdp" or activation_checkpointing != "none"
+            stages = graph_stages = {
+                index: StageModule(_shard(graph, part, index, devices), mode, index, divide=divide)
+                for index, graph in enumerate(graphs)
+                if places[index] == devices.pp
+            }
+            for stage in graph_stages.values():
+                _prepare_stage(stage, part, options, devices)
         if part.mesh.tp > 1:
             share_random_state(device, devices.group("tp"))
-        is_sharded = data_parallel == "fsdp" and part.mesh.dp > 1
-        if is_sharded:
-            keep = part.mesh.pp > 1 if reshard_after_forward is None else not reshard_after_forward
-            for stage in stages.values():
-                shard_replicas(stage, devices, shard_size=shard_size, reshard_after_forward=not keep)
-        shared = {parameter.name: parameter.stages for parameter in part.shared}
-        sums = find_shared(shared, places, stages, devices)
-        form, count = part.captured.form, part.microbatches
-        # Without a loss_fn the engine refuses to train before it comes to this.
-        loss = mean_loss(loss_fn or _no_loss, form.unflatten, count)
+        sums = find_shared(shared, places, graph_stages, devices)
+        form = part.captured.form
+        loss = weighted_loss(loss_fn) if loss_fn is not None else None
+        module: nn.Module
         runner: Runner
         if part.mesh.pp > 1:
-            runner = Pipeline(stages, places, part, devices, schedule, loss)
+            module = nn.ModuleList(graph_stages.values())
+            policy = mp_policy if part.mesh.dp > 1 else None
+            crossing = CrossingTensors(graphs, part, policy)
+            runner = Pipeline(graph_stages, places, part, devices, options.schedule, loss, crossing)
         else:
-            runner = SingleStage(stages[0], loss, count)
+            module = model if is_own else GraphModel(graph_stages[0], form)
             if data_parallel == "ddp" and part.mesh.dp > 1:
-                runner.with_loss = replicate(runner.with_loss, devices)
+                finds = bool(part.unused) if find_unused_parameters is None else find_unused_parameters
+                module = replicate(module, devices, find_unused_parameters=finds)
+            runner = OneModule(module, form, loss)
     return ParallelEngine(
+        module,
         devices=devices,
         stages=stages,
         runner=runner,
-        loss=loss if loss_fn is not None else None,
-        flatten=lambda *args, **kwargs: form.flatten(args, kwargs),
-        unflatten=form.unflatten,
-        inputs=part.stages[0].inputs,
-        outputs=part.stages[-1].outputs,
-        count=count,
+        task=Task(
+            form=form,
+            inputs=part.stages[0].inputs,
+            microbatches=part.microbatches,
+            loss=loss,
+            count_tokens=count_tokens,
+            mixes_rows=mixing,
+            any_shape=is_own,
+            dtype=dtype,
+            unread=frozenset(part.unused),
+        ),
         last_place=places[-1],
         shared=sums,
         owned=_owned(stages, shared),
-        names=_names(model, staged),
+        names=names,
         layouts={name: layout for name, layout in parameter_layouts(part).items() if layout is not None},
         along_tp=sorted({one.kind for one in part.collectives if one.stage in stages}),
         averages=data_parallel == "ddp" and part.mesh.dp > 1 and part.mesh.pp > 1,
+    )
+
+
+def _prepare_tree(model: nn.Module, part: Partition, options: Options, devices: Devices) -> None:
+    """Shard the user's own modules, and let them be computed again, in place."""
+    sharded = options.data_parallel == "fsdp" and part.mesh.dp > 1
+    mode = options.activation_checkpointing
+    if not sharded and mode == "none":
+        return
+    units = find_module_units(model, part.captured.graph_module, options.units)
+    if mode != "none":
+        for unit in units:
+            if unit.is_whole and unit.is_repeatable:
+                checkpoint_unit(model.get_submodule(unit.name), mode)
+    if sharded:
+        _shard_units(model, [model.get_submodule(unit.name) for unit in units], part, options, devices)
+
+
+def _prepare_stage(stage: StageModule, part: Partition, options: Options, devices: Devices) -> None:
+    """Shard the units of a stage, and let them be computed again, in place."""
+    mode = options.activation_checkpointing
+    for name, unit in stage.units():
+        if name in stage.recomputed or mode != "none":
+            checkpoint_unit(unit, "full" if name in stage.recomputed else mode)
+    if options.data_parallel == "fsdp" and part.mesh.dp > 1:
+        held = [unit for _, unit in stage.units() if next(unit.parameters(), None) is not None]
+        _shard_units(stage, held, part, options, devices)
+
+
+def _shard_units(
+    root: nn.Module, units: Sequence[nn.Module], part: Partition, options: Options, devices: Devices
+) -> None:
+    shard_replicas(
+        root,
+        units,
+        devices,
+        shard_size=options.shard_size,
+        reshard_after_forward=options.reshards(part),
+        mp_policy=options.mp_policy,
+        offload_policy=options.offload_policy,
     )
 
 
@@ -167,34 +261,6 @@ def _find_device(model: nn.Module) -> torch.device:
     return device
 
 
-def _check(
-    part: Partition,
-    data_parallel: str | None,
-    schedule: str,
-    reshard_after_forward: bool | None,
-    shard_size: int | None,
-) -> None:
-    mesh, ranks = part.mesh, dist.get_world_size()
-    if mesh.devices != ranks:
-        raise ProcessGroupError(
-            f"the partition is for {mesh}, {mesh.devices} devices, and the process group has {ranks} ranks; "
-            f"start {mesh.devices} processes, or partition for mesh sizes that multiply to {ranks}"
-        )
-    if data_parallel not in _DATA_PARALLEL:
-        raise ConfigError(f"data_parallel={data_parallel!r} is none of 'ddp', 'fsdp', None")
-    if data_parallel is None and mesh.dp > 1:
-        raise ConfigError(f"the mesh is {mesh}: with dp={mesh.dp}, data_parallel must be 'ddp' or 'fsdp'")
-    check_schedule(schedule, part)
-    if data_parallel != "fsdp" and (reshard_after_forward is not None or shard_size is not None):
-        raise ConfigError("reshard_after_forward and shard_size are options of data_parallel='fsdp'")
-    if reshard_after_forward and mesh.pp > 1 and schedule in SPLIT_BACKWARD:
-        raise ConfigError(
-            f"schedule={schedule!r} keeps whole parameters: reshard_after_forward must be False"
-        )
-    if shard_size is not None and (shard_size < 1 or mesh.dp % shard_size):
-        raise ConfigError(f"shard_size={shard_size!r} does not divide dp={mesh.dp}")
-
-
 def _check_tensors(model: nn.Module, staged: StagedModel) -> None:
     """The stages hold the model's own tensors, unless the partition is that of another model."""
     own = {id(parameter) for parameter in model.parameters()}
@@ -206,26 +272,30 @@ def _check_tensors(model: nn.Module, staged: StagedModel) -> None:
                 )
 
 
-def _no_loss(output: Any, target: Any) -> Tensor:
-    raise ParallelError("there is no loss: give loss_fn to parallelize_model")
+def _loss_dtype(model: nn.Module) -> torch.dtype:
+    """In which losses and norms are added up: as wide as the widest parameter, at least float32."""
+    is_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())
+    return torch.float64 if is_double else torch.float32
 
 
-def _names(model: nn.Module, staged: StagedModel) -> Names:
+def _names(model: nn.Module, staged: StagedModel, *, is_own: bool) -> Names:
     """Tied tensors go by their first name, as the partition has them."""
     first = {id(tensor): name for name, tensor in model.named_buffers()}
     first |= {id(tensor): name for name, tensor in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
-    held = {name for stage in staged.stages for name in stage.state_dict()}
     names = {name: first.get(id(tensor), name) for name, tensor in state.items()}
+    if is_own:
+        return Names(names, {})
+    held = {name for stage in staged.stages for name in stage.state_dict()}
     rest = {names[name]: tensor for name, tensor in state.items() if names[name] not in held}
     return Names(names, rest)
 
 
-def _owned(stages: Mapping[int, StageModule], shared: Mapping[str, tuple[int, ...]]) -> frozenset[int]:
+def _owned(stages: Mapping[int, nn.Module], shared: Mapping[str, tuple[int, ...]]) -> frozenset[int]:
     """Parameters of this rank that count in a norm: of several copies, that of the first stage."""
     return frozenset(
         id(parameter)
         for index, stage in stages.items()
-        for name, parameter in stage.graph.named_parameters()
+        for name, parameter in held_parameters(stage)
         if shared.get(name, (index,))[0] == index
     )

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from panther_compile.partition.layouts import Layout
+from panther_compile.partition.shards.placements import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Piece:
         return Piece(self.offsets, self.tensor.to("cpu", copy=True), self.whole)
 
 
-def whole_shape(tensor: Tensor, layout: Layout | None, tp: int) -> tuple[int, ...]:
+def whole_shape(tensor: Tensor, layout: Shard | None, tp: int) -> tuple[int, ...]:
     """Shape of the tensor that all ranks together hold.
 
     Args:
@@ -72,7 +72,7 @@ def whole_shape(tensor: Tensor, layout: Layout | None, tp: int) -> tuple[int, ..
     return (*shape[: layout.dim], shape[layout.dim] * tp, *shape[layout.dim + 1 :])
 
 
-def find_pieces(tensor: Tensor, layout: Layout | None, tp: int, rank: int) -> list[Piece]:
+def find_pieces(tensor: Tensor, layout: Shard | None, tp: int, rank: int) -> list[Piece]:
     """What a rank holds, as boxes that share memory with the tensor.
 
     Args:

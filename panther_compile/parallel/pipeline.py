@@ -1,13 +1,16 @@
-"""What a rank does with its stages in a step: a schedule of torch.distributed.pipelining, or no pipeline."""
+"""Stages on several devices, driven by a schedule of torch.distributed.pipelining.
+
+A schedule is made for the shapes and dtypes that cross between stages. They depend on the autocast that a
+step is called under: the first step under another one finds them anew and makes another schedule.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -17,14 +20,17 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from panther_compile.errors import ConfigError, ParallelError, ScheduleError
 from panther_compile.parallel.agreement import describe_tensor
+from panther_compile.parallel.crossing import CrossingTensors
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.divided_backward import joined
+from panther_compile.parallel.losses import Loss, no_loss
+from panther_compile.parallel.microbatches import Batch, Share, take_rows
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.partition import Partition, TensorSpec
+from panther_compile.partition.graph.capture import Precision
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL = {
@@ -34,29 +40,6 @@ _SEVERAL = {
 }
 SCHEDULES = (*_SINGLE, *_SEVERAL)
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-
-Loss = Callable[[Sequence[Tensor], Any], Tensor]
-
-
-class Runner(Protocol):
-    """Runs the stages of this rank over all microbatches."""
-
-    def train(self, batch: Sequence[Tensor], targets: Sequence[Any]) -> Tensor | None:
-        """Forward and backward.
-
-        Args:
-            batch: inputs of the first stage, for all microbatches.
-            targets: of each microbatch.
-
-        Returns:
-            The sum of the losses on the rank of the last stage, else None.
-        """
-
-    def forward(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Forward alone; the outputs of each microbatch on the rank of the last stage, else None."""
-
-    def waits_for(self) -> str:
-        """What the schedule has last asked of other ranks, for errors."""
 
 
 def check_schedule(schedule: str, part: Partition) -> None:
@@ -111,53 +94,6 @@ def _check_torch(schedule: str, part: Partition) -> None:
         raise ScheduleError(f"schedule={schedule!r} needs torch 2.13 or newer, not {torch.__version__}")
 
 
-class SingleStage:
-    """A whole model on each device: gradients accumulate over the microbatches, the last one reduces them."""
-
-    def __init__(self, stage: StageModule, loss: Loss, count: int) -> None:
-        self._stage = stage
-        self._count = count
-        self.with_loss: nn.Module = _WithLoss(stage, loss)
-
-    def train(self, batch: Sequence[Tensor], targets: Sequence[Any]) -> Tensor | None:
-        """Forward and backward of one microbatch after the other."""
-        losses = []
-        for number, (inputs, target) in enumerate(zip(_chunks(batch, self._count), targets, strict=True)):
-            is_last = number == self._count - 1
-            if isinstance(self._stage, FSDPModule):
-                self._stage.set_requires_gradient_sync(is_last)
-                self._stage.set_is_last_backward(is_last)
-            held = isinstance(self.with_loss, DistributedDataParallel) and not is_last
-            with cast(DistributedDataParallel, self.with_loss).no_sync() if held else nullcontext():
-                loss = self.with_loss(target, *inputs)
-                loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def forward(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Forward of one microbatch after the other."""
-        outputs = [self._stage(*inputs) for inputs in _chunks(batch, self._count)]
-        _reshard([self._stage])
-        return outputs
-
-    def waits_for(self) -> str:
-        """Nothing: there is no schedule."""
-        return ""
-
-
-class _WithLoss(nn.Module):
-    """The loss is the output, so that DDP sees which parameters it depends on."""
-
-    def __init__(self, stage: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.stage = stage
-        self._loss = loss
-
-    def forward(self, target: Any, *inputs: Tensor) -> Tensor:
-        """The loss of one microbatch."""
-        return self._loss(self.stage(*inputs), target)
-
-
 class _Stage(PipelineStage):
     """Remembers what it last asked to be sent and received, and divides its backward so that it adds up."""
 
@@ -166,24 +102,24 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Of torch."""
+        """Do as torch, and take a note of it."""
         grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         return grads, groups and joined(groups)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Of torch."""
+        """Do as torch, and take a note of it."""
         return self._remember("activations", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Of torch."""
+        """Do as torch, and take a note of it."""
         return self._remember("gradients", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Of torch."""
+        """Do as torch, and take a note of it."""
         return self._remember("activations", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Of torch."""
+        """Do as torch, and take a note of it."""
         return self._remember("gradients", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _remember(self, what: str, microbatch: int, asked: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -200,7 +136,7 @@ class _Stage(PipelineStage):
 
 
 class Pipeline:
-    """Stages on several devices."""
+    """Runs the stages of this rank over all microbatches."""
 
     def __init__(
         self,
@@ -209,46 +145,67 @@ class Pipeline:
         part: Partition,
         devices: Devices,
         schedule: str,
-        loss: Loss,
+        loss: Loss | None,
+        crossing: CrossingTensors,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
         self._places = tuple(places)
-        self._specs = [stage.inputs for stage in part.stages]
         self._count = part.microbatches
         self._devices = devices
-        self._targets: Sequence[Any] = ()
-        self._asked: dict[str, str] = {}
+        self._name = schedule
         self._loss = loss
+        self._unflatten = part.captured.form.unflatten
+        self._crossing = crossing
+        self._specs: Sequence[tuple[TensorSpec, ...]] = ()
+        self._known: dict[Precision, tuple[Sequence[tuple[TensorSpec, ...]], Any]] = {}
+        self._shares: Sequence[Share] = ()
+        self._width = 0
+        self._asked: dict[str, str] = {}
         # Two directions between the same two ranks are two groups: the order of one cannot block the other.
         several = len(places) > devices.shape.pp
         self._up = devices.group("pp")
         self._down = devices.subgroup(range(devices.shape.pp)) if several else None
-        made = [self._pipeline_stage(part, index, stage) for index, stage in self._stages.items()]
-        # The mean over microbatches is taken in the loss; torch would divide the gradients of a parameter
-        # once for every stage that holds it.
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Of the last stage, as it last ran."""
+        return self._specs[-1]
+
+    def _prepare(self) -> Any:
+        """The schedule for the autocast that this is called under."""
+        precision = Precision.current(self._devices.device.type)
+        if precision not in self._known:
+            specs = self._crossing.find(precision)
+            self._known[precision] = specs, self._make_schedule(specs)
+        self._specs, schedule = self._known[precision]
+        for index, stage in self._stages.items():
+            stage.promised = self._specs[index + 1] if index + 1 < len(self._places) else None
+        return schedule
+
+    def _make_schedule(self, specs: Sequence[tuple[TensorSpec, ...]]) -> Any:
+        made = [self._pipeline_stage(specs, index) for index in self._stages]
+        # The loss has its weight; torch would divide the gradients of a parameter once for every stage that
+        # holds it.
         options: dict[str, Any] = {
-            "n_microbatches": part.microbatches,
+            "n_microbatches": self._count,
             "loss_fn": self._nth_loss,
             "scale_grads": False,
         }
-        self._schedule = (
-            _SINGLE[schedule](made[0], **options)
-            if schedule in _SINGLE
-            else _SEVERAL[schedule](made, **options)  # type: ignore[arg-type]
-        )
+        if self._name in _SINGLE:
+            return _SINGLE[self._name](made[0], **options)
+        return _SEVERAL[self._name](made, **options)  # type: ignore[arg-type]
 
-    def _pipeline_stage(self, part: Partition, index: int, module: nn.Module) -> PipelineStage:
+    def _pipeline_stage(self, specs: Sequence[tuple[TensorSpec, ...]], index: int) -> PipelineStage:
         """With shapes given: torch would find them by running the stage on memory that holds anything."""
-        record = part.stages[index]
         # Without gradients of inputs there is nothing to do first: the backward is not divided.
-        whole = None if any(spec.requires_grad for spec in record.inputs) or not index else _nothing_left
+        whole = None if any(spec.requires_grad for spec in specs[index]) or not index else _nothing_left
         made = _Stage(
-            module,
+            self._stages[index],
             index,
-            len(part.stages),
+            len(self._places),
             self._devices.device,
-            input_args=tuple(map(_meta_tensor, record.inputs)),
-            output_args=tuple(map(_meta_tensor, record.outputs)),
+            input_args=tuple(map(_meta_tensor, specs[index])),
+            output_args=tuple(map(_meta_tensor, specs[index + 1])),
             group=self._up,
             dw_builder=whole,
         )
@@ -256,28 +213,54 @@ class Pipeline:
         return made
 
     def _nth_loss(self, outputs: Sequence[Tensor], number: Tensor) -> Tensor:
-        return self._loss(outputs, self._targets[int(number)])
+        assert self._loss is not None
+        share = self._shares[int(number)]
+        if share.rows == 0:
+            return no_loss(outputs)
+        return self._loss(self._unflatten(take_rows(outputs, share.rows, self._width)), share)
 
-    def train(self, batch: Sequence[Tensor], targets: Sequence[Any]) -> Tensor | None:
-        """Run the schedule."""
-        self._targets = targets
+    def train(self, batch: Batch, shares: Sequence[Share]) -> Tensor | None:
+        """Forward and backward.
+
+        Args:
+            batch: of all microbatches.
+            shares: of each microbatch in the loss.
+
+        Returns:
+            The sum of the losses on the rank of the last stage, else None.
+        """
+        schedule = self._prepare()
+        self._shares, self._width = shares, batch.width
         self._asked.clear()
         losses: list[Tensor] = []
         is_first, is_last = 0 in self._stages, len(self._places) - 1 in self._stages
-        self._schedule.step(
-            *(batch if is_first else ()),
-            # torch divides tensors only; the numbers stand for targets of any structure.
-            target=torch.arange(self._count) if is_last else None,
-            losses=losses if is_last else None,
-            return_outputs=False,
-        )
-        self._targets = ()
+        try:
+            schedule.step(
+                *(batch.joined() if is_first else ()),
+                # torch divides tensors only; the numbers stand for targets of any structure.
+                target=torch.arange(self._count) if is_last else None,
+                losses=losses if is_last else None,
+                return_outputs=False,
+            )
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ParallelError):
+                raise error.__cause__  # noqa: B904  of a stage, which torch has wrapped
+            raise
+        self._shares = ()
         return torch.stack([loss.detach() for loss in losses]).sum() if is_last else None
 
-    def forward(self, batch: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Run groups of as many microbatches as there are devices through one stage after the other."""
+    def forward(self, batch: Batch) -> list[tuple[Tensor, ...]] | None:
+        """Forward alone: groups of as many microbatches as there are devices, one stage after the other.
+
+        Args:
+            batch: of all microbatches.
+
+        Returns:
+            The outputs of each microbatch on the rank of the last stage, else None.
+        """
+        self._prepare()
         width = self._devices.shape.pp
-        chunks = list(_chunks(batch, self._count)) if 0 in self._stages else []
+        chunks = list(batch.microbatches()) if 0 in self._stages else []
         held: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         outputs, sends = [], []
         for first in range(0, self._count, width):
@@ -298,7 +281,7 @@ class Pipeline:
                         sends += self._send(index, result)
         for work, _ in sends:
             work.wait()
-        _reshard(self._stages.values())
+        reshard(self._stages.values())
         return outputs if len(self._places) - 1 in self._stages else None
 
     def waits_for(self) -> str:
@@ -333,17 +316,12 @@ def _nothing_left() -> Callable[[], None]:
     return lambda: None
 
 
-def _chunks(batch: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Inputs of each microbatch."""
-    columns = [value.chunk(count) for value in batch]
-    return [[column[number] for column in columns] for number in range(count)]
-
-
-def _reshard(stages: Any) -> None:
+def reshard(stages: Any) -> None:
     """Free whole parameters that no backward will free; they would be stale after the optimizer's step."""
     for stage in stages:
-        if isinstance(stage, FSDPModule):
-            stage.reshard()
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:
@@ -354,26 +332,3 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 
 def _meta_tensor(spec: TensorSpec) -> Tensor:
     return torch.empty(spec.shape, dtype=_dtype(spec), device="meta", requires_grad=spec.requires_grad)
-
-
-def mean_loss(
-    loss_fn: Callable[[Any, Any], Tensor], unflatten: Callable[[Sequence[Tensor]], Any], count: int
-) -> Loss:
-    """The user's loss of one microbatch, divided by their number.
-
-    Args:
-        loss_fn: of the model's output and a target.
-        unflatten: from the last stage's tensors to the model's output.
-        count: of microbatches.
-    """
-
-    def loss(outputs: Sequence[Tensor], target: Any) -> Tensor:
-        value = loss_fn(unflatten(outputs), target)
-        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-            shown = f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else value
-            raise ParallelError(
-                f"loss_fn gave {shown}; it must give a floating number, the mean over a batch"
-            )
-        return value / count
-
-    return loss

@@ -1,10 +1,11 @@
 """Gradients over replicas, and over the stages that share a parameter.
 
-    pp = 1   DDP: gradients are averaged while the last microbatch's backward still runs.
+    pp = 1   DDP: gradients are averaged while the backward still runs.
     pp > 1   One all-reduce of flat buckets behind the schedule. DDP reduces in hooks of `loss.backward()`;
              zero-bubble schedules call `torch.autograd.grad`, which runs none, and with every other
              schedule the hooks must hold back all microbatches but one.
-    fsdp     `fully_shard` of the stage. It shards dimension 0 of each parameter and leaves buffers alone.
+    fsdp     `fully_shard` of units and of what holds them. It shards dimension 0 of each parameter and
+             leaves buffers alone.
 
 A parameter that several stages use has a copy in each. All of them get the sum of their gradients, so that
 equal copies stay equal.
@@ -13,12 +14,13 @@ equal copies stay equal.
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,25 +48,50 @@ def broadcast_tensors(modules: Iterable[nn.Module]) -> None:
 
 
 def shard_replicas(
-    stage: nn.Module, devices: Devices, *, shard_size: int | None, reshard_after_forward: bool
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    devices: Devices,
+    *,
+    shard_size: int | None,
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
 ) -> None:
-    """`fully_shard` a stage over the dp axis, in place.
+    """`fully_shard` units and what holds them over the dp axis, in place; each gathers the next one ahead.
 
     Args:
-        stage: one module of the pipeline, which becomes an `FSDPModule`.
+        root: the model, or one stage of the pipeline, which becomes an `FSDPModule`.
+        units: modules in it, in the order in which they run; one inside of another comes after it.
         devices: of the mesh.
         shard_size: replicas that share one set of parameters, for hybrid sharding.
         reshard_after_forward: whether the whole parameters are freed between forward and backward (ZeRO-3).
+        mp_policy: dtypes to compute and to reduce in.
+        offload_policy: `CPUOffloadPolicy` keeps parameters, gradients and optimizer states on the CPU.
     """
-    fully_shard(stage, mesh=devices.replica_mesh(shard_size), reshard_after_forward=reshard_after_forward)
+    options: dict[str, Any] = {
+        "mesh": devices.replica_mesh(shard_size),
+        "reshard_after_forward": reshard_after_forward,
+    }
+    if mp_policy is not None:
+        options["mp_policy"] = mp_policy
+    if offload_policy is not None:
+        options["offload_policy"] = offload_policy
+    for unit in (*reversed(units), root):
+        fully_shard(unit, **options)
+    for one, following in pairwise(cast(Sequence[FSDPModule], units)):
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])
 
 
-def replicate(module: nn.Module, devices: Devices) -> DistributedDataParallel:
+def replicate(
+    module: nn.Module, devices: Devices, *, find_unused_parameters: bool
+) -> DistributedDataParallel:
     """DDP over the dp axis; parameters and buffers are equal already and stay so.
 
     Args:
-        module: whose output is the loss.
+        module: of the model's call.
         devices: of the mesh.
+        find_unused_parameters: let DDP look in each forward for parameters that get no gradient.
     """
     # Buffers are not sent again each step: sketches never change, and statistics are each replica's own.
     known = inspect.signature(DistributedDataParallel).parameters
@@ -75,9 +102,7 @@ def replicate(module: nn.Module, devices: Devices) -> DistributedDataParallel:
         module,
         process_group=devices.group("dp"),
         init_sync=False,
-        # Else DDP makes its buckets anew in the second step, and three replicas or more add in another order:
-        # a training that goes on from a checkpoint would differ from one that was not interrupted.
-        find_unused_parameters=True,
+        find_unused_parameters=find_unused_parameters,
         **buffers,
     )
 
@@ -172,7 +197,8 @@ def find_shared(
     groups = {key: devices.subgroup(key) for key in sorted(set(sets.values())) if len(key) > 1}
     copies, found = [], []
     for name, held in sorted(names.items()):
-        mine = {id(p): p for s in held if s in stages for p in (stages[s].graph.get_parameter(name),)}
+        holding = [dict(stages[stage].held_parameters()) for stage in held if stage in stages]
+        mine = {id(own[name]): own[name] for own in holding}
         if mine:
             copies.append(tuple(mine.values()))
             found.append(groups.get(sets[name]))

@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.partition.layouts import Layout
+from panther_compile.partition.shards.placements import Shard
 
 # Torch 2.13 has new names for them.
 _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -71,20 +71,20 @@ class _SumShards(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
-        ctx.place = Layout(dim, blocks), tp, rank
+        ctx.place = Shard(dim, blocks), tp, rank
         return _all_gather(tensor, dim, blocks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layout, tp, rank = ctx.place
-        return layout.shard(gradients[0], tp, rank), None, None, None, None, None
+        return layout.local(gradients[0], tp, rank), None, None, None, None, None
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, blocks: int, tp: int, rank: int, group: str) -> Tensor:
         ctx.place = dim, blocks, group
-        return Layout(dim, blocks).shard(tensor, tp, rank)
+        return Shard(dim, blocks).local(tensor, tp, rank)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,16 +9,23 @@ What the graph of a stage leaves open:
                  none and would get no gradient: an identity joins the outputs, and there all paths meet.
     mode         torch.export writes train or eval into the graph, as arguments of dropout and batch norm:
                  they are set again when the mode changes.
+    outputs      the next stage receives into buffers of the shapes and dtypes that were planned: a tensor
+                 of another is refused by its name, before it is sent and read as something else.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from panther_compile.errors import ParallelError
+from panther_compile.parallel.agreement import describe_tensor
+from panther_compile.parallel.units import divide_graph, graphs_within, unit_names
+from panther_compile.partition import TensorSpec
+
+_Held = TypeVar("_Held")
 
 # Arguments of torch's operators that train and eval differ in -> their value in eval.
 _MODE_ARGUMENTS = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}
@@ -90,6 +97,21 @@ def _find_mode_arguments(graph: fx.Graph) -> Iterator[_ModeArgument]:
                 yield _ModeArgument(node, argument.name, value, _MODE_ARGUMENTS[argument.name])
 
 
+def find_row_mixing(graphs: Iterable[fx.GraphModule]) -> str | None:
+    """A batch norm that takes statistics over the rows in train mode, by name; None if there is none.
+
+    Args:
+        graphs: all stages.
+    """
+    found = (
+        argument.node.name
+        for graph in graphs
+        for argument in _find_mode_arguments(graph.graph)
+        if "batch_norm" in str(argument.node.target) and argument.train
+    )
+    return next(found, None)
+
+
 def find_graph_mode(graphs: Iterable[fx.GraphModule]) -> bool | None:
     """The mode that a model's graph was read in: train, eval, or None where nothing depends on it.
 
@@ -104,20 +126,56 @@ class StageModule(nn.Module):
     """One stage: tensors in, a tuple of tensors out.
 
     Attributes:
-        graph: the stage as the partition made it, which holds the parameters.
+        graph: the stage as the partition made it, or of calls of its units, which hold the parameters.
+        recomputed: units that the user's own model computes again in the backward.
+        promised: outputs that other ranks wait for, with their shapes and dtypes; None for the last stage.
     """
 
-    def __init__(self, graph: fx.GraphModule, mode: bool | None) -> None:
-        """Take the stage in the mode of `find_graph_mode`."""
+    def __init__(
+        self, graph: fx.GraphModule, mode: bool | None, index: int = 0, *, divide: bool = False
+    ) -> None:
+        """Take a stage.
+
+        Args:
+            graph: of the stage, flat.
+            mode: of `find_graph_mode`.
+            index: along the model.
+            divide: into units, so that they can be gathered or computed again one at a time; what the user's
+                own model computes again becomes units in any case.
+        """
         super().__init__()
-        self.graph = graph
+        self.graph, self.recomputed = divide_graph(graph, divide=divide)
+        self.promised: tuple[TensorSpec, ...] | None = None
+        self._index = index
         self._mode = mode
-        self._mode_arguments = tuple(_find_mode_arguments(graph.graph))
+        self._graphs = tuple(graphs_within(self.graph))
+        self._mode_arguments = [tuple(_find_mode_arguments(one.graph)) for one in self._graphs]
         super().train(mode is not False)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the graph."""
-        return contiguous_gradients(self.graph(*contiguous_gradients(inputs)))
+        """Run the graph.
+
+        Raises:
+            ParallelError: an output is not of the shape or dtype that the next stage waits for.
+        """
+        outputs = self.graph(*contiguous_gradients(inputs))
+        if self.promised is not None:
+            _check_outputs(self._index, self.promised, outputs)
+        return contiguous_gradients(outputs)
+
+    def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the user's names."""
+        for graph in self._graphs:
+            yield from _held_by(graph, graph.named_parameters())
+
+    def held_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers under the user's names."""
+        for graph in self._graphs:
+            yield from _held_by(graph, graph.named_buffers())
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """Names and modules of the units, in their order; none if the stage is not divided."""
+        return [(name, self.graph.get_submodule(name)) for name in unit_names(self.graph)]
 
     def train(self, mode: bool = True) -> "StageModule":
         """Set dropout and batch norms, in the graph too."""
@@ -126,8 +184,26 @@ class StageModule(nn.Module):
                 "the model cannot be set to train mode: the partition read it in eval mode, with no dropout "
                 "and no statistics of batches in its graph; call model.train() before partition_model"
             )
-        if mode != self.training and self._mode_arguments:
-            for found in self._mode_arguments:
-                found.set(mode)
-            self.graph.recompile()
+        if mode != self.training:
+            for graph, found in zip(self._graphs, self._mode_arguments, strict=True):
+                for argument in found:
+                    argument.set(mode)
+                if found:
+                    graph.recompile()
         return super().train(mode)
+
+
+def _held_by(graph: fx.GraphModule, held: Iterable[tuple[str, _Held]]) -> Iterator[tuple[str, _Held]]:
+    """Without what the units of a graph hold."""
+    inside = tuple(f"{name}." for name in unit_names(graph))
+    yield from ((name, tensor) for name, tensor in held if not name.startswith(inside))
+
+
+def _check_outputs(index: int, promised: Sequence[TensorSpec], outputs: Sequence[Tensor]) -> None:
+    for spec, tensor in zip(promised, outputs, strict=True):
+        if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+            raise ParallelError(
+                f"stage {index} gives {spec.name} as {describe_tensor(tensor)}, and stage {index + 1} waits "
+                f"for {spec.shape} {spec.dtype}: what the model computes depends on more than the example's "
+                "shapes and the autocast that step() is called under"
+            )

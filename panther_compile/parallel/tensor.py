@@ -14,16 +14,16 @@ draw the same random numbers (`share_random_state`): whole tensors are dropped o
 each by its part of the mask of the whole.
 """
 
-from collections.abc import Mapping
+from itertools import islice
 from operator import getitem
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from panther_compile.errors import MeshError
 from panther_compile.parallel.shard_functions import (
@@ -38,20 +38,19 @@ from panther_compile.parallel.shard_functions import (
     sum_shards,
     take_shard,
 )
-from panther_compile.partition.capture import attribute
-from panther_compile.partition.label import SEQUENCE, SHARDED, Labelling, Step
-from panther_compile.partition.layout_rules import (
+from panther_compile.partition.graph.capture import attribute
+from panther_compile.partition.result import Partition
+from panther_compile.partition.shards.layers import COLUMN, VOCABULARY, ShardableLayer, local_pivots
+from panther_compile.partition.shards.placements import Placement, Replicate, Shard
+from panther_compile.partition.shards.problem import tensor_key
+from panther_compile.partition.shards.rules import (
     argument,
     aten,
     has_shape,
     local_arguments,
     shape,
 )
-from panther_compile.partition.layouts import Layout, State, Whole
-from panther_compile.partition.result import Partition
-from panther_compile.partition.sharding_problem import tensor_key
-from panther_compile.partition.sharding_sites import COLUMN, VOCABULARY, Site, local_pivots
-from panther_compile.partition.shards import layout_of
+from panther_compile.partition.shards.sharding_plan import SEQUENCE, SHARDED, ShardingPlan, Step
 
 
 def shard_stage(
@@ -85,73 +84,32 @@ def shard_stage(
     return _Rewriter(stage, part, stage_index, group).module()
 
 
-def parameter_layouts(part: Partition) -> dict[str, Layout | None]:
+def parameter_layouts(part: Partition) -> dict[str, Shard | None]:
     """How each parameter of the stages lies on the tp axis; None if every rank has all of it."""
-    stored = part.sharding.labelling.parameters if part.sharding is not None else {}
+    stored = part.sharding.plan.parameters if part.sharding is not None else {}
     return {name: stored.get(name) for stage in part.stages for name in stage.parameters}
 
 
-def parameter_placements(part: Partition) -> dict[str, int | None]:
-    """The axis that each parameter of the stages is sharded along; None if every rank has all of it.
-
-    What is stored together and used apart (queries, keys and values) is sharded in blocks, which a plain
-    `Shard` does not say: `tensor_placements` does.
-    """
-    return {name: layout.dim if layout else None for name, layout in parameter_layouts(part).items()}
-
-
-def tensor_placements(part: Partition) -> dict[str, Placement]:
+def tensor_placements(part: Partition) -> dict[str, dtensor.Placement]:
     """The placement of each parameter as a DTensor over the tp axis, for `DTensor.from_local`."""
 
-    def placement(layout: Layout | None) -> Placement:
+    def placement(layout: Shard | None) -> dtensor.Placement:
         if layout is None:
-            return Replicate()
+            return dtensor.Replicate()
         return (
-            Shard(layout.dim) if layout.blocks == 1 else _StridedShard(layout.dim, split_factor=layout.blocks)
+            dtensor.Shard(layout.dim)
+            if layout.blocks == 1
+            else _StridedShard(layout.dim, split_factor=layout.blocks)
         )
 
     return {name: placement(layout) for name, layout in parameter_layouts(part).items()}
 
 
-def full_state(state: Mapping[str, Tensor], part: Partition, tp: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Whole tensors of the shards that the ranks of a group hold; every rank must call this.
-
-    Args:
-        state: of a sharded stage: names and tensors of this rank.
-        part: the plan.
-        tp: the group.
-    """
-    layouts = parameter_layouts(part)
-    whole = {}
-    for name, tensor in state.items():
-        layout = layouts.get(name)
-        if layout is None:
-            whole[name] = tensor.detach()
-            continue
-        whole[name] = join_shards(tensor.detach(), layout, tp)
-    return whole
-
-
-def join_shards(tensor: Tensor, layout: Layout, tp: dist.ProcessGroup) -> Tensor:
+def join_shards(tensor: Tensor, layout: Shard, tp: dist.ProcessGroup) -> Tensor:
     """The whole of a tensor of which each rank of a group has a shard; every rank must call this."""
     shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(tp.size())]
     dist.all_gather(shards, tensor.contiguous(), group=tp)
-    return layout.join(shards)
-
-
-def shard_state(state: Mapping[str, Tensor], part: Partition, rank: int) -> dict[str, Tensor]:
-    """What one rank of a tensor-parallel group holds of whole tensors.
-
-    Args:
-        state: whole tensors under the user's names.
-        part: the plan.
-        rank: along the tp axis.
-    """
-    layouts = parameter_layouts(part)
-    return {
-        name: tensor if (layout := layouts.get(name)) is None else layout.shard(tensor, part.mesh.tp, rank)
-        for name, tensor in state.items()
-    }
+    return layout.full(shards)
 
 
 def share_random_state(device: torch.device, tp: dist.ProcessGroup) -> None:
@@ -174,11 +132,11 @@ class _Rewriter:
     def __init__(self, stage: fx.GraphModule, part: Partition, index: int, group: dist.ProcessGroup) -> None:
         assert part.sharding is not None
         self._stage, self._index = stage, index
-        self._labelling: Labelling = part.sharding.labelling
+        self._plan: ShardingPlan = part.sharding.plan
         self._own = frozenset(part.stages[index].nodes)
         self._tp, self._rank, self._group = group.size(), group.rank(), group.group_name
         self._graph = fx.Graph()
-        self._made: dict[tuple[str, State], fx.Node] = {}
+        self._made: dict[tuple[str, Placement], fx.Node] = {}
         self._tensors: dict[str, Any] = {}
         metas = {node.name: node.meta for node in part.captured.graph_module.graph.nodes}
         for node in stage.graph.nodes:
@@ -189,19 +147,22 @@ class _Rewriter:
         """The stage of this rank."""
         self._join()
         for node in self._stage.graph.nodes:
-            step = self._labelling.steps.get(node.name) if node.name in self._own else None
-            if node.name in self._own and node.name in self._labelling.absorbed:
+            step = self._plan.steps.get(node.name) if node.name in self._own else None
+            if node.name in self._own and node.name in self._plan.absorbed:
                 continue
+            before = len(self._graph.nodes)
             if step is None:
-                if node.op == "get_attr" and (tensor_key(node), Whole.SAME) in self._made:
+                if node.op == "get_attr" and (tensor_key(node), Replicate.PLAIN) in self._made:
                     continue
-                made = self._graph.node_copy(node, lambda operand: self._get(operand, Whole.SAME))
+                made = self._graph.node_copy(node, lambda operand: self._get(operand, Replicate.PLAIN))
                 self._read(node)
             elif step.kind in (SHARDED, SEQUENCE):
                 made = self._sharded(node, step)
             else:
                 made = self._layer(node, step)
-            self._made[tensor_key(node), self._lies(node) or Whole.SAME] = made
+            self._made[tensor_key(node), self._lies(node) or Replicate.PLAIN] = made
+            for new in islice(reversed(self._graph.nodes), len(self._graph.nodes) - before):
+                new.meta["custom"] = node.meta.get("custom", {})  # of the user's own checkpoint calls
         self._graph.lint()
         module = fx.GraphModule(self._tensors, self._graph, class_name=f"Stage{self._index}")
         module.training = self._stage.training
@@ -215,24 +176,26 @@ class _Rewriter:
         """Read the parameters that are used on a sequence: the gradients of all come in one message."""
         joined: dict[torch.dtype, dict[str, fx.Node]] = {}
         for node in self._stage.graph.nodes:
-            step = self._labelling.steps.get(node.name) if node.name in self._own else None
+            step = self._plan.steps.get(node.name) if node.name in self._own else None
             if step is None:
                 continue
             for operand in node.all_input_nodes:
-                if step.needs.get(operand.name) is Whole.JOINED:
+                if step.needs.get(operand.name) is Replicate.BUCKETED_GRADIENT:
                     dtype = attribute(self._stage, str(operand.target)).dtype
                     joined.setdefault(dtype, {})[tensor_key(operand)] = operand
         for reads in joined.values():
             for key, node in reads.items():
                 self._read(node)
-                self._made[key, self._lies(node) or Whole.SAME] = self._graph.node_copy(node)
-            wholes = tuple(self._get(node, Whole.SAME) for node in reads.values())
+                self._made[key, self._lies(node) or Replicate.PLAIN] = self._graph.node_copy(node)
+            wholes = tuple(self._get(node, Replicate.PLAIN) for node in reads.values())
             results = self._graph.call_function(join_gradients, (wholes, self._group))
             for place, key in enumerate(reads):
-                self._made[key, Whole.JOINED] = self._graph.call_function(getitem, (results, place))
+                self._made[key, Replicate.BUCKETED_GRADIENT] = self._graph.call_function(
+                    getitem, (results, place)
+                )
 
-    def _lies(self, node: fx.Node) -> Layout | None:
-        return layout_of(self._labelling, node) if node.op == "get_attr" or node.name in self._own else None
+    def _lies(self, node: fx.Node) -> Shard | None:
+        return self._plan.shard_of(node) if node.op == "get_attr" or node.name in self._own else None
 
     def _read(self, node: fx.Node) -> None:
         """Hold what a node reads: this rank's shard of a parameter, or the tensor or module itself."""
@@ -242,31 +205,31 @@ class _Rewriter:
         if node.op != "get_attr" or name in self._tensors:
             return
         tensor = attribute(self._stage, name)
-        layout = self._labelling.parameters.get(name)
+        layout = self._plan.parameters.get(name)
         if layout is not None:
-            own = layout.shard(tensor.detach(), self._tp, self._rank)
+            own = layout.local(tensor.detach(), self._tp, self._rank)
             tensor = nn.Parameter(own, requires_grad=tensor.requires_grad)
         self._tensors[name] = tensor
 
-    def _get(self, node: fx.Node, state: State) -> fx.Node:
+    def _get(self, node: fx.Node, state: Placement) -> fx.Node:
         """A tensor in a state; it is brought there once."""
         key, lies = tensor_key(node), self._lies(node)
         if not has_shape(node):
-            return self._made[key, lies or Whole.SAME]
+            return self._made[key, lies or Replicate.PLAIN]
         if (key, state) in self._made:
             return self._made[key, state]
         place = (self._tp, self._rank, self._group)
-        if lies is not None and (key, Whole.SAME) not in self._made:
+        if lies is not None and (key, Replicate.PLAIN) not in self._made:
             arguments = (self._made[key, lies], lies.dim, lies.blocks, *place)
-            self._made[key, Whole.SAME] = self._graph.call_function(gather_shards, arguments)
-        whole = self._made[key, Whole.SAME]
-        if state is Whole.SUMMED and lies is not None and self._labelling.lies_on_sequence(node):
+            self._made[key, Replicate.PLAIN] = self._graph.call_function(gather_shards, arguments)
+        whole = self._made[key, Replicate.PLAIN]
+        if state is Replicate.PARTIAL_GRADIENT and lies is not None and self._plan.lies_on_sequence(node):
             layout = lies.dim, lies.blocks, self._tp, self._group
             own = self._made[key, lies]
             self._made[key, state] = self._graph.call_function(scatter_gradients, (whole, own, *layout))
-        elif state is Whole.SUMMED:
+        elif state is Replicate.PARTIAL_GRADIENT:
             self._made[key, state] = self._graph.call_function(sum_gradients, (whole, self._group))
-        elif isinstance(state, Layout):
+        elif isinstance(state, Shard):
             arguments = (whole, state.dim, state.blocks, *place)
             self._made[key, state] = self._graph.call_function(take_shard, arguments)
         return self._made[key, state]
@@ -289,27 +252,27 @@ class _Rewriter:
 
     def _layer(self, node: fx.Node, step: Step) -> fx.Node:
         """A layer by columns, rows or vocabulary."""
-        site = step.site
-        assert site is not None
+        layer = step.layer
+        assert layer is not None
         # The graph of the stage is a copy of the one that was labelled, with the same names.
-        reads = {one.name: one for member in self._members(site) for one in member.all_input_nodes}
-        x = self._get(reads[site.x.name], step.needs[site.x.name])
-        weight = self._get(reads[site.weight.name], step.needs[site.weight.name])
+        reads = {one.name: one for member in self._members(layer) for one in member.all_input_nodes}
+        x = self._get(reads[layer.x.name], step.needs[layer.x.name])
+        weight = self._get(reads[layer.weight.name], step.needs[layer.weight.name])
         bias = None
-        if site.bias is not None:
-            bias = self._get(reads[site.bias.name], step.needs[site.bias.name])
+        if layer.bias is not None:
+            bias = self._get(reads[layer.bias.name], step.needs[layer.bias.name])
         if step.kind == COLUMN:
-            return self._column(node, site, x, weight, bias)
+            return self._column(node, layer, x, weight, bias)
         if step.kind == VOCABULARY:
-            rows = shape(site.weight)[0] // self._tp
-            padding = site.node.args[2] if len(site.node.args) > 2 else -1
+            rows = shape(layer.weight)[0] // self._tp
+            padding = layer.node.args[2] if len(layer.node.args) > 2 else -1
             term = self._graph.call_function(embed_vocabulary, (x, weight, rows * self._rank, padding))
-        elif site.form == "pivoted":
-            near, far, columns, offset = local_pivots(site.pivots, shape(site.x)[-1], self._tp, self._rank)
+        elif layer.form == "pivoted":
+            near, far, columns, offset = local_pivots(layer.pivots, shape(layer.x)[-1], self._tp, self._rank)
             bounds = [(one.start, one.stop) for one in (near, far, columns)]
             term = self._graph.call_function(pivoted_rows, (x, weight, *bounds, offset))
         else:
-            term = self._product(site, x, weight)
+            term = self._product(layer, x, weight)
         if step.out is None:
             summed = self._graph.call_function(sum_shards, (term, self._group))
         else:
@@ -318,23 +281,23 @@ class _Rewriter:
         return summed if bias is None else self._graph.call_function(aten.add.Tensor, (summed, bias))
 
     def _column(
-        self, node: fx.Node, site: Site, x: fx.Node, weight: fx.Node, bias: fx.Node | None
+        self, node: fx.Node, layer: ShardableLayer, x: fx.Node, weight: fx.Node, bias: fx.Node | None
     ) -> fx.Node:
-        if site.form == "pivoted":
-            (start, stop), size = site.pivots, shape(site.x)[-1]
+        if layer.form == "pivoted":
+            (start, stop), size = layer.pivots, shape(layer.x)[-1]
             others = (stop, size) if start == 0 else (0, start)
             first = start + (stop - start) // self._tp * self._rank
             return self._graph.call_function(pivoted_columns, (x, weight, first, others))
         if bias is None:
-            return self._product(site, x, weight)
+            return self._product(layer, x, weight)
         args = (x, weight, bias) if node.target is aten.linear.default else (bias, x, weight)
         return self._graph.call_function(node.target, args)  # type: ignore[arg-type]
 
-    def _product(self, site: Site, x: fx.Node, weight: fx.Node) -> fx.Node:
+    def _product(self, layer: ShardableLayer, x: fx.Node, weight: fx.Node) -> fx.Node:
         """Their product, without a bias."""
-        target = aten.matmul.default if site.out_dim == 1 else aten.linear.default
+        target = aten.matmul.default if layer.out_dim == 1 else aten.linear.default
         return self._graph.call_function(target, (x, weight))
 
-    def _members(self, site: Site) -> list[fx.Node]:
-        names = {member.name for member in site.members}
+    def _members(self, layer: ShardableLayer) -> list[fx.Node]:
+        names = {member.name for member in layer.members}
         return [node for node in self._stage.graph.nodes if node.name in names]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from panther_compile.parallel import optimizer_state
 from panther_compile.parallel.engine import ParallelEngine
+from panther_compile.parallel.model_state import held_buffers, held_parameters
 from panther_compile.parallel.pieces import Piece, PieceReader, find_pieces, whole_shape
 
 MODEL = "model."
@@ -74,7 +75,9 @@ def find_differences(
         if has != wanted:
             yield f"{name} is {_told(*wanted)} in this model and {_told(*has)} in it"
     if own == theirs:
-        yield from optimizer_state.find_differences(optimizer, names, manifest["optimizer"])
+        yield from optimizer_state.find_differences(
+            optimizer, names, manifest["optimizer"], engine.task.unread
+        )
 
 
 def restore_state(
@@ -148,9 +151,9 @@ def _model_tensors(engine: ParallelEngine) -> dict[str, tuple[str, list[Tensor]]
 
     replica = engine.devices.dp
     for stage in engine.stages.values():
-        for name, parameter in stage.graph.named_parameters():
+        for name, parameter in held_parameters(stage):
             add(MODEL + name, name, parameter)
-        for name, buffer in stage.graph.named_buffers():
+        for name, buffer in held_buffers(stage):
             add(f"replica.{replica}.{name}" if replica else MODEL + name, name, buffer)
     for name, tensor in engine.names.rest.items():
         add(MODEL + name, name, tensor)

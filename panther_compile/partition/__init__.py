@@ -1,29 +1,33 @@
-"""Cut a model into pipeline stages and shards by minimum cuts, and predict what a training step takes.
+"""Cut a model into pipeline stages by minimum cuts, its layers into shards, and predict what a step takes.
 
-capture     model ──► FX graph under the user's names
-observe     what each node does: products, bytes, what it keeps and writes
-flow_graph  ──► flow.FlowGraph: seconds on vertices, bytes on values
-cut         minimum cuts, one way only, nested             (no torch)
-chains      dynamic program over nested cuts               (no torch)
-stages      cuts to choose from ──► the ends of stages     (no torch)
-rates       what kinds of operations take on this device ──► hardware.Hardware
-sharding_problem  what could be sharded, along features or the sequence, and what that costs
-label       layouts of tensors, kinds of layers ──► label.Labelling, by an energy and its cuts
-shards      collectives, records, lighter stages
-mesh_search devices ──► meshes, the most promising first     (no torch)
-schedule    gpipe, 1f1b, interleaved; event simulator      (no torch)
-assemble    ──► result.Partition, made of records
-traffic     bytes of a step inside nodes and between them      (no torch)
-split       one module a stage, with its own parameters
+graph/     a model as a graph: what each node does, and what that takes
+stages/    where pipeline stages end: minimum cuts, a dynamic program over them, schedules
+shards/    what is sharded over the tp axis: placements and layers, by the labelling of least cost
+partition  the verb: capture, observe, weigh, cut, simulate
+assemble   ──► result.Partition, made of records
+records    the mesh, one record a stage, the tensors between them
+result     what `partition_model` gives back
+traffic    bytes of a step inside nodes and between them      (no torch)
+plot       a partition as a picture
+graphs     A model read once, and its flow graph as one device sees it, for any number of devices
+options    What the user asked for, and the strategies among which the planner chooses for a mesh
+replicas   What the replicas of a model divide among themselves, and what that takes. No torch in here
+search     The best strategy and cuts for a mesh, and the best mesh for a number of devices
 """
 
-from panther_compile.partition.hardware import Hardware, Link
+from panther_compile.partition.graph.hardware import Hardware, Link
+from panther_compile.partition.graph.rates import measure_hardware
 from panther_compile.partition.partition import partition_model
-from panther_compile.partition.rates import measure_hardware
-from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage, TensorSpec
+from panther_compile.partition.records import (
+    Collective,
+    Mesh,
+    ShardedLayer,
+    SharedParameter,
+    Stage,
+    TensorSpec,
+)
 from panther_compile.partition.result import Partition
-from panther_compile.partition.skeleton import sketch_skeleton
-from panther_compile.partition.split import StagedModel
+from panther_compile.partition.stages.split import StagedModel
 from panther_compile.partition.traffic import Traffic
 
 __all__ = [
@@ -32,7 +36,7 @@ __all__ = [
     "Link",
     "Mesh",
     "Partition",
-    "Shard",
+    "ShardedLayer",
     "SharedParameter",
     "Stage",
     "StagedModel",
@@ -40,5 +44,4 @@ __all__ = [
     "Traffic",
     "measure_hardware",
     "partition_model",
-    "sketch_skeleton",
 ]

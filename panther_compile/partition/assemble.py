@@ -8,144 +8,18 @@ import numpy as np
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from panther_compile.errors import MeshError
-from panther_compile.partition.capture import Captured, attribute
-from panther_compile.partition.chains import StageRequest
-from panther_compile.partition.flow import FlowGraph, Holding
-from panther_compile.partition.hardware import NO_LINK, Hardware, Link
-from panther_compile.partition.mesh_search import Setting
-from panther_compile.partition.records import Mesh, SharedParameter, Stage, TensorSpec
+from panther_compile.partition.graph.capture import Captured, attribute
+from panther_compile.partition.graph.flow import FlowGraph, Holding
+from panther_compile.partition.graph.hardware import NO_LINK, Link
+from panther_compile.partition.options import PlanOptions, Strategy
+from panther_compile.partition.records import Mesh, SharedParameter, Stage, StageMemory, TensorSpec
+from panther_compile.partition.replicas import count_replica_seconds, find_replica_links
 from panther_compile.partition.result import Partition
-from panther_compile.partition.schedule import Action, Timeline, count_in_flight, order_actions, simulate
-from panther_compile.partition.shards import Sharding
-from panther_compile.partition.split import crossing_names
-from panther_compile.partition.stages import StageCuts
-
-_MICROBATCHES_PER_STAGE = 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for, the mesh aside.
-
-    Attributes:
-        hardware: of the cluster.
-        memory_bytes: of each device.
-        microbatches: of a step, through each replica; None for four for each device of the pipeline.
-        schedule: its name.
-        stages_per_device: 1 unless interleaved.
-        training: whether there is a backward.
-        recompute: whether activations are computed again in it.
-        samples: of a microbatch.
-        global_batch: samples of a step over all replicas, in place of microbatches.
-    """
-
-    hardware: Hardware
-    memory_bytes: int
-    microbatches: int | None
-    schedule: str
-    stages_per_device: int
-    training: bool
-    recompute: bool
-    samples: int = 1
-    global_batch: int | None = None
-
-    def microbatches_of(self, mesh: Mesh) -> int:
-        """Of one step, through each replica."""
-        if self.global_batch is not None:
-            return self.global_batch // (mesh.dp * self.samples)
-        return _MICROBATCHES_PER_STAGE * mesh.pp if self.microbatches is None else self.microbatches
-
-    def check(self, mesh: Mesh) -> None:
-        """Refuse what cannot be divided into microbatches, and what the schedule cannot run."""
-        batch = self.global_batch
-        if batch is not None and (
-            not isinstance(batch, int) or batch < 1 or batch % (mesh.dp * self.samples)
-        ):
-            raise MeshError(
-                f"global_batch={batch!r} is not divisible by dp={mesh.dp} x {self.samples} samples of a "
-                "microbatch"
-            )
-        count = self.microbatches_of(mesh)
-        if not isinstance(count, int) or count < 1:
-            raise MeshError(f"microbatches={count!r}; it must be a whole number, 1 or more")
-        if self.schedule == "interleaved" and (self.stages_per_device < 1 or count % mesh.pp):
-            raise MeshError(
-                f"interleaved runs microbatches in groups of pp={mesh.pp}, on at least one stage a "
-                f"device; microbatches={count} and stages_per_device={self.stages_per_device} do not fit"
-            )
-
-    def orders(self, mesh: Mesh) -> tuple[tuple[Action, ...], ...]:
-        """What each device of the pipeline does."""
-        return order_actions(
-            self.schedule,
-            mesh.pp,
-            self.microbatches_of(mesh),
-            stages_per_device=self.stages_per_device,
-            training=self.training,
-        )
-
-    def request(self, mesh: Mesh) -> StageRequest:
-        """The stages that a mesh asks for; a device's memory is divided evenly over its stages."""
-        setting = self.setting(mesh)
-        return StageRequest(
-            setting.links, setting.in_flight, memory_bytes=setting.memory_bytes, recompute=self.recompute
-        )
-
-    def setting(self, mesh: Mesh) -> Setting:
-        """The same, and what else a mesh decides."""
-        stages, microbatches = mesh.pp * self.stages_per_device, self.microbatches_of(mesh)
-        if not self.training:
-            in_flight = (1,) * stages
-        elif self.schedule == "1f1b":  # without counting, as there may be a thousand stages
-            in_flight = tuple(min(microbatches, stages - stage) for stage in range(stages))
-        else:
-            in_flight = count_in_flight(self.orders(mesh), stages)
-        return Setting(
-            links=tuple(self._link(mesh, stage) for stage in range(stages - 1)),
-            in_flight=in_flight,
-            memory_bytes=self.memory_bytes // self.stages_per_device,
-            microbatches=microbatches,
-            replicas=mesh.dp,
-            replica_link=self._replica_link(mesh, 0),
-            devices=mesh.pp,
-        )
-
-    def shared_link(self, mesh: Mesh) -> Link:
-        """The slowest link between devices that share a stage."""
-        links = [
-            self.hardware.link(mesh.rank(dp, pp), mesh.rank(dp, pp, mesh.tp - 1))
-            for dp in range(mesh.dp)
-            for pp in range(mesh.pp)
-        ]
-        return min(links, key=lambda link: link.bytes_per_second)
-
-    def _link(self, mesh: Mesh, stage: int) -> Link:
-        """The slowest link, over the replicas, from a stage to the next."""
-        first, second = stage % mesh.pp, (stage + 1) % mesh.pp
-        if first == second:
-            return NO_LINK
-        links = [self.hardware.link(mesh.rank(dp, first), mesh.rank(dp, second)) for dp in range(mesh.dp)]
-        return min(links, key=lambda link: link.bytes_per_second)
-
-    def _replica_link(self, mesh: Mesh, device: int) -> Link:
-        """The slowest link between the replicas of a device."""
-        return self.hardware.link(mesh.rank(0, device), mesh.rank(mesh.dp - 1, device))
-
-    def reduce_seconds(
-        self, mesh: Mesh, stages: Sequence[Stage], shared: Sequence[SharedParameter]
-    ) -> list[float]:
-        """Time of each device to sum gradients in rings: over the replicas, and over stages that share."""
-        spent = [0.0] * mesh.pp
-        for stage in stages:
-            link = self._replica_link(mesh, stage.device)
-            spent[stage.device] += _ring_seconds(stage.gradient_bytes, mesh.dp, link)
-        for parameter in shared:
-            places = sorted({stage % mesh.pp for stage in parameter.stages})
-            link = self.hardware.link(mesh.rank(0, places[0]), mesh.rank(0, places[-1]))
-            for place in places:
-                spent[place] += _ring_seconds(parameter.gradient_bytes, len(places), link)
-        return spent
+from panther_compile.partition.shards.describe import Sharding
+from panther_compile.partition.stages.chains import StageRequest
+from panther_compile.partition.stages.ends import StageCuts
+from panther_compile.partition.stages.schedule import Timeline, simulate
+from panther_compile.partition.stages.split import crossing_names
 
 
 def count_samples(example_inputs: Any) -> int:
@@ -165,12 +39,33 @@ def _ring_seconds(size: int, members: int, link: Link) -> float:
     return 2 * (members - 1) * link.seconds(size / members)
 
 
+@dataclass(frozen=True)
+class DevicePlan:
+    """A flow graph as one device of a mesh sees it, before it is cut.
+
+    Attributes:
+        strategy: that was chosen.
+        flow: with the work of one device, what is computed again included, and what it holds.
+        request: for the stages.
+        units: where units end.
+        recomputed_bytes: of the largest unit that is computed again.
+        gathered_bytes: of units whose parameters and gradients are whole for a while.
+    """
+
+    strategy: Strategy
+    flow: FlowGraph
+    request: StageRequest
+    units: tuple[int, ...]
+    recomputed_bytes: int
+    gathered_bytes: int
+
+
 def assemble(
     name: str,
     captured: Captured,
-    flow: FlowGraph,
+    plan: DevicePlan,
     cuts: StageCuts,
-    settings: Settings,
+    options: PlanOptions,
     mesh: Mesh,
     *,
     constants: tuple[fx.Node, ...],
@@ -182,21 +77,19 @@ def assemble(
     Args:
         name: of the model.
         captured: the model.
-        flow: its flow graph.
+        plan: its flow graph, as a device sees it.
         cuts: chosen.
-        settings: of the user.
+        options: of the user.
         mesh: of the devices.
         constants: nodes that are no vertices.
         persistent: names in the model's state dict.
         sharding: over the tp axis, whose work the flow graph has divided already.
     """
-    request = settings.request(mesh)
+    flow = plan.flow
+    request, strategy = plan.request, plan.strategy
     stage_of_vertex, stage_of = stages_of(flow, cuts)
-    specs = _specs(captured, stage_of, request.count)
-    stages = tuple(
-        _stage(captured, flow, stage, stage_of_vertex, stage_of, specs, request, mesh)
-        for stage in range(request.count)
-    )
+    builder = _StageBuilder(captured, plan, cuts, mesh, _specs(captured, stage_of, request.count))
+    stages = tuple(builder.stage(index) for index in range(request.count))
     holders = ((held, tuple(sorted({stage_of_vertex[v] for v in held.vertices}))) for held in flow.holdings)
     shared = tuple(
         SharedParameter(held.name, places, held.gradient_bytes)
@@ -205,15 +98,15 @@ def assemble(
     )
     return Partition(
         model=name,
-        route=captured.route,
         mesh=mesh,
-        hardware=settings.hardware,
-        schedule=settings.schedule,
-        microbatches=settings.microbatches_of(mesh),
+        hardware=options.hardware,
+        schedule=strategy.schedule,
+        recompute=strategy.recompute,
+        data_parallel=strategy.sharding,
+        microbatches=options.microbatches_of(mesh),
         stages=stages,
         shared=shared,
-        unused=captured.unused,
-        timeline=_timeline(settings, mesh, stages, shared, request),
+        timeline=_timeline(options, plan, mesh, stages, shared),
         exact=cuts.exact and sharding is None,
         candidates=cuts.candidates,
         flow=flow,
@@ -238,28 +131,48 @@ def stages_of(flow: FlowGraph, cuts: StageCuts) -> tuple[dict[str, int], dict[st
 
 
 def _timeline(
-    settings: Settings,
+    options: PlanOptions,
+    plan: DevicePlan,
     mesh: Mesh,
     stages: Sequence[Stage],
     shared: Sequence[SharedParameter],
-    request: StageRequest,
 ) -> Timeline:
     """One step. A transfer keeps both ends busy: it lengthens what sends and what receives."""
-    forward, backward = [], []
+    links, sharding = plan.request.links, plan.strategy.sharding
+    replica_links = find_replica_links(options.hardware, mesh, sharding.sharers)
+    forward, backward, tails = [], [], [0.0] * mesh.pp
     for stage in stages:
-        before = request.links[stage.index - 1] if stage.index else NO_LINK
-        after = request.links[stage.index] if stage.index < len(request.links) else NO_LINK
+        before = links[stage.index - 1] if stage.index else NO_LINK
+        after = links[stage.index] if stage.index < len(links) else NO_LINK
         next_gradients = stages[stage.index + 1].gradient_sent_bytes if stage.index + 1 < len(stages) else 0
+        replicas = count_replica_seconds(
+            sharding,
+            replica_links,
+            parameter_bytes=stage.parameter_bytes,
+            gradient_bytes=stage.gradient_bytes,
+            forward_seconds=stage.forward_seconds,
+            backward_seconds=stage.backward_seconds,
+            units=len(plan.units) // len(stages),
+        )
         forward.append(
             stage.forward_seconds
+            + replicas.forward
             + before.seconds(stage.received_bytes * (stage.index > 0))
             + after.seconds(stage.sent_bytes)
         )
         backward.append(
-            stage.backward_seconds + before.seconds(stage.gradient_sent_bytes) + after.seconds(next_gradients)
+            stage.backward_seconds
+            + replicas.backward
+            + before.seconds(stage.gradient_sent_bytes)
+            + after.seconds(next_gradients)
         )
-    tails = settings.reduce_seconds(mesh, stages, shared) if settings.training else ()
-    return simulate(settings.orders(mesh), forward, backward, tails)
+        tails[stage.device] += replicas.tail
+    for parameter in shared:
+        places = sorted({stage % mesh.pp for stage in parameter.stages})
+        link = options.hardware.link(mesh.rank(0, places[0]), mesh.rank(0, places[-1]))
+        for place in places:
+            tails[place] += _ring_seconds(parameter.gradient_bytes, len(places), link)
+    return simulate(options.orders(mesh, plan.strategy), forward, backward, tails if options.training else ())
 
 
 def _specs(captured: Captured, stage_of: dict[str, int], stages: int) -> list[tuple[TensorSpec, ...]]:
@@ -287,57 +200,89 @@ def _specs(captured: Captured, stage_of: dict[str, int], stages: int) -> list[tu
     return [tuple(map(spec, names)) for names in ends]
 
 
-def _stage(
-    captured: Captured,
-    flow: FlowGraph,
-    index: int,
-    stage_of_vertex: dict[str, int],
-    stage_of: dict[str, int],
-    specs: Sequence[tuple[TensorSpec, ...]],
-    request: StageRequest,
-    mesh: Mesh,
-) -> Stage:
-    vertices = [vertex for vertex in flow.work if stage_of_vertex[vertex] == index]
-    work = [flow.work[vertex] for vertex in vertices]
-    held = [
-        held for held in flow.holdings if any(stage_of_vertex[vertex] == index for vertex in held.vertices)
-    ]
-    forward = sum(part.forward_seconds for part in work)
-    backward = sum(part.backward_seconds for part in work) + request.recompute * forward
-    sizes = {value.name: (value.bytes, value.gradient_bytes) for value in flow.values}
-    entering = [sizes.get(spec.name, (0, 0)) for spec in specs[index]]
-    leaving = [sizes.get(spec.name, (0, 0)) for spec in specs[index + 1]]
-    is_last, is_first = index == request.count - 1, index == 0
-    received, given_back = (sum(column) for column in zip((0, 0), *entering, strict=True))
-    sent, returned = (sum(column) for column in zip((0, 0), *leaving, strict=True))
-    before = NO_LINK if is_first else request.links[index - 1]
-    after = NO_LINK if is_last else request.links[index]
-    saved, in_flight = sum(part.saved_bytes for part in work), request.in_flight[index]
-    whole = sum(item.bytes + item.trained_bytes for item in held)
-    kept = saved + (in_flight - 1) * received if request.recompute else in_flight * saved
-    nodes = [node.name for node in captured.graph_module.graph.nodes]
-    return Stage(
-        index=index,
-        device=index % mesh.pp,
-        forward_seconds=forward,
-        backward_seconds=backward,
-        receive_seconds=before.seconds(received) + after.seconds(returned),
-        send_seconds=after.seconds(sent) + before.seconds(given_back),
-        parameter_bytes=sum(item.bytes for item in held),
-        gradient_bytes=sum(item.gradient_bytes for item in held),
-        optimizer_bytes=sum(item.trained_bytes - item.gradient_bytes for item in held),
-        activation_bytes=saved,
-        in_flight=in_flight,
-        memory_bytes=whole + kept + received + sent,
-        received_bytes=0 if is_first else received,
-        sent_bytes=0 if is_last else sent,
-        gradient_sent_bytes=0 if is_first else given_back,
-        parameters=_names(captured, held, parameters=True),
-        buffers=_names(captured, held, parameters=False),
-        nodes=tuple(name for name in nodes if stage_of.get(name) == index),
-        inputs=specs[index],
-        outputs=specs[index + 1],
-    )
+class _StageBuilder:
+    """Makes the records of stages."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: DevicePlan,
+        cuts: StageCuts,
+        mesh: Mesh,
+        specs: Sequence[tuple[TensorSpec, ...]],
+    ) -> None:
+        self._captured, self._plan, self._mesh, self._specs = captured, plan, mesh, specs
+        self._stage_of_vertex, self._stage_of = stages_of(plan.flow, cuts)
+        self._starts = [int(size) for size in cuts.prefixes.sum(axis=1)]
+        self._in_order = [
+            bool(row[:size].all()) for row, size in zip(cuts.prefixes, self._starts, strict=True)
+        ]
+        self._sizes = {value.name: (value.bytes, value.gradient_bytes) for value in plan.flow.values}
+
+    def stage(self, index: int) -> Stage:
+        """One of them."""
+        plan, request, flow = self._plan, self._plan.request, self._plan.flow
+        work = [one for vertex, one in flow.work.items() if self._stage_of_vertex[vertex] == index]
+        held = [
+            item
+            for item in flow.holdings
+            if any(self._stage_of_vertex[vertex] == index for vertex in item.vertices)
+        ]
+        received, given_back = self._bytes(index)
+        sent, returned = self._bytes(index + 1)
+        is_last, is_first = index == request.count - 1, index == 0
+        before = NO_LINK if is_first else request.links[index - 1]
+        after = NO_LINK if is_last else request.links[index]
+        in_flight, device = request.in_flight[index], index % self._mesh.pp
+        saved = sum(one.saved_bytes for one in work)
+        # Units are whole or computed again after the loss is gone; once for all stages of a device.
+        loss = in_flight * sum(one.loss_bytes for one in work)
+        recomputed = max(0, plan.recomputed_bytes - loss) if index == device else 0
+        gathered = (
+            max(0, plan.gathered_bytes - max(0, loss - plan.recomputed_bytes)) if index == device else 0
+        )
+        names = [node.name for node in self._captured.graph_module.graph.nodes]
+        return Stage(
+            index=index,
+            device=device,
+            forward_seconds=sum(one.forward_seconds for one in work),
+            backward_seconds=sum(one.backward_seconds for one in work),
+            receive_seconds=before.seconds(received) + after.seconds(returned),
+            send_seconds=after.seconds(sent) + before.seconds(given_back),
+            parameter_bytes=sum(item.bytes for item in held),
+            gradient_bytes=sum(item.gradient_bytes for item in held),
+            optimizer_bytes=sum(item.trained_bytes - item.gradient_bytes for item in held),
+            activation_bytes=saved,
+            in_flight=in_flight,
+            memory=StageMemory(
+                states=sum(item.memory_bytes for item in held),
+                activations=in_flight * (saved + self._kept_input(index, received)),
+                buffers=received + sent,
+                recomputed=recomputed,
+                gathered=gathered,
+            ),
+            received_bytes=0 if is_first else received,
+            sent_bytes=0 if is_last else sent,
+            gradient_sent_bytes=0 if is_first else given_back,
+            parameters=_names(self._captured, held, parameters=True),
+            buffers=_names(self._captured, held, parameters=False),
+            nodes=tuple(name for name in names if self._stage_of.get(name) == index),
+            inputs=self._specs[index],
+            outputs=self._specs[index + 1],
+        )
+
+    def _bytes(self, end: int) -> tuple[int, int]:
+        """Across one end of a stage: values forward, gradients backward."""
+        sizes = [self._sizes.get(spec.name, (0, 0)) for spec in self._specs[end]]
+        return sum(size for size, _ in sizes), sum(size for _, size in sizes)
+
+    def _kept_input(self, index: int, received: int) -> int:
+        """What a stage keeps of what it receives, where it starts inside of a unit that is computed again."""
+        checkpoints = self._plan.flow.checkpoints
+        if checkpoints is None:
+            return 0
+        starts_a_unit = self._in_order[index] and self._starts[index] in (0, *checkpoints)
+        return 0 if starts_a_unit else received
 
 
 def _names(captured: Captured, held: Sequence[Holding], *, parameters: bool) -> tuple[str, ...]:

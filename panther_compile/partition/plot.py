@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from os import PathLike
 
 from panther_compile.partition.records import Stage
-from panther_compile.partition.schedule import Timeline
+from panther_compile.partition.stages.schedule import Timeline
+from panther_compile.reporting.plots import new_figure
 
 _PARTS = (
     ("forward", "forward_seconds", "#4878a8"),
@@ -28,12 +29,8 @@ def draw(title: str, stages: Sequence[Stage], timeline: Timeline, path: str | Pa
         timeline: of one step.
         path: of the file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     devices = 1 + max(slot.device for slot in timeline.slots)
-    figure = Figure(figsize=(11, 4.6 + 0.35 * devices), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.6 + 0.35 * devices)
     grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.2 + 0.45 * devices))
     figure.suptitle(title, fontsize=10)
     places = [stage.index for stage in stages]

@@ -113,7 +113,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardedLayer:
     """A layer that is divided over the tp axis.
 
     Attributes:
@@ -135,6 +135,30 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one of a stage's devices at its peak.
+
+    Attributes:
+        states: parameters, gradients and optimizer states that this replica holds.
+        activations: kept for the backward, of all microbatches in flight.
+        buffers: what the stage receives and sends.
+        recomputed: of the unit that is computed again.
+        gathered: of units whose parameters, or gradients, are whole for a while.
+    """
+
+    states: int
+    activations: int
+    buffers: int
+    recomputed: int = 0
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.states + self.activations + self.buffers + self.recomputed + self.gathered
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of the pipeline. Seconds and bytes are of one microbatch on one of the stage's devices.
 
@@ -145,12 +169,12 @@ class Stage:
         backward_seconds: likewise, recomputation included.
         receive_seconds: from the stage before, and gradients from the stage after.
         send_seconds: to the stage after, and gradients to the stage before.
-        parameter_bytes: parameters and buffers.
-        gradient_bytes: of its parameters.
-        optimizer_bytes: of its parameters.
+        parameter_bytes: of parameters and buffers, whole over the replicas.
+        gradient_bytes: likewise of their gradients.
+        optimizer_bytes: likewise of their optimizer states, master weights included.
         activation_bytes: saved for the backward.
         in_flight: microbatches held at once, at most.
-        memory_bytes: of all this at its peak.
+        memory: of a device at its peak.
         received_bytes: activations from the stage before.
         sent_bytes: activations to the stage after.
         gradient_sent_bytes: gradients to the stage before.
@@ -172,7 +196,7 @@ class Stage:
     optimizer_bytes: int
     activation_bytes: int
     in_flight: int
-    memory_bytes: int
+    memory: StageMemory
     received_bytes: int
     sent_bytes: int
     gradient_sent_bytes: int
@@ -181,6 +205,11 @@ class Stage:
     nodes: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device at its peak."""
+        return self.memory.total
 
     @property
     def compute_seconds(self) -> float:

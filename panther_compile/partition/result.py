@@ -11,17 +11,18 @@ from typing import Any
 from torch import fx
 
 from panther_compile.partition import plot
-from panther_compile.partition.capture import Captured
-from panther_compile.partition.chains import StageRequest
-from panther_compile.partition.flow import FlowGraph
-from panther_compile.partition.hardware import Hardware
-from panther_compile.partition.records import Collective, Mesh, Shard, SharedParameter, Stage
-from panther_compile.partition.schedule import Timeline
-from panther_compile.partition.shards import Sharding
-from panther_compile.partition.split import StagedModel, split
-from panther_compile.partition.stages import lower_bound
+from panther_compile.partition.graph.capture import Captured
+from panther_compile.partition.graph.flow import FlowGraph
+from panther_compile.partition.graph.hardware import Hardware
+from panther_compile.partition.records import Collective, Mesh, ShardedLayer, SharedParameter, Stage
+from panther_compile.partition.replicas import StateSharding
+from panther_compile.partition.shards.describe import Sharding
+from panther_compile.partition.stages.chains import StageRequest
+from panther_compile.partition.stages.ends import lower_bound
+from panther_compile.partition.stages.schedule import Timeline
+from panther_compile.partition.stages.split import StagedModel, split
 from panther_compile.partition.traffic import Traffic, count_traffic
-from panther_compile.tables import render_table
+from panther_compile.reporting.tables import render_table
 
 # The number of a layer in a name, as in blocks.3.mlp; alike layers are told in one line.
 _NUMBER = re.compile(r"(\.)\d+(?=\.)")
@@ -33,14 +34,14 @@ class Partition:
 
     Attributes:
         model: class of the model.
-        route: how its graph was read.
         mesh: devices.
         hardware: they are.
         schedule: "gpipe", "1f1b" or "interleaved".
+        recompute: activation checkpointing, "none", "selective" or "full".
+        data_parallel: how the replicas share states.
         microbatches: of a step, through each replica.
         stages: along the model; device d of the pp axis holds stages d, pp + d, ...
         shared: parameters that several stages hold.
-        unused: parameters of the model that its graph does not read, and no stage holds.
         timeline: of one step, simulated.
         exact: whether no better stages exist under the predicted costs.
         candidates: cuts that were compared.
@@ -48,14 +49,14 @@ class Partition:
     """
 
     model: str
-    route: str
     mesh: Mesh
     hardware: Hardware
     schedule: str
+    recompute: str
+    data_parallel: StateSharding
     microbatches: int
     stages: tuple[Stage, ...]
     shared: tuple[SharedParameter, ...]
-    unused: tuple[str, ...]
     timeline: Timeline = field(repr=False)
     exact: bool
     candidates: int
@@ -68,7 +69,17 @@ class Partition:
     left_out: tuple[tuple[Mesh, str], ...] = ()
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def route(self) -> str:
+        """How the model's graph was read."""
+        return self.captured.route
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters of the model that its graph does not read, and no stage holds."""
+        return self.captured.unused
+
+    @property
+    def shards(self) -> tuple[ShardedLayer, ...]:
         """Layers whose parameters are divided over the tp axis."""
         return self.sharding.shards if self.sharding is not None else ()
 
@@ -113,6 +124,14 @@ class Partition:
         return sum(stage.sent_bytes + stage.gradient_sent_bytes for stage in self.stages)
 
     @property
+    def device_memory_bytes(self) -> int:
+        """Of the fullest device, which holds one stage or, interleaved, several."""
+        held = [0] * self.mesh.pp
+        for stage in self.stages:
+            held[stage.device] += stage.memory_bytes
+        return max(held)
+
+    @property
     def traffic(self) -> tuple[Traffic, ...]:
         """What all devices together send in a step, by purpose, inside nodes and between them."""
         return count_traffic(
@@ -153,6 +172,8 @@ class Partition:
             "mesh": dataclasses.asdict(self.mesh),
             "hardware": dataclasses.asdict(self.hardware),
             "schedule": self.schedule,
+            "recompute": self.recompute,
+            "data_parallel": dataclasses.asdict(self.data_parallel),
             "microbatches": self.microbatches,
             "step_seconds": self.step_seconds,
             "bubble": self.bubble,
@@ -160,7 +181,7 @@ class Partition:
             "cut_bytes": self.cut_bytes,
             "traffic": [dataclasses.asdict(traffic) for traffic in self.traffic],
             "exact": self.exact,
-            "stages": [dataclasses.asdict(stage) | {"seconds": stage.seconds} for stage in self.stages],
+            "stages": [_stage_record(stage) for stage in self.stages],
             "shared": [dataclasses.asdict(shared) for shared in self.shared],
             "unused": self.unused,
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
@@ -202,6 +223,8 @@ class Partition:
             + ("optimal" if self.exact else f"best of {self.candidates} cuts")
             + " under the predicted costs",
         ]
+        if self.mesh.dp > 1 or self.recompute != "none":
+            footer.append(f"states: {self.data_parallel}; activation checkpointing: {self.recompute}")
         if self.mesh.devices > 1:
             footer.append(self._told_traffic())
         if self.sharding is not None:
@@ -250,5 +273,10 @@ class Partition:
             yield f"  {lines[0]}" if len(lines) == 1 else f"  {len(lines)} x {pattern}"
         if sharding.sequence:
             yield f"  {len(sharding.sequence)} operations give shards of the sequence"
-        if sharding.labelling.gap:
-            yield f"  up to {sharding.labelling.gap:.1%} of a microbatch's time may be left in other shards"
+        if sharding.plan.gap:
+            yield f"  up to {sharding.plan.gap:.1%} of a microbatch's time may be left in other shards"
+
+
+def _stage_record(stage: Stage) -> dict[str, Any]:
+    sums = {"seconds": stage.seconds, "memory_bytes": stage.memory_bytes}
+    return dataclasses.asdict(stage) | sums

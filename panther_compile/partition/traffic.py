@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from panther_compile.partition.hardware import Hardware
+from panther_compile.partition.graph.hardware import Hardware
 from panther_compile.partition.records import Collective, Mesh, SharedParameter, Stage
 
 PURPOSES = ("pipeline", "shards", "replicas", "tied")

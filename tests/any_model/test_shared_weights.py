@@ -233,3 +233,20 @@ def test_parameter_that_the_model_holds_too_stays_dense():
     model = mlp(48, 3)
     model.register_parameter("copy", model[1].weight)
     assert "the model itself" in reasons(model)["1"]
+
+
+def test_attentions_that_share_projections_are_densified():
+    dense = nn.ModuleDict({name: nn.MultiheadAttention(32, 4) for name in ("a", "b")}).eval()
+    small = pc.sketchify(dense, 0.6, min_params=0, allow_slower=True, include="*", progress=False)
+    x = torch.randn(3, 2, 32)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(small["b"], name, getattr(small["a"], name))
+        again = pc.densify(small)
+        for key in ("a", "b"):
+            torch.testing.assert_close(again[key](x, x, x)[0], small[key](x, x, x)[0])
+    assert again["a"].in_proj_weight is again["b"].in_proj_weight
+    assert again["a"].out_proj.weight is again["b"].out_proj.weight
+    small["b"].q_proj, small["b"].k_proj = small["a"].k_proj, small["a"].q_proj  # the same factors, crossed
+    again = pc.densify(small)
+    torch.testing.assert_close(again["b"](x, x, x)[0], small["b"](x, x, x)[0])
+    assert again["a"].in_proj_weight is not again["b"].in_proj_weight

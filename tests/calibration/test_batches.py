@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from panther_compile.calibration.batches import Call, kept_positions, record_calls
 from panther_compile.errors import ConfigTypeError, DataError
+from panther_compile.models.batches import Call, kept_positions, record_calls
 
 
 class Masked(nn.Module):

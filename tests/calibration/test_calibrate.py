@@ -8,8 +8,8 @@ from torch import fx, nn
 from zoo import ZOO, call, names
 
 import panther_compile as pc
-from panther_compile.calibration.outputs import distance
 from panther_compile.errors import DataError
+from panther_compile.models.outputs import distance
 
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from panther_compile.calibration.fit_conv2d import fit_conv2d_to
-from panther_compile.calibration.lockstep import Arrival
 from panther_compile.config import SketchConfig
-from panther_compile.factorize_conv2d import factorize_conv2d
+from panther_compile.factorization.conv2d import factorize_conv2d
+from panther_compile.kinds.fit_conv2d import fit_conv2d_to
 from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice
 
 CASES = {

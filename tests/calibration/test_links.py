@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from panther_compile.calibration.batches import record_calls
 from panther_compile.calibration.links import find_links
-from panther_compile.calibration.targets import find_targets, watch
 from panther_compile.config import SketchConfig
-from panther_compile.sites import find_sites
-from panther_compile.trace import read_graph
+from panther_compile.kinds.targets import find_targets, watch
+from panther_compile.models.batches import record_calls
+from panther_compile.planning.sites import find_sites
+from panther_compile.planning.trace import read_graph
 from tests import zoo
 
 WIDTH, HIDDEN = 8, 24
@@ -20,7 +20,7 @@ def links_of(model, data):
     model.eval()
     config = SketchConfig(min_params=1, include="*")
     targets = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
-    return find_links(watch(model, targets), targets, record_calls(model, data)[0])
+    return find_links(watch(model, targets), targets, record_calls(model, data))
 
 
 class Part(nn.Module):

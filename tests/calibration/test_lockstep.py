@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from panther_compile.calibration.batches import Call
 from panther_compile.calibration.lockstep import fit_in_lockstep
-from panther_compile.calibration.watched import Side, Watched, copy_sharing
+from panther_compile.models.batches import Call
+from panther_compile.models.watched import Side, Watched, copy_sharing
 
 
 class Branches(nn.Module):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from panther_compile.calibration.batches import Call
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
-from panther_compile.calibration.targets import find_targets, watch
+from panther_compile.kinds.targets import find_targets, watch
+from panther_compile.models.batches import Call
 from panther_compile.records import Site
 
 
@@ -17,7 +17,7 @@ def gradients(model, x, **options):
     return output_gradients(
         side.model,
         side.watched,
-        {name: target.channel_dim for name, target in targets.items()},
+        {name: target.view.channel_dim for name, target in targets.items()},
         [Call((x,), {})],
         seed=0,
         progress=False,

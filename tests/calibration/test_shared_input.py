@@ -9,16 +9,21 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.calibration import calibrate
-from panther_compile.calibration.moments import MomentSums
 from panther_compile.calibration.shared_input import InputGroups, Stack, cut_shared, fit_shared
-from panther_compile.calibration.targets import Target
+from panther_compile.factorization.moments import MomentSums
+from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.targets import Target
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
+from panther_compile.planning.timing import time_sites
+from panther_compile.planning.trace import SketchTracer
 from panther_compile.records import Site, WholeTimes
-from panther_compile.timing import time_sites
-from panther_compile.trace import SketchTracer
 
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False, "include": "*"}
 WIDTH = 48
+
+
+def target(name, layer):
+    return Target(name, "", Site(name, layer, "Linear"), layer, kind_of(layer).view(layer))
 
 
 class Odd(nn.Module):
@@ -75,10 +80,7 @@ def test_layers_of_equal_but_different_tensors_are_not():
 
 @pytest.mark.parametrize("when", ["in one batch only", "twice"])
 def test_one_input_in_every_batch_and_once_in_each(when):
-    targets = {
-        name: Target(name, Site(name, layer, "Linear"), layer)
-        for name, layer in (("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)))
-    }
+    targets = {name: target(name, layer) for name, layer in (("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)))}
     groups = InputGroups()
     x = torch.zeros(2, 4)
     for batch in range(2):
@@ -139,8 +141,8 @@ def test_latency_keeps_apart_what_would_be_too_slow(monkeypatch):
         return (2.0 if small.ranks[0] < 18 else 0.5), 1.0
 
     whole = partial(time_sites, timer=timer, model_timer=lambda *_: WholeTimes((2.0,), (1.0,)))
-    monkeypatch.setattr("panther_compile.api.time_sites", whole)
-    monkeypatch.setattr("panther_compile.cost.WORTHWHILE", 0.0)
+    monkeypatch.setattr("panther_compile.sketching.time_sites", whole)
+    monkeypatch.setattr("panther_compile.factorization.cost.WORTHWHILE", 0.0)
     small = sketched(objective="latency", allow_slower=False)
     assert max(asked) >= 18
     assert shared_of(small) == set()
@@ -154,7 +156,10 @@ def test_shared_fit_is_the_best_of_the_stack(biases):
     """Against numpy's way: whiten the inputs, stack, cut the SVD, in float64."""
     torch.manual_seed(1)
     layers = [nn.Linear(24, outputs, bias=biases).double() for outputs in (20, 12)]
-    targets = [Target(str(i), Site(str(i), one, "Linear"), one) for i, one in enumerate(layers)]
+    targets = [
+        Target(str(i), "", Site(str(i), one, "Linear"), one, kind_of(one).view(one))
+        for i, one in enumerate(layers)
+    ]
     metrics = []
     for outputs in (20, 12):
         g = torch.randn(2 * outputs, outputs, dtype=torch.float64)
@@ -194,7 +199,10 @@ def test_shared_fit_is_the_best_of_the_stack(biases):
 def test_what_no_batch_reaches_is_cut_with_one_factor():
     model = Odd()
     layers = [model.zebra, model.lamp]
-    targets = [Target(str(i), Site(str(i), one, "Linear"), one) for i, one in enumerate(layers)]
+    targets = [
+        Target(str(i), "", Site(str(i), one, "Linear"), one, kind_of(one).view(one))
+        for i, one in enumerate(layers)
+    ]
     stack = torch.cat([one.weight.detach() for one in layers])
     u, s, vh = torch.linalg.svd(stack, full_matrices=False)
     found = cut_shared(targets, u * s, vh, torch.ones(WIDTH), 16)

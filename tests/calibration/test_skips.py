@@ -6,11 +6,11 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.calibration import calibrate
-from panther_compile.calibration.batches import Call
-from panther_compile.calibration.fit_matrix import fit_matrix_to
-from panther_compile.calibration.moments import MomentSums
 from panther_compile.calibration.skips import Passage, find_skips, observe
-from panther_compile.calibration.targets import find_targets, watch
+from panther_compile.factorization.fit_matrix import fit_matrix_to
+from panther_compile.factorization.moments import MomentSums
+from panther_compile.kinds.targets import find_targets, watch
+from panther_compile.models.batches import Call
 from panther_compile.records import Site
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from panther_compile.calibration.fit_matrix import fit_matrix_to
-from panther_compile.calibration.moments import MomentSums
-from panther_compile.calibration.whiten import (
+from panther_compile.factorization.fit_matrix import fit_matrix_to
+from panther_compile.factorization.moments import MomentSums
+from panther_compile.factorization.whiten import (
     best_low_rank,
     lower_root,
     output_error,

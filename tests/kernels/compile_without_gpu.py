@@ -1,14 +1,15 @@
 """Compile every kernel, in every configuration, to machine code for a GPU that is not there.
 
-    python tests/kernels/compile_without_gpu.py [--arch 80 90] [--first-config] [--dtypes fp16 ...]
+    python tests/kernels/compile_without_gpu.py [--arch 80 90] [--first] [--quick] [--dtypes fp16 ...]
 
 The launchers run on CPU tensors; Triton is given a driver that compiles with the real compiler and ptxas
 and launches nothing. Prints one JSON line a kernel and configuration: shared memory, registers, spills,
-or the error. The interpreter checks what the kernels compute; this checks that they compile and fit.
+tensor-core instructions, or the error. The interpreter checks what the kernels compute; this checks that
+they compile and fit.
 """
 
 import argparse
-import contextlib
+import functools
 import importlib
 import json
 import os
@@ -20,31 +21,38 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+import emitted
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-MODULES = (
-    "sketched_linear",
-    "sketched_linear_backward",
-    "decode_linear",
-    "sketched_conv2d",
-    "random_feature_attention",
-    "random_feature_attention_backward",
-)
+from panther_compile.kernels import autotune, dispatch
+from panther_compile.kernels.factor_set import Factors, Needs
+
 # Bytes of shared memory a block may have: CUDA C programming guide, technical specifications.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "fp16": (torch.float16, "ieee"),
+    "bf16": (torch.bfloat16, "ieee"),
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Driver:
     """A CUDA driver as far as Triton asks before a launch."""
 
-    def __init__(self, arch):
+    def __init__(self, arch, ptx=None):
         self.arch = arch
         self.utils = self
         self.loaded = []
+        self.ptx = ptx  # a folder for the text, or None
+        self.text = ""
+        triton.knobs.runtime.kernel_load_start_hook.add(self.starts)
+
+    def starts(self, module, function, name, files, key):
+        self.text = next(Path(path).read_text() for file, path in files.items() if file.endswith(".ptx"))
 
     def get_current_target(self):
         return GPUTarget("cuda", self.arch, 32)
@@ -69,109 +77,168 @@ class Driver:
                 [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
             )
         registers, local = (int(re.search(rf"\b{word}:(\d+)", done.stdout)[1]) for word in ("REG", "STACK"))
-        self.loaded.append({"kernel": name, "shared": shared, "registers": registers, "stack": local})
+        record = {"kernel": name, "shared": shared, "registers": registers, "stack": local}
+        record["tensor_core"] = emitted.tensor_core_instructions(self.text)
+        record["copies"] = emitted.opcodes(self.text)["cp.async"]
+        record["in_place"] = emitted.updated_in_place(self.text)
+        if self.ptx is not None:
+            path = self.ptx / f"{name}-{len(list(self.ptx.iterdir()))}.ptx"
+            path.write_text(self.text)
+            record["ptx"] = str(path)
+        self.loaded.append(record)
         return None, None, registers, local, 1024
 
     def launcher_cls(self, source, metadata):
         return lambda *args, **kwargs: None
 
 
-def launches(module, dtype):
-    """Call every launcher of a module once, at sizes like those of a model."""
-    from panther_compile.kernels.factor_set import Factors, Needs
+def launch_scans():
+    """Both scans of the random-feature attention, one wide and one so narrow that warps share numbers."""
+    from panther_compile.kernels import random_feature_attention as forward
+    from panther_compile.kernels import random_feature_attention_backward as backward
 
-    def draw(*shape):
-        return torch.empty(*shape, dtype=dtype)
-
-    def layer(rank, start=None):
-        width = 768 if start is None else 768 - rank
-        return Factors(draw(rank, width), draw(768, rank), draw(768), start)
-
-    layers = [layer(256), layer(200, 0), layer(128, 640)]
-    if module.__name__.endswith("sketched_linear"):
-        module.sketched_linear_forward(draw(512, 768), layers, keep=True)
-        module.sketched_linear_forward(draw(512, 768), layers[:1], activation="gelu")
-        given = {"multiplier": draw(512, 768), "residual": draw(512, 768)}
-        module.sketched_linear_forward(draw(512, 768), layers[1:2], activation="silu", **given)
-    elif module.__name__.endswith("decode_linear"):
-        for rows in (1, 8):
-            module.decode_linear_forward(draw(rows, 768), layers, keep=True)
-            given = {"multiplier": draw(rows, 768), "residual": draw(rows, 768)}
-            module.decode_linear_forward(draw(rows, 768), layers[1:2], activation="silu", **given)
-    elif module.__name__.endswith("sketched_linear_backward"):
-        cases = (
-            (layers, "none", None),
-            (layers[:1], "gelu", None),
-            (layers[1:2], "gelu_tanh", None),
-            (layers[:1], "silu", draw(512, 768)),
-        )
-        for sets, activation, multiplier in cases:
-            options = {"activation": activation, "multiplier": multiplier, "needs": Needs()}
-            grads = [draw(512, 768) for _ in sets]
-            kept = [draw(512, one.down.shape[0]) for one in sets]
-            module.sketched_linear_backward(grads, draw(512, 768), sets, kept, **options)
-    elif module.__name__.endswith("sketched_conv2d"):
-        geometry = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1)}
-        module.sketched_conv2d_forward(
-            draw(8, 256, 28, 28), draw(128, 256, 3, 3), draw(256, 128, 1, 1), draw(256), **geometry
-        )
-    else:
-        q, k, v = draw(2, 8, 500, 64), draw(2, 8, 500, 64), draw(2, 8, 500, 64)
-        for causal, mask in ((False, None), (True, torch.empty(2, 8, 500))):
-            inputs = (q, k, v, draw(256, 64), mask)
-            if module.__name__.endswith("backward"):
-                module.favor_attention_backward(draw(2, 8, 500, 64), *inputs, causal=causal)
-            else:
-                module.favor_attention_forward(*inputs, causal=causal)
+    for columns, causal in ((64, True), (16, True), (64, False)):
+        states = forward.States(torch.empty(1, 5, 64), torch.empty(1, 5, 64), torch.empty(1, 5, 64, columns))
+        sizes = {"CAUSAL": causal, "BLOCK_V": columns, "BLOCK_M": 16}
+        forward._favor_scan_kernel[(1, 4)](states, 5, columns, 64, **sizes)
+        backward._favor_reverse_scan_kernel[(1, 4)](states, states.top, 5, columns, 64, **sizes)
 
 
-def tuned_kernels():
-    """Every kernel that is tuned; a launcher may use those of another module."""
-    modules = (importlib.import_module(f"panther_compile.kernels.{name}") for name in MODULES)
-    found = {id(one): one for module in modules for one in vars(module).values() if hasattr(one, "configs")}
-    return list(found.values())
+def launch_linear(module, draw, dtype, precision, quick):
+    """The forms of the fused kernel at the largest rank that dispatch takes, and at one of several pieces."""
+    widest = dispatch.MAX_FUSED_RANK[dtype.itemsize]
+    layers = [layer(draw, widest), layer(draw, widest - 64, 0), layer(draw, 96, 768 - 96)]
+    rows = 132 * 128
+    if not quick:
+        module.sketched_linear_forward(draw(rows, 768), layers, keep=True, precision=precision)
+        module.sketched_linear_forward(draw(512, 768), layers[2:], activation="gelu", precision=precision)
+        module.sketched_linear_forward(draw(rows, 768), [layer(draw, 64)], precision=precision)
+        ragged = [layer(draw, widest - 27), layer(draw, 37, 0)]
+        module.sketched_linear_forward(draw(rows, 768), ragged, keep=True, precision=precision)
+    given = {"multiplier": draw(rows, 768), "residual": draw(rows, 768), "activation": "silu"}
+    module.sketched_linear_forward(draw(rows, 768), layers[1:2], precision=precision, **given)
 
 
-def compile_module(module, dtype, driver, first_config):
-    """Yield a record for each kernel and configuration."""
-    tuned = tuned_kernels()
-    every = [list(kernel.configs) for kernel in tuned]
-    own = [len(one.configs) for one in vars(module).values() if hasattr(one, "configs")]
-    for index in range(1 if first_config else max(own)):
-        for kernel, configs in zip(tuned, every, strict=True):
-            kernel.configs = [configs[min(index, len(configs) - 1)]]
+def launch_decode(module, draw, dtype, precision, quick):
+    """Rows 1 and 8; one layer and several."""
+    layers = [layer(draw, 200), layer(draw, 192, 0), layer(draw, 128, 640)]
+    for rows in (1,) if quick else (1, 8):
+        given = {"multiplier": draw(rows, 768), "residual": draw(rows, 768), "activation": "silu"}
+        module.decode_linear_forward(draw(rows, 768), layers[1:2], precision=precision, **given)
+        if not quick:
+            module.decode_linear_forward(draw(rows, 768), layers, keep=True, precision=precision)
+            wide = Factors(draw(1024, 4096), draw(1 << 17, 1024), None, None)
+            module.decode_linear_forward(draw(rows, 4096), [wide], precision=precision)
+
+
+def launch_linear_backward(module, draw, dtype, precision, quick):
+    """One layer and several, activations and a gate."""
+    widest = dispatch.MAX_FUSED_RANK[dtype.itemsize]
+    layers = [layer(draw, widest), layer(draw, widest - 64, 0), layer(draw, 96, 768 - 96)]
+    cases = (
+        (layers, "none", None),
+        (layers[:1], "gelu", None),
+        (layers[1:2], "gelu_tanh", None),
+        (layers[:1], "silu", draw(512, 768)),
+    )
+    for sets, activation, multiplier in cases[:2] if quick else cases:
+        options = {"activation": activation, "multiplier": multiplier, "needs": Needs()}
+        grads = [draw(512, 768) for _ in sets]
+        kept = [draw(512, one.down.shape[0]) for one in sets]
+        module.sketched_linear_backward(grads, draw(512, 768), sets, kept, precision=precision, **options)
+
+
+def launch_conv2d(module, draw, dtype, precision, quick):
+    """The largest rank that dispatch takes, and a small one."""
+    geometry = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "precision": precision}
+    for rank in (64,) if quick else (64, dispatch.MAX_CONV2D_RANK):
+        factors = draw(rank, 256, 3, 3), draw(256, rank, 1, 1), draw(256)
+        module.sketched_conv2d_forward(draw(8, 256, 28, 28), *factors, **geometry)
+
+
+def launch_attention(module, draw, dtype, precision, quick):
+    """Heads of 64 and 128, causal or not."""
+    masked = torch.empty(2, 8, 500)
+    for width, causal, mask in ((64, True, masked), (64, False, None), (128, True, None))[
+        : 1 if quick else 3
+    ]:
+        backward = module.__name__.endswith("backward")
+        sizes = {"head_dim": width, "columns": width, "forced": "triton", "backward": backward}
+        if dispatch.choose_attention(dtype, **sizes) == "torch":
+            continue
+        q, k, v = (draw(2, 8, 500, width) for _ in range(3))
+        inputs, options = (q, k, v, draw(256, width), mask), {"causal": causal, "precision": precision}
+        if backward:
+            module.favor_attention_backward(draw(2, 8, 500, width), *inputs, **options)
+        else:
+            module.favor_attention_forward(*inputs, **options)
+
+
+def layer(draw, rank, start=None):
+    return Factors(draw(rank, 768 if start is None else 768 - rank), draw(768, rank), draw(768), start)
+
+
+LAUNCHES = {
+    "sketched_linear": launch_linear,
+    "sketched_linear_backward": launch_linear_backward,
+    "decode_linear": launch_decode,
+    "sketched_conv2d": launch_conv2d,
+    "random_feature_attention": launch_attention,
+    "random_feature_attention_backward": launch_attention,
+}
+
+
+def compile_module(name, dtype, driver, first, quick=False):
+    """Yield a record for each kernel and each configuration that may serve it."""
+    kind, precision = DTYPES[dtype]
+    serving, served = autotune.Tuned.serving, []
+
+    def one_of_them(kernel, call):
+        lines = [line for line in kernel.configs if line.serves(call, SHARED[driver.arch])]
+        served.append((kernel.fn.__name__, len(lines)))
+        return serving(kernel, call)[: index + 1][-1:]
+
+    autotune.Tuned.serving = one_of_them
+    index = 0
+    while index == 0 or (not first and index < max((count for _, count in served), default=0)):
         driver.loaded.clear()
         error = None
         # Triton's own errors, and the compiler's, which have no common root.
         try:
-            launches(module, dtype)
+            if name == "scans":
+                launch_scans()
+            else:
+                module = importlib.import_module(f"panther_compile.kernels.{name}")
+                draw = functools.partial(torch.empty, dtype=kind)
+                LAUNCHES[name](module, draw, kind, precision, quick)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
         for record in driver.loaded:
             yield {"config": index, **record}
         if error:
             yield {"config": index, "error": error[-2000:]}
-    for kernel, configs in zip(tuned, every, strict=True):
-        kernel.configs = configs
+        index += 1
+    autotune.Tuned.serving = serving
+    for kernel, count in served:
+        if count == 0:
+            yield {"kernel": kernel, "error": "no line of the table serves it"}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
-    parser.add_argument("--modules", nargs="+", default=list(MODULES))
-    parser.add_argument("--first-config", action="store_true")
+    parser.add_argument("--modules", nargs="+", default=[*LAUNCHES, "scans"])
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one call of each launcher")
+    parser.add_argument("--ptx", type=Path, help="folder for the emitted code")
     options = parser.parse_args()
     for arch in options.arch:
-        driver = Driver(arch)
+        driver = Driver(arch, options.ptx)
         triton.runtime.driver.set_active(driver)
         for name in options.modules:
-            # A kernel compiled for one target is cached by it, so the modules can stay.
-            module = importlib.import_module(f"panther_compile.kernels.{name}")
             for dtype in options.dtypes:
-                with contextlib.redirect_stderr(None):
-                    records = list(compile_module(module, DTYPES[dtype], driver, options.first_config))
-                for record in records:
+                for record in compile_module(name, dtype, driver, options.first, options.quick):
                     print(json.dumps({"arch": arch, "module": name, "dtype": dtype, **record}), flush=True)
 
 

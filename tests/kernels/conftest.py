@@ -42,3 +42,18 @@ def _bfloat16(monkeypatch):
 
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+@pytest.fixture
+def each_configuration(monkeypatch):
+    """A function of modules: in each turn another line of the table leads in all their kernels."""
+
+    def turns(*modules):
+        kernels = [one for module in modules for one in vars(module).values() if hasattr(one, "configs")]
+        every = [one.configs for one in kernels]
+        for place in range(max(map(len, every))):
+            for kernel, configs in zip(kernels, every, strict=True):
+                monkeypatch.setattr(kernel, "configs", configs[place:] or configs[-1:])
+            yield place
+
+    return turns

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from panther_compile.errors import ConfigError, LayerError, RankError, WeightError
-from panther_compile.factorize_conv2d import conv_candidates
+from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.layers.conv2d import SketchedConv2d
 
 SCHEMES = ("channel", "spatial", "tucker2")

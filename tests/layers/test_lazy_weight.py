@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from panther_compile.errors import FactoredWeightError
 from panther_compile.layers.lazy_weight import LazyWeight, lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 
@@ -96,8 +97,76 @@ def test_values_are_those_of_the_product(name):
     counted = Counted()
     found = VALUES[name](counted.weight)
     assert counted.calls >= 1
-    assert type(found) is torch.Tensor
+    views = {"transpose", "T", "index", "detach", "data", "contiguous", "view"}
+    assert type(found) is (LazyWeight if name in views else torch.Tensor)
     assert torch.equal(found, VALUES[name](counted.left @ counted.right))
+
+
+def set_data(weight):
+    weight.data = torch.zeros(4, 3, dtype=torch.float64)
+
+
+def set_grad(weight):
+    weight.grad = torch.zeros(4, 3, dtype=torch.float64)
+
+
+def freeze(weight):
+    weight.requires_grad = False
+
+
+def set_row(weight):
+    weight[0] = 1.0
+
+
+def add_in_place(weight):
+    weight.data += 1.0
+
+
+WRITES = {
+    "data +=": add_in_place,
+    "data =": set_data,
+    "grad =": set_grad,
+    "requires_grad =": freeze,
+    "requires_grad_": lambda w: w.requires_grad_(False),
+    "row =": set_row,
+    "copy_": lambda w: w.data.copy_(torch.zeros(4, 3)),
+    "row of data": lambda w: w.data[0].add_(1.0),
+    "zeros_": nn.init.zeros_,
+    "constant_": lambda w: nn.init.constant_(w, 2.0),
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "orthogonal_": nn.init.orthogonal_,
+    "view": lambda w: w.detach().view(-1).mul_(2.0),
+    "transposed": lambda w: w.detach().t().fill_(2.0),
+    "out": lambda w: torch.add(torch.ones(4, 3, dtype=w.dtype), 1.0, out=w.data),
+    "foreach": lambda w: torch._foreach_add_([w.data], 1.0),
+    "set_": lambda w: w.data.set_(torch.zeros(3, dtype=w.dtype)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", list(WRITES))
+def test_a_write_raises(write, mode):
+    counted = Counted()
+    with mode(), pytest.raises(FactoredWeightError, match="to the weight of a sketched layer"):
+        WRITES[write](counted.weight)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_writes_to_others_may_read_it(mode):
+    counted = Counted()
+    with mode():
+        found = torch.zeros(4, 3, dtype=torch.float64).copy_(counted.weight).add_(counted.weight.detach())
+        assert torch.equal(found, 2 * (counted.left @ counted.right))
+    assert counted.weight.requires_grad_(True).requires_grad
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("value", [torch.zeros(12, 16), nn.Parameter(torch.zeros(12, 16))])
+def test_a_weight_cannot_be_set(name, value):
+    layer = SketchedLinear.from_dense(nn.Linear(16, 12), rank=3)
+    with pytest.raises(FactoredWeightError, match=f"SketchedLinear.{name} cannot be set"):
+        setattr(layer, name, value)
 
 
 def test_values_are_always_the_present_ones():

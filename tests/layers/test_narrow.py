@@ -67,7 +67,8 @@ def test_spec_makes_the_same_layer(side, kind):
     x = torch.randn(3, layer.narrow.in_features if side == "in" and not layer.padded else 12)
     assert torch.equal(twin(x), layer(x))
     assert twin.ranks == layer.ranks
-    assert layer.stored_numbers == sum(p.numel() for p in layer.parameters())
+    held = [*layer.parameters(), *layer.buffers()]
+    assert layer.stored_numbers == sum(tensor.numel() for tensor in held)
     assert layer.dense_numbers == 20 * (12 + (layer.bias is not None))
 
 

@@ -4,6 +4,7 @@ All matrices have rank 5, so that sketches of rank 5 are exact: whatever differs
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_encoder(part, batch_first, norm_first, masks):
 
 
 def test_padded_positions_are_zero_only_in_the_nested_path():
-    """The documented difference, so that we hear of it if torch changes."""
+    """What `sketchify` has a hook for, so that we hear of it if torch changes."""
     layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
     dense = lower_ranks(nn.TransformerEncoder(layer, 1)).eval()
     x, mask = torch.randn(N, S, E, dtype=torch.float64), padding(N, S)
@@ -276,6 +277,43 @@ def test_sketchified_encoder_gives_what_its_densified_twin_gives(part, inplace):
     x, mask = torch.randn(N, S, E, dtype=torch.float64), padding(N, S)
     assert_same(dense, small, [x])
     assert_same(dense, small, [x], ~mask, src_key_padding_mask=mask)
+
+
+def left_padded():
+    mask = padding(N, S).clone()
+    mask[0] = torch.arange(S) < 2
+    return mask
+
+
+PADDING = {"bool": padding(N, S), "left": left_padded(), "float": None}
+PADDING["float"] = torch.zeros(N, S, dtype=torch.float64).masked_fill(padding(N, S), -torch.inf)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
+@pytest.mark.parametrize("mask", list(PADDING))
+@pytest.mark.parametrize("part", PARTS)
+def test_padded_positions_are_those_of_the_dense_model(part, mask, norm):
+    for nested in (True, False):
+        given = encoder(enable_nested_tensor=nested).eval()
+        with torch.no_grad():
+            given.norm.bias.add_(1.0)
+        given.norm = given.norm if norm else None
+        small = pc.sketchify(given, 0.5, **OPTIONS | PARTS[part])
+        dense = pc.densify(small)
+        x = torch.randn(N, S, E, dtype=torch.float64)
+        for grad in (False, True):
+            for mode in (False, True):
+                with torch.set_grad_enabled(grad):
+                    found, wanted = (one.train(mode)(x, None, PADDING[mask]) for one in (small, dense))
+                torch.testing.assert_close(found, wanted)
+        with torch.no_grad():
+            again = pickle.loads(pickle.dumps(copy.deepcopy(small.eval())))
+            found, wanted = (one.eval()(x, src_key_padding_mask=PADDING[mask]) for one in (again, given))
+            hidden = PADDING[mask] != 0
+            if nested and mask != "left":
+                torch.testing.assert_close(found[hidden], wanted[hidden])
+            elif mask == "bool":
+                assert found[hidden].abs().max() > 1e-3
 
 
 def test_an_encoder_without_a_sketch_keeps_its_nested_tensors():

@@ -167,7 +167,9 @@ def keeping(rank, folder, other):
     assert checkpoints.latest().name == "step-000000002.1"
     if rank == 0:
         (Path(folder) / "step-000000002.1" / "__1_0.distcp").unlink()
-        (Path(folder) / ".saving-000000009-0").mkdir()
+        killed = Path(folder) / ".saving-killed"
+        (killed / "checkpoint").mkdir(parents=True)
+        (killed / ".in-use").touch()
     dist.barrier()
     again = TrainingCheckpoints(folder, keep=2)
     assert names_in(folder) == ["step-000000002", "step-000000002.1"]
@@ -175,12 +177,16 @@ def keeping(rank, folder, other):
     again.wait()
     # A broken one does not count.
     assert names_in(folder) == ["step-000000002", "step-000000002.1", "step-000000003"]
+    aside = Path(f"{folder}.aside")
     if rank == 0:
-        (Path(folder) / ".saving-000000004-1").write_text("in the way")
+        Path(folder).rename(aside)
     dist.barrier()
     again.save(engine, optimizer, step=4)
-    with pytest.raises(CheckpointError, match=r"cannot write .*rank 0: .*saving-000000004-1"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory: .*saving"):
         again.wait()
+    if rank == 0:
+        aside.rename(folder)
+    dist.barrier()
     again.save(engine, optimizer, step=4 + rank)
     with pytest.raises(RankMismatchError, match=r"ranks \[1\] save another step"):
         again.wait()

@@ -24,11 +24,9 @@ from panther_compile import partition_model, sketchify
 from panther_compile.errors import MeshError
 from panther_compile.layers import NarrowLinear, SketchedLinear
 from panther_compile.parallel.tensor import (
-    full_state,
+    join_shards,
     parameter_layouts,
-    parameter_placements,
     shard_stage,
-    shard_state,
     tensor_placements,
 )
 from panther_compile.partition import Hardware, Link
@@ -199,7 +197,7 @@ def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1, s
     for own, gradient in gradients.items():
         layout, whole = layouts[own], sizes[own].grad
         assert whole is not None, own
-        expected = whole if layout is None else layout.shard(whole, tp, rank)
+        expected = whole if layout is None else layout.local(whole, tp, rank)
         # Keys have gradients that cancel out: they are compared on the scale of the model.
         close(gradient, expected, own, max(float(whole.abs().max()), 1e-2 * largest))
         if layout is None:
@@ -218,16 +216,11 @@ def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1, s
         seen_count = sum(count for op, count in by_kind.items() if kind in op)
         assert seen_count == sum(one.kind == kind for one in part.collectives), by_kind
     state = {own: one for stage in shards for own, one in stage.named_parameters()}
-    whole_state = full_state(state, part, dist.group.WORLD)
-    assert set(whole_state) == set(state)
-    assert all(torch.equal(tensor, sizes[own]) for own, tensor in whole_state.items())
-    again = shard_state(whole_state, part, rank)
-    assert all(torch.equal(tensor, state[own]) for own, tensor in again.items())
-    for own, dim in parameter_placements(part).items():
-        expected = list(sizes[own].shape)
-        if dim is not None:
-            expected[dim] //= tp
-        assert list(state[own].shape) == expected, own
+    for own, tensor in state.items():
+        layout = layouts[own]
+        full = tensor.detach() if layout is None else join_shards(tensor.detach(), layout, dist.group.WORLD)
+        assert torch.equal(full, sizes[own]), own
+        assert tensor.numel() * (1 if layout is None else tp) == sizes[own].numel(), own
     return Seen(
         len(part.shards),
         {shard.kind for shard in part.shards},
@@ -244,8 +237,8 @@ def check_dropout(rank, *, sequence):
     part = partition_model(model, x, mesh={"tp": 2}, hardware=HARDWARE["eager"], sequence_parallel=sequence)
     assert bool(part.sequence) == sequence
     dropped = [node for node in part.stage_of if node.startswith("dropout")]
-    assert set(dropped) <= set(part.sharding.labelling.steps) or not sequence
-    assert dropped[0] in part.sharding.labelling.steps
+    assert set(dropped) <= set(part.sharding.plan.steps) or not sequence
+    assert dropped[0] in part.sharding.plan.steps
     stage = shard_stage(part.split().stages[0], part, 0, dist.group.WORLD)
     found, masks = {}, []
     for name, run in (("shards", lambda: stage(x)[0]), ("whole", lambda: model(x))):
@@ -262,7 +255,7 @@ def check_dropout(rank, *, sequence):
     layouts = parameter_layouts(part)
     for own, gradient in found["shards"][1].items():
         whole = found["whole"][1][own]
-        close(gradient, whole if layouts[own] is None else layouts[own].shard(whole, 2, rank), own)
+        close(gradient, whole if layouts[own] is None else layouts[own].local(whole, 2, rank), own)
     return True
 
 
@@ -296,7 +289,7 @@ def check_replicas(rank, *, data_parallel):
         layout, whole = parameter_layouts(part)[own], wholes[own].grad
         close(
             gradient,
-            whole if layout is None else layout.shard(whole, 2, tp),
+            whole if layout is None else layout.local(whole, 2, tp),
             own,
             float(whole.abs().max()) + 1e-3,
         )

@@ -24,7 +24,7 @@ from panther_compile.errors import (
 )
 from panther_compile.parallel.checkpoint_folder import list_checkpoints
 from panther_compile.parallel.pieces import find_pieces
-from panther_compile.partition.layouts import Layout
+from panther_compile.partition.shards.placements import Shard
 
 FSDP = {"data_parallel": "fsdp"}
 MESHES = {
@@ -122,10 +122,10 @@ def test_four_ranks_and_back(ranks, tmp_path, source):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pieces_of_all_ranks_are_the_whole(dim, blocks, tp):
     whole = torch.randn(12, 12)
-    layout = Layout(dim, blocks)
+    layout = Shard(dim, blocks)
     joined = torch.full_like(whole, torch.nan)
     for rank in range(tp):
-        pieces = find_pieces(layout.shard(whole, tp, rank), layout, tp, rank)
+        pieces = find_pieces(layout.local(whole, tp, rank), layout, tp, rank)
         assert len(pieces) == blocks
         for piece in pieces:
             (row, column), (height, width) = piece.offsets, piece.tensor.shape

@@ -8,7 +8,7 @@ from torch import nn
 from panther_compile import parallelize_model, partition_model
 from panther_compile.errors import BatchError, ConfigTypeError, ParallelError, ProcessGroupError
 from panther_compile.parallel.devices import place_stages
-from panther_compile.parallel.microbatches import check_batch, divide, merge
+from panther_compile.parallel.microbatches import divide_target, merge, read_batch, take_rows
 from panther_compile.parallel.stage_module import contiguous_gradients
 from panther_compile.partition import TensorSpec
 
@@ -167,20 +167,54 @@ def _spec(name, *shape):
 
 def test_batches_are_checked():
     x, table = torch.randn(6, 2), torch.randn(5)
-    whole = check_batch([x, table], [_spec("x", 2, 2), _spec("table", 5)], 3)
-    assert [tuple(value.shape) for value in whole] == [(6, 2), (15,)]
-    assert torch.equal(whole[1].chunk(3)[1], table)
-    with pytest.raises(BatchError, match=r"x has a batch of 2; .* 3 microbatches of 2, 6 in all"):
-        check_batch([x[:2], table], [_spec("x", 2, 2), _spec("table", 5)], 3)
+    specs = [_spec("x", 2, 2), _spec("table", 5)]
+    batch = read_batch([x, table], specs, 3)
+    assert [tuple(value.shape) for value in batch.joined()] == [(6, 2), (15,)]
+    assert torch.equal(batch.joined()[1].chunk(3)[1], table)
+    assert not batch.is_filled_up
+    with pytest.raises(BatchError, match=r"x has a batch of 8; .* 3 microbatches of 2, 6 in all"):
+        read_batch([torch.randn(8, 2), table], specs, 3)
+    with pytest.raises(BatchError, match=r"different numbers of rows: x \(6, 2\), y \(4, 2\)"):
+        read_batch([x, x[:4]], [_spec("x", 2, 2), _spec("y", 2, 2)], 3)
     with pytest.raises(BatchError, match="is a number"):
-        check_batch([torch.tensor(1.0)], [_spec("t")], 3)
+        read_batch([torch.tensor(1.0)], [_spec("t")], 3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_the_last_batch_may_be_smaller(rows):
+    """Graphs get their microbatches filled up; a module of any shape gets as many rows as there are."""
+    x, table = torch.arange(2.0 * rows).view(rows, 2), torch.randn(5)
+    specs = [_spec("x", 2, 2), _spec("table", 5)]
+    batch = read_batch([x, table], specs, 3)
+    assert batch.is_filled_up
+    assert batch.rows == rows
+    counted = [inputs[0][:size] for inputs, size in zip(batch.microbatches(), batch.sizes, strict=True)]
+    assert torch.equal(torch.cat(counted), x)
+    assert all(inputs[0].shape == (2, 2) and inputs[1] is table for inputs in batch.microbatches())
+    target = torch.arange(rows * 4)
+    assert [len(part) for part in divide_target(target, batch)] == [4 * size for size in batch.sizes]
+    free = read_batch([x, table], specs, 3, any_shape=True)
+    assert not free.is_filled_up
+    assert torch.equal(torch.cat([inputs[0] for inputs in free.microbatches()]), x)
+    assert max(free.sizes) - min(free.sizes) <= 1
+    assert len(free.sizes) == min(rows, 3)
+
+
+def test_rows_of_outputs_that_count():
+    x, both, number = torch.arange(4), torch.arange(8), torch.tensor(1.0)
+    taken = take_rows([x, both, number], 3, 4)
+    assert [one.tolist() for one in taken] == [[0, 1, 2], [0, 1, 2, 3, 4, 5], 1.0]
+    assert take_rows([x], None, 4)[0] is x
 
 
 def test_targets_are_divided_and_outputs_merged():
-    parts = divide({"a": torch.arange(6), "b": "same"}, 3)
+    batch = read_batch([torch.randn(6, 2)], [_spec("x", 2, 2)], 3)
+    parts = divide_target({"a": torch.arange(6), "b": "same"}, batch)
     assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert {part["b"] for part in parts} == {"same"}
-    assert divide(None, 2) == [None, None]
+    assert divide_target(None, batch) == [None] * 3
+    with pytest.raises(BatchError, match=r"shape \(7,\); .* divisible by the 6 rows"):
+        divide_target(torch.arange(7), batch)
     merged = merge([(torch.ones(2), torch.tensor(1.0)), (torch.zeros(2), torch.tensor(3.0))])
     assert merged[0].tolist() == [1, 1, 0, 0]
     assert float(merged[1]) == 2

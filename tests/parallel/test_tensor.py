@@ -10,7 +10,7 @@ from parallel import tensor_jobs
 from panther_compile import partition_model
 from panther_compile.parallel.agreement import digest
 from panther_compile.parallel.shard_functions import embed_vocabulary, pivoted_columns, pivoted_rows
-from panther_compile.partition.sharding_sites import local_pivots
+from panther_compile.partition.shards.layers import local_pivots
 
 MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
 

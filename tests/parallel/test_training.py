@@ -98,7 +98,10 @@ def test_mlp(ranks, count, layout):
 
 @pytest.mark.parametrize(("count", "layout", "name", "sketched"), QUICK)
 def test_models(ranks, count, layout, name, sketched):
-    ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
+    # In float64 with ReLUs: one whose input rounding moves across zero changes gradients by percents.
+    double = name == "resnet"
+    options = LAYOUTS[count][layout]
+    ranks(count).run(train_and_compare, name=name, sketched=sketched, double=double, **options)
 
 
 def test_nothing_is_left_but_rounding(ranks):

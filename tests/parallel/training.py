@@ -202,10 +202,9 @@ def train_and_compare(
         reference.update()
     own = reference.models[engine.devices.dp]
     buffers = dict(own.named_buffers())
-    for stage in engine.stages.values():
-        for key, buffer in stage.graph.named_buffers():
-            if key in buffers:
-                torch.testing.assert_close(buffer, buffers[key], rtol=1e-5, atol=1e-5)
+    for key, buffer in engine.named_buffers():
+        if key in buffers:
+            torch.testing.assert_close(buffer, buffers[key], rtol=1e-5, atol=1e-5)
     if predict:
         compare_predictions(engine, own, inputs, count)
     return {

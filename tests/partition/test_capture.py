@@ -7,12 +7,12 @@ import zoo
 from torch import nn
 
 from panther_compile.errors import CaptureError
-from panther_compile.partition.capture import capture, example_arguments
-from panther_compile.partition.flow import SINK, SOURCE
-from panther_compile.partition.flow_graph import Costs, build_flow_graph, find_constants
-from panther_compile.partition.hardware import CPU
-from panther_compile.partition.measure import Measured, measure_nodes
-from panther_compile.partition.observe import fold_shapes, observe
+from panther_compile.partition.graph.capture import capture, example_arguments
+from panther_compile.partition.graph.flow import SINK, SOURCE
+from panther_compile.partition.graph.flow_graph import Costs, build_flow_graph, find_constants
+from panther_compile.partition.graph.hardware import CPU
+from panther_compile.partition.graph.measure import Measured, measure_nodes
+from panther_compile.partition.graph.observe import fold_shapes, observe
 
 
 def read(model, *args, boundaries=(), training=True, together=(), **kwargs):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flow_graphs import random_flow
 
-from panther_compile.partition.cut import CutNetwork
-from panther_compile.partition.flow import SINK, SOURCE, FlowGraph, Value, Work
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Value, Work
+from panther_compile.partition.stages.cut import CutNetwork
 
 
 def diamond(left=10, right=20, skip=5):

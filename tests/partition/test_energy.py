@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from panther_compile.partition.elimination import eliminate
-from panther_compile.partition.energy import Energy, negate
-from panther_compile.partition.expansion import Labels
+from panther_compile.partition.shards.elimination import eliminate
+from panther_compile.partition.shards.energy import Energy, negate
+from panther_compile.partition.shards.expansion import Labels
 
 
 def random_energy(seed, choices=8, clauses=16):

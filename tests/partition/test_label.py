@@ -15,14 +15,16 @@ from torch import nn
 from panther_compile.errors import ConfigError, MeshError, StageMemoryError
 from panther_compile.layers import SketchedLinear
 from panther_compile.partition import Hardware, Link, partition_model
-from panther_compile.partition.capture import capture, example_arguments
-from panther_compile.partition.flow_graph import Costs
-from panther_compile.partition.label import Builder, find_labelling
-from panther_compile.partition.layouts import Layout, Whole
-from panther_compile.partition.observe import fold_shapes, observe
-from panther_compile.partition.partition import read_graphs
-from panther_compile.partition.sharding_problem import Prices, Ring, pose
-from panther_compile.partition.shards import JOINED_GRADIENTS, lighten, place_collectives
+from panther_compile.partition.graph.capture import capture, example_arguments
+from panther_compile.partition.graph.flow_graph import Costs
+from panther_compile.partition.graph.observe import fold_shapes, observe
+from panther_compile.partition.graphs import read_graphs
+from panther_compile.partition.shards.choices import Choices
+from panther_compile.partition.shards.collectives import BUCKETED_GRADIENTS, place_collectives
+from panther_compile.partition.shards.device_flow import per_device_flow
+from panther_compile.partition.shards.label import find_sharding_plan
+from panther_compile.partition.shards.placements import Replicate, Shard
+from panther_compile.partition.shards.problem import Prices, Ring, build_problem
 
 
 def device(flops=1e12, memory=1e12, link=1e11, latency=0.0, launch=0.0):
@@ -30,23 +32,23 @@ def device(flops=1e12, memory=1e12, link=1e11, latency=0.0, launch=0.0):
     return Hardware("device", flops, memory, 10**12, *links, launch_seconds=launch)
 
 
-def pose_model(model, inputs, hardware, tp=2, **options):
+def build_model_problem(model, inputs, hardware, tp=2, **options):
     captured = capture(model, *example_arguments(inputs))
     notes = observe(captured)
     fold_shapes(captured, notes)
-    return pose(captured, notes, Costs(hardware), Ring(tp, hardware.link(0, 1)), **options)
+    return build_problem(captured, notes, Costs(hardware), Ring(tp, hardware.link(0, 1)), **options)
 
 
-def price(problem, labelling):
+def price(problem, plan):
     """Seconds of a microbatch, from the work of each node and the collectives that will run."""
-    shared = set(labelling.steps) | labelling.absorbed
+    shared = set(plan.steps) | plan.absorbed
     graph = problem.graph_module.graph
     work = sum(
-        (problem.shared_work if node.name in shared else problem.whole_work)[node].seconds
+        (problem.costs.divided_work if node.name in shared else problem.costs.replicated_work)[node].seconds
         for node in graph.nodes
         if node.op not in ("placeholder", "get_attr", "output")
     )
-    placed = place_collectives(problem, labelling)
+    placed = place_collectives(problem, plan)
     return work + sum(problem.ring.seconds(one.collective.kind, one.collective.bytes) for one in placed)
 
 
@@ -92,7 +94,7 @@ def test_megatrons_layout_is_found(name):
     ends = ("output.dense", "c_proj", "o_proj", "fc2", "out_proj", "linear2")
     assert all(row.endswith(ends) for row in kinds["row"])
     assert len(kinds["column"]) == (4 if name in ("gpt2", "encoder") else 8)
-    assert part.sharding.labelling.gap == 0
+    assert part.sharding.plan.gap == 0
     rows = {shard.node for shard in layers if shard.kind == "row"}
     forward = [one for one in part.collectives if one.phase == "forward"]
     assert {one.tensor for one in forward if one.kind == "all_reduce"} >= rows
@@ -100,9 +102,9 @@ def test_megatrons_layout_is_found(name):
     assert len(forward) == 4
     assert {one.bytes for one in forward} == {part.stages[0].outputs[0].shape[0] * 1024 * 4 * tokens(part)}
     # Heads stay together: attention runs on half of them.
-    steps = part.sharding.labelling.steps
+    steps = part.sharding.plan.steps
     attentions = [step for node, step in steps.items() if node.startswith("scaled_dot_product")]
-    assert [step.out for step in attentions] == [Layout(1)] * 2
+    assert [step.out for step in attentions] == [Shard(1)] * 2
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
@@ -119,17 +121,17 @@ def test_megatrons_sequence_parallelism_is_found(name):
     assert norms <= set(part.sequence)
     assert {shard.kind for shard in part.shards if shard.node in norms} == {"sequence"}
     # The axis before the features; ViT's 197 positions do not divide, its images do.
-    steps = part.sharding.labelling.steps
-    assert {steps[norm].out for norm in norms} == {Layout(0 if name == "vit" else 1)}
+    steps = part.sharding.plan.steps
+    assert {steps[norm].out for norm in norms} == {Shard(0 if name == "vit" else 1)}
     # Where the rows of all sequences are stored one after the other, each sequence is divided.
-    assert name != "gpt2" or {steps[end].out for end in ends} == {Layout(0, 8)}
+    assert name != "gpt2" or {steps[end].out for end in ends} == {Shard(0, 8)}
     attentions = [step for node, step in steps.items() if node.startswith("scaled_dot_product")]
-    assert [step.out for step in attentions] == [Layout(1)] * 2
+    assert [step.out for step in attentions] == [Shard(1)] * 2
     counts = Counter((one.phase, one.kind) for one in part.collectives if one.tensor in ends)
     assert counts[("forward", "reduce_scatter")] == len(ends) == 4
     assert counts[("forward", "all_reduce")] == 0
     summed = [one for one in part.collectives if one.kind == "all_reduce"]
-    assert [one.bytes for one in summed if one.tensor == JOINED_GRADIENTS] == [joined_bytes(part)]
+    assert [one.bytes for one in summed if one.tensor == BUCKETED_GRADIENTS] == [joined_bytes(part)]
     assert part.step_seconds < whole.step_seconds
     assert part.stages[0].activation_bytes < 0.95 * whole.stages[0].activation_bytes
 
@@ -138,9 +140,9 @@ def joined_bytes(part):
     """Of the parameters that are used on the sequence."""
     used = {
         name
-        for step in part.sharding.labelling.steps.values()
+        for step in part.sharding.plan.steps.values()
         for name, state in step.needs.items()
-        if state is Whole.JOINED
+        if state is Replicate.BUCKETED_GRADIENT
     }
     nodes = {node.name: node for node in part.captured.graph_module.graph.nodes}
     return 4 * sum(nodes[name].meta["tensor"].numel() for name in used)
@@ -218,7 +220,7 @@ def test_heads_that_do_not_divide_keep_attention_whole():
     layer = nn.TransformerEncoderLayer(48, 3, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).train()
     part = partition_model(model, torch.randn(4, 8, 48), mesh={"tp": 2}, hardware=device(1e9))
-    assert not any("scaled_dot_product" in node for node in part.sharding.labelling.steps)
+    assert not any("scaled_dot_product" in node for node in part.sharding.plan.steps)
     assert {shard.name: shard.kind for shard in part.shards}["layers.0.linear1"] == "column"
 
 
@@ -307,7 +309,7 @@ def random_case(seed, most=12):
 
 
 def random_problem(seed, most=12, **options):
-    return pose_model(*random_case(seed, most), **options)
+    return build_model_problem(*random_case(seed, most), **options)
 
 
 def all_costs(labels):
@@ -337,35 +339,35 @@ def all_costs(labels):
     return table, costs
 
 
-def check_prices(builder, table, costs, seed):
+def check_prices(choices, table, costs, seed):
     """The cost of labels is the price of what will run, for some of all labellings."""
-    problem, labels = builder.problem, builder.labels
+    problem, labels = choices.problem, choices.labels
     for row in random.Random(seed).sample(range(len(table)), min(20, len(table))):
         names = [labels.options[number][place] for number, place in enumerate(table[row])]
         cost = labels.cost(names)
         assert cost == costs[row]
-        priced = price(problem, builder.labelling(names, None))
+        priced = price(problem, choices.plan(names, None))
         assert priced == pytest.approx(cost / 1e12, rel=1e-6, abs=len(labels) * 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs_against_every_labelling(seed, record_property):
     problem = random_problem(seed)
-    builder = Builder(problem)
-    found = find_labelling(problem)
-    table, costs = all_costs(builder.labels)
+    choices = Choices(problem)
+    found = find_sharding_plan(problem)
+    table, costs = all_costs(choices.labels)
     least = int(costs.min())
     record_property("gap", found.gap)
     assert found.gap == 0
     assert found.seconds * 1e12 == pytest.approx(least, abs=1)
-    check_prices(builder, table, costs, seed)
+    check_prices(choices, table, costs, seed)
 
 
 def test_random_graphs_are_of_both_kinds():
     kinds = set()
     for seed in range(10):
-        builder = Builder(random_problem(seed))
-        _, minimum = builder.solve("sharded", builder.labels.first(), 64)
+        choices = Choices(random_problem(seed))
+        _, minimum = choices.solve("sharded", choices.labels.first(), 64)
         kinds.add(minimum.submodular)
     assert kinds == {True, False}
 
@@ -375,13 +377,17 @@ def test_sequences_on_random_graphs_against_every_labelling(record_property):
     gaps, better = [], 0
     for seed in range(40):
         problem = random_problem(seed, sequence=True, most=8)
-        builder, exact, found = Builder(problem), find_labelling(problem), find_labelling(problem, largest=0)
-        table, costs = all_costs(builder.labels)
+        choices, exact, found = (
+            Choices(problem),
+            find_sharding_plan(problem),
+            find_sharding_plan(problem, largest=0),
+        )
+        table, costs = all_costs(choices.labels)
         reached, least = round(found.seconds * 1e12), int(costs.min())
-        two = round(find_labelling(random_problem(seed, most=8)).seconds * 1e12)
+        two = round(find_sharding_plan(random_problem(seed, most=8)).seconds * 1e12)
         assert (exact.gap, found.gap) == (0, None)
         assert round(exact.seconds * 1e12) == least <= reached <= two
-        check_prices(builder, table, costs, seed)
+        check_prices(choices, table, costs, seed)
         gaps.append(reached / least - 1)
         better += reached < two
     record_property("gap", max(gaps))
@@ -404,18 +410,18 @@ def test_stages_of_random_graphs_hand_on_whole_tensors():
     sent = 0
     for seed in range(24):
         problem = random_problem(seed, sequence=True, most=8, stage_of=cut_in_three(seed, 8))
-        builder, found = Builder(problem), find_labelling(problem)
-        table, costs = all_costs(builder.labels)
+        choices, found = Choices(problem), find_sharding_plan(problem)
+        table, costs = all_costs(choices.labels)
         assert round(found.seconds * 1e12) == int(costs.min())
-        check_prices(builder, table, costs, seed)
+        check_prices(choices, table, costs, seed)
         gathered = {
             (one.stage, one.tensor)
             for one in (placed.collective for placed in place_collectives(problem, found))
             if (one.kind, one.phase) == ("all_gather", "forward")
         }
-        for node in problem.sent:
+        for node in problem.stages.sent:
             if node.name in found.steps and found.steps[node.name].out is not None:
-                assert (problem.stage_of[node.name], node.name) in gathered
+                assert (problem.stages.stage_of[node.name], node.name) in gathered
                 sent += 1
     assert sent > 0
 
@@ -425,17 +431,17 @@ def test_memory_on_random_graphs_against_every_labelling(record_property):
     slower = []
     for seed in range(24):
         model, x, hardware = random_case(seed, most=5)
-        graphs = read_graphs(model, x, (), hardware, True, "adam", "shared", False)
+        graphs = read_graphs(model, x, (), Costs(hardware), "shared")
         problem, _ = graphs.shard(Ring(2, hardware.intra_node), Prices())
-        builder = Builder(problem)
+        choices = Choices(problem)
         found = []
-        for row in all_costs(builder.labels)[0]:
-            names = [options[place] for options, place in zip(builder.labels.options, row, strict=True)]
-            labelling = builder.labelling(names, None)
-            placed = place_collectives(problem, labelling)
-            flow = lighten(problem, labelling, graphs.flows["shared"], placed)
+        for row in all_costs(choices.labels)[0]:
+            names = [options[place] for options, place in zip(choices.labels.options, row, strict=True)]
+            plan = choices.plan(names, None)
+            placed = place_collectives(problem, plan)
+            flow = per_device_flow(problem, plan, graphs.flows["shared"], placed)
             held = sum(one.bytes + one.trained_bytes for one in flow.holdings)
-            found.append((held + sum(one.saved_bytes for one in flow.work.values()), labelling.seconds))
+            found.append((held + sum(one.saved_bytes for one in flow.work.values()), plan.seconds))
         least, fastest = min(memory for memory, _ in found), min(found, key=lambda one: one[::-1])[0]
         options = {"mesh": {"tp": 2}, "hardware": hardware}
         part = partition_model(model, x, **options)
@@ -450,9 +456,9 @@ def test_memory_on_random_graphs_against_every_labelling(record_property):
     assert sum(ratio < 1 + 1e-6 for ratio in slower) >= 0.8 * len(slower)
 
 
-def greedy(builder):
+def greedy(choices):
     """Variable by variable, each time what costs least; then the same for pairs of neighbours."""
-    labels = builder.labels
+    labels = choices.labels
     free = [number for number in range(len(labels)) if number not in labels.followers]
     found = labels.complete(labels.first())
     best = labels.cost(found)
@@ -477,11 +483,11 @@ def greedy(builder):
 def test_no_worse_than_all_whole_or_greedy(name, record_property):
     entry = zoo.ZOO[name]
     for hardware in (device(1e9, 1e9), device(1e10, 1e10, 1e9, 1e-6)):
-        problem = pose_model(entry.build(), entry.inputs(), hardware)
-        builder, found = Builder(problem), find_labelling(problem)
-        whole = builder.labels.cost(builder.labels.complete(builder.labels.first()))
+        problem = build_model_problem(entry.build(), entry.inputs(), hardware)
+        choices, found = Choices(problem), find_sharding_plan(problem)
+        whole = choices.labels.cost(choices.labels.complete(choices.labels.first()))
         record_property("gap", found.gap)
-        assert round(found.seconds * 1e12) <= min(whole, greedy(builder))
+        assert round(found.seconds * 1e12) <= min(whole, greedy(choices))
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -536,7 +542,7 @@ def test_uneven_layers_say_so():
 def test_between_stages_every_tensor_is_whole():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
     part = partition_model(model, torch.randn(64, 64), mesh={"pp": 2, "tp": 2}, hardware=device(1e9))
-    steps = part.sharding.labelling.steps
+    steps = part.sharding.plan.steps
     gathered = {one.tensor for one in part.collectives if (one.stage, one.kind) == (0, "all_gather")}
     for spec in part.stages[0].outputs:
         assert spec.name not in steps or steps[spec.name].out is None or spec.name in gathered

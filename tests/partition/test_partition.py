@@ -17,7 +17,7 @@ from panther_compile.errors import (
     StageMemoryError,
 )
 from panther_compile.partition import Link
-from panther_compile.partition.hardware import read_bytes
+from panther_compile.partition.graph.hardware import read_bytes
 from panther_compile.partition.records import Mesh
 
 
@@ -96,9 +96,13 @@ def test_devices_are_divided_by_the_predicted_throughput():
     whole = cut(mesh=None, devices=4, hardware=quick)
     assert whole.mesh.devices == 4
     assert whole.mesh == Mesh(dp=4, pp=1)
-    tight = cut(mesh=None, devices=4, hardware=quick, memory_per_device=110_000)
+    options = {"mesh": None, "devices": 4, "hardware": quick, "memory_per_device": 110_000}
+    tight, shared = cut(**options, data_parallel="ddp"), cut(**options)
     assert tight.mesh.pp * tight.mesh.tp > 1
-    assert max(stage.memory_bytes for stage in tight.stages) <= 110_000
+    assert shared.data_parallel != "ddp"  # replicas that share their states fit too
+    assert shared.step_seconds <= tight.step_seconds
+    for part in (tight, shared):
+        assert max(stage.memory_bytes for stage in part.stages) <= 110_000
 
 
 def test_a_measured_profile_decides():

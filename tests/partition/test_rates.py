@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from panther_compile import partition_model
-from panther_compile.partition import Hardware, Link, measure_hardware, rates
-from panther_compile.partition.capture import capture
-from panther_compile.partition.hardware import Rate
-from panther_compile.partition.observe import KINDS, Operation, observe, observe_backward
+from panther_compile.partition import Hardware, Link, measure_hardware
+from panther_compile.partition.graph import rates
+from panther_compile.partition.graph.capture import capture
+from panther_compile.partition.graph.hardware import Rate
+from panther_compile.partition.graph.observe import KINDS, Operation, observe, observe_backward
 
 LINK = Link(1e12, 0.0)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from panther_compile.partition.schedule import count_in_flight, order_actions, simulate
+from panther_compile.partition.stages.schedule import count_in_flight, order_actions, simulate
 
 
 def run(schedule, devices, microbatches, stages_per_device=1, forward=1.0, backward=2.0):

@@ -5,8 +5,8 @@ import torch
 import zoo
 
 from panther_compile import partition_model
-from panther_compile.partition.capture import capture, example_arguments
-from panther_compile.partition.measure import _level, measure_nodes
+from panther_compile.partition.graph.capture import capture, example_arguments
+from panther_compile.partition.graph.measure import _level, measure_nodes
 
 
 def captured(name):

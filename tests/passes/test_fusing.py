@@ -10,7 +10,7 @@ from small_graphs import LEADING, PAIR, TRAILING, apply, three, traced
 from torch import nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from panther_compile.cost import CUDA
+from panther_compile.factorization.cost import CUDA
 from panther_compile.layers import SketchedLinear
 from panther_compile.passes.fuse_epilogue import fuse_epilogue
 from panther_compile.passes.fuse_gating import fuse_gating

@@ -18,7 +18,7 @@ from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, run_passes
-from panther_compile.trace import SketchTracer
+from panther_compile.planning.trace import SketchTracer
 
 
 def traced(model):

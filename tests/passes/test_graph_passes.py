@@ -14,9 +14,9 @@ from torch.fx.passes.shape_prop import ShapeProp
 import panther_compile as pc
 from panther_compile.errors import ConfigTypeError
 from panther_compile.layers import SketchedLinear
+from panther_compile.passes.default import CLEAN_UP, NORMALIZE, improve
 from panther_compile.passes.drop_dead_code import drop_dead_code
 from panther_compile.passes.fold_batchnorm import fold_batchnorm
-from panther_compile.passes.graph_default import CLEAN_UP, NORMALIZE, improve
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, PassResult, run_passes

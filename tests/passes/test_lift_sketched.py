@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from panther_compile.layers import SketchedConv1D, SketchedLinear
-from panther_compile.passes.graph_default import CLEAN_UP
+from panther_compile.passes.default import CLEAN_UP
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.lift_sketched import lift_sketched

@@ -1,0 +1,207 @@
+"""Predicted tokens per second and memory beside what others have published for Llama-3 on H100.
+
+    python benchmarks/published.py [--models 8b 70b 405b] [--output docs/benchmarks]
+
+The rows are in published_rows.json, with their sources. Two constants are fitted, on the rows marked "fit"
+alone: how many FLOP/s products reach in bf16 and with fp8. Everything else is data sheets. Rows marked "test"
+are predicted with them. No GPU is used. Writes published.md.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+from panther_compile.errors import PartitionError
+from panther_compile.partition import Partition
+from panther_compile.partition.graph.flow_graph import Costs
+from panther_compile.partition.graph.hardware import H100, Hardware
+from panther_compile.partition.graphs import Graphs, read_graphs, reweigh
+from panther_compile.partition.options import PlanOptions
+from panther_compile.partition.records import Mesh
+from panther_compile.partition.search import partition_mesh
+
+ROWS = Path(__file__).with_name("published_rows.json")
+TOKENS = 8192  # of a sequence
+# hidden and intermediate size, layers, heads
+SHAPES = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16384, 53248, 126, 128)}
+# Memory is not limited: a layout that was run fits. 2.4 TB/s of torchtitan's boards, of which 80 %.
+BOARD = replace(H100, memory_bytes=10**12, memory_bytes_per_second=0.8 * 2.4e12)
+FIRST = {"bf16": 0.5 * 989e12, "fp8": 0.35 * 1979e12}  # FLOP/s to begin with
+
+
+def build(model: str, rows: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The shape of a Llama in bfloat16, and a microbatch of so many sequences, without data."""
+    hidden, intermediate, layers, heads = SHAPES[model]
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=TOKENS,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return made, torch.zeros(rows, TOKENS, dtype=torch.long)
+
+
+class Study:
+    """Graphs that are read once, and predictions from them."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[str, int], Graphs] = {}
+        self._weighed: tuple[object, Graphs] | None = None
+
+    def predict(self, row: dict[str, Any], flops: float) -> tuple[float, Partition]:
+        """Tokens a second and GPU of the published layout, and the partition."""
+        graphs = self._graphs(row, replace(BOARD, flops_per_second=flops))
+        mesh = Mesh(**row["mesh"])
+        options = PlanOptions(
+            hardware=graphs.costs.hardware,
+            memory_bytes=BOARD.memory_bytes,
+            microbatches=row["microbatches"],
+            samples=row["rows"],
+            schedule=row["schedule"],
+            stages_per_device=row.get("stages_per_device"),
+            recompute=row["recompute"],
+            data_parallel=row["states"],
+            shard_size=mesh.dp if row["states"] != "ddp" else None,
+            master_weights=True,
+        )
+        part = partition_mesh(f"Llama-{row['model']}", graphs, options, mesh)
+        tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS
+        return tokens / part.step_seconds / mesh.devices, part
+
+    def _graphs(self, row: dict[str, Any], hardware: Hardware) -> Graphs:
+        key = row["model"], row["rows"]
+        costs = Costs(hardware, master_weights=True, parallel_loss=True)
+        if key not in self._read:
+            model, ids = build(*key)
+            self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
+        if self._weighed is None or self._weighed[0] != (key, costs):
+            self._weighed = (key, costs), reweigh(self._read[key], costs)
+        return self._weighed[1]
+
+
+def fit(study: Study, rows: list[dict[str, Any]], precision: str) -> float:
+    """FLOP/s for which the rows' tokens a second are met best: seconds are nearly linear in its inverse."""
+    flops = FIRST[precision]
+    lines = []
+    for row in rows:
+        near, far = (1 / study.predict(row, factor * flops)[0] for factor in (1.0, 1.25))
+        slope = (near - far) / (1 - 1 / 1.25)
+        lines.append((near - slope, slope, 1 / row["tokens"]))  # fixed, per inverse factor, wanted
+    tried = [0.3 * 1.01**step for step in range(240)]
+    errors = [
+        sum(math.log((fixed + slope / factor) / wanted) ** 2 for fixed, slope, wanted in lines)
+        for factor in tried
+    ]
+    return flops * tried[errors.index(min(errors))]
+
+
+HEAD = (
+    "source",
+    "model",
+    "mesh",
+    "run",
+    "use",
+    "tokens/s/GPU",
+    "predicted",
+    "error",
+    "GiB",
+    "predicted",
+    "error",
+)
+
+
+def line(row: dict[str, Any], tokens: float, part: Partition) -> list[str]:
+    """A row of the table."""
+    gib = part.device_memory_bytes / 2**30
+    run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}"
+    memory = ["", f"{gib:.1f}", ""]
+    if row["gib"] is not None:
+        memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
+    speed = [f"{row['tokens']:,}", f"{tokens:,.0f}", f"{tokens / row['tokens'] - 1:+.0%}"]
+    return [row["source"], row["model"], str(part.mesh), run, row["use"], *speed, *memory]
+
+
+_TEXT = """\
+# Published training runs, as predicted
+
+Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`. Llama-3
+on H100, sequences of 8,192 tokens, Adam with float32 master weights, the loss divided over tp. Nothing was
+run on a GPU. Two constants are fitted on the rows marked "fit", what matrix products reach: {bf16:.0f}
+TFLOP/s in bf16 and {fp8:.0f} TFLOP/s with fp8. All else is data sheets.
+The fit did not look at rows marked "test".
+
+{table}
+
+{missed}
+Sources: {sources}.
+
+Found with {versions} in {seconds:.0f} CPU seconds.
+"""
+
+
+def main() -> None:
+    """Fit on one half, predict both, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
+    arguments = parser.parse_args()
+    read = json.loads(ROWS.read_text(encoding="utf-8"))
+    rows = [row for row in read["rows"] if row["model"] in arguments.models]
+    rows.sort(key=lambda row: (list(SHAPES).index(row["model"]), row["rows"], row["use"]))
+    study, start = Study(), time.process_time()
+    flops = {}
+    for precision, first in FIRST.items():
+        fitted = [row for row in rows if row["use"] == "fit" and row["precision"] == precision]
+        flops[precision] = fit(study, fitted, precision) if fitted else first
+        print(
+            f"{precision}: {flops[precision] / 1e12:.0f} TFLOP/s, {time.process_time() - start:.0f} s",
+            flush=True,
+        )
+    lines, missed = [], []
+    left = [name for name in SHAPES if name not in arguments.models]
+    if left:
+        missed.append(
+            f"Rows of {' and '.join(left)} are in the file, and were not predicted for this table.\n"
+        )
+    for row in rows:
+        try:
+            lines.append(line(row, *study.predict(row, flops[row["precision"]])))
+        except PartitionError as error:
+            missed.append(
+                f"- {row['source']}, {row['model']} on {row['mesh']}: {str(error).splitlines()[0]}\n"
+            )
+            continue
+        print(" ".join(lines[-1]), flush=True)
+    lines.sort(key=lambda cells: cells[4])
+    table = [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * 5 + ["--:"] * 6, *lines)]
+    text = _TEXT.format(
+        bf16=flops["bf16"] / 1e12,
+        fp8=flops["fp8"] / 1e12,
+        table="\n".join(table),
+        missed="".join(missed),
+        sources="; ".join(f"{name}: {where}" for name, where in read["sources"].items()),
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        seconds=time.process_time() - start,
+    )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "published.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""How close a sketched model's outputs are to the dense model's on the same inputs, in numbers and in a word.
+
+Logits are compared by the Kullback-Leibler divergence of their rows, other tensors by their squared distance.
+Both are put over what an answer that is always the same would lose: of logits that is the information that a
+row gives about the choice, H(mean p) - mean H(p), of other tensors their variance. That share is 0 where the
+models are equal and 1 where the sketched one tells nothing of the dense one's answers, whatever their scale.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.factorization.moments import thinned
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.rows import kept_rows
+from panther_compile.models.watched import copy_sharing
+from panther_compile.records import Closeness
+
+GOOD, NOTICEABLE, DESTROYED = "good", "noticeable", "destroyed"
+MOST_CALLS = 8  # evenly spread over those given
+_MOST_ROWS = 1024  # of one tensor of one call
+_GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
+_GOOD_SHARE, _DESTROYED_SHARE = 0.05, 0.5
+
+
+def compare_outputs(
+    model: nn.Module,
+    new: Mapping[nn.Module, nn.Module],
+    calls: Sequence[Call],
+    *,
+    logits: bool | None,
+    inputs: str,
+) -> Closeness:
+    """Run the model as it is and with layers replaced, and compare the results.
+
+    Args:
+        model: the dense model; neither it nor what replaces its layers is changed.
+        new: the sketched layers, by the dense ones.
+        calls: of both; at most `MOST_CALLS` of them are used.
+        logits: whether the results are logits; None: those called "logits" are.
+        inputs: what the calls hold, in words.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+    """
+    copies = {old: copy_sharing(layer, {}) for old, layer in new.items()}  # they change their mode
+    dense, sketched = (copy_sharing(model, one, own_buffers=True) for one in ({}, copies))
+    turn_off_nested_tensors(sketched)
+    results = OutputSums()
+    with torch.no_grad():
+        for call in calls[:: math.ceil(len(calls) / MOST_CALLS)]:
+            pairs = _pairs(call.run(dense), call.run(sketched), logits)
+            results.see(pairs, kept_positions(dense, call))
+    return results.closeness(inputs)
+
+
+Pair = tuple[bool, Tensor, Tensor]
+"""Whether they are logits, the dense model's tensor, and the sketched model's; float32."""
+
+
+class OutputSums:
+    """Adds up how far results are apart, over the calls of two models."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, bool], _Sums] = {}
+
+    def see(self, pairs: Sequence[Pair], kept: Tensor | None = None) -> None:
+        """Add the tensors of one result; `kept` is False at positions (batch, length) of padding."""
+        for place, (is_logits, wanted, found) in enumerate(pairs):
+            one = self._sums.setdefault((place, is_logits), _LogitSums() if is_logits else _FeatureSums())
+            one.see(wanted, found, kept)
+
+    def closeness(self, inputs: str) -> Closeness:
+        """Of the tensor that lost most; of logits, where there are any."""
+        told = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
+        if not told:
+            return Closeness.unknown("the model's result holds no floating tensor")
+        return max((one.closeness(inputs) for one in told), key=lambda one: one.share)
+
+
+def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
+    """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
+    both = zip(named_tensors(wanted), named_tensors(found), strict=False)
+    return [
+        (name == LOGITS if logits is None else logits, one.float(), other.float())
+        for (name, one), (_, other) in both
+        if one.shape == other.shape  # else as long as the model says it is, as speech may be
+    ]
+
+
+@dataclass
+class _Sums:
+    """Adds up what was seen of one tensor of the results."""
+
+    rows: int = 0
+
+    def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
+        """Add the rows of one call."""
+        raise NotImplementedError
+
+    def closeness(self, inputs: str) -> Closeness:
+        """Of all that was seen."""
+        raise NotImplementedError
+
+
+@dataclass
+class _LogitSums(_Sums):
+    divergence: float = 0.0
+    entropy: float = 0.0
+    alike: int = 0
+    chances: Tensor | None = None
+
+    def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
+        hidden = ~wanted.isfinite()  # as logits of tokens that are not to be
+        lowest = torch.finfo(torch.float32).min
+        target, guess = (
+            thinned(kept_rows(one.masked_fill(hidden, lowest), kept), _MOST_ROWS).log_softmax(-1)
+            for one in (wanted, found)
+        )
+        chances = target.exp()
+        self.rows += len(target)
+        self.divergence += float((chances * (target - guess)).nansum() if _finite(guess) else math.inf)
+        self.entropy -= float((chances * target).nansum())
+        self.alike += int((target.argmax(-1) == guess.argmax(-1)).sum())
+        total = chances.sum(0)
+        self.chances = (
+            total if self.chances is None or len(self.chances) != len(total) else self.chances + total
+        )
+
+    def closeness(self, inputs: str) -> Closeness:
+        assert self.chances is not None
+        mean = self.chances / self.chances.sum()
+        information = float(-(mean * mean.clamp_min(1e-30).log()).sum()) - self.entropy / self.rows
+        divergence = max(0.0, self.divergence / self.rows)
+        share = divergence / max(information, 1e-6)
+        grade = NOTICEABLE
+        if divergence <= _GOOD_KL and share <= _GOOD_SHARE:
+            grade = GOOD
+        elif divergence >= _DESTROYED_KL or share >= _DESTROYED_SHARE:
+            grade = DESTROYED
+        return Closeness(grade, "KL", divergence, share, self.alike / self.rows, inputs)
+
+
+@dataclass
+class _FeatureSums(_Sums):
+    error: float = 0.0
+    size: float = 0.0
+    total: Tensor | None = None
+
+    def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
+        hidden = ~wanted.isfinite()
+        target, guess = (kept_rows(one.masked_fill(hidden, 0.0), kept).double() for one in (wanted, found))
+        self.rows += len(target)
+        self.error += float((guess - target).square().sum()) if _finite(guess) else math.inf
+        self.size += float(target.square().sum())
+        total = target.sum(0)
+        self.total = total if self.total is None or len(self.total) != len(total) else self.total + total
+
+    def closeness(self, inputs: str) -> Closeness:
+        assert self.total is not None
+        centre = float(self.total.square().sum()) / self.rows if self.rows > 1 else 0.0
+        share = self.error / max(self.size - centre, 1e-12 * self.size, 1e-30)
+        grade = NOTICEABLE
+        if share <= _GOOD_SHARE:
+            grade = GOOD
+        elif share >= _DESTROYED_SHARE:
+            grade = DESTROYED
+        return Closeness(grade, "relative error", math.sqrt(share), share, None, inputs)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not bool(tensor.isnan().any())

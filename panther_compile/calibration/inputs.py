@@ -1,0 +1,132 @@
+"""What layers are fitted to, and what a sketch is compared with its model on: data, or inputs made up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from panther_compile.calibration.closeness import compare_outputs
+from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigTypeError, DataError
+from panther_compile.models.batches import Call
+from panther_compile.models.output_kind import NAMED, recognize_output
+from panther_compile.models.synthetic import MODEL, make_inputs
+from panther_compile.planning.plan import hides_progress
+from panther_compile.planning.sites import Found, without_head
+from panther_compile.records import Closeness
+
+SMALLEST, LARGEST = 500_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
+_FIT, _JUDGE = 10, 2  # batches
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of a model.
+
+    Attributes:
+        fit: what layers are fitted to; None for their weights alone.
+        judge: the calls on which the sketch is compared with the dense model; empty for those of `fit`.
+        what: they are, in words; where there are none, why.
+        optional: whether nobody asked for the fit, which is then taken only if it does better than none.
+    """
+
+    fit: Any
+    judge: tuple[Call, ...]
+    what: str
+    optional: bool = False
+
+    @property
+    def source(self) -> str:
+        """What the layers are fitted to, for `keep_verdict`."""
+        if self.fit is None:
+            return "weights"
+        return "made-up inputs" if self.judge else "data"
+
+    def closeness(
+        self,
+        model: nn.Module,
+        new: Mapping[nn.Module, nn.Module],
+        fitted: Sequence[Call],
+        config: SketchConfig,
+    ) -> Closeness:
+        """How close the outputs of a sketch are, see `compare_outputs`.
+
+        Args:
+            model: the dense model.
+            new: the sketched layers, by the dense ones.
+            fitted: the calls of `fit`.
+            config: the options.
+        """
+        calls = self.judge or fitted
+        if not calls:
+            return Closeness.unknown(self.what)
+        what = f"{self.what}, {len(calls)} batches"
+        return compare_outputs(model, new, calls, logits=config.logits, inputs=what)
+
+
+def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig) -> Inputs:
+    """The data, or where there is none, or `data="model"`, inputs that are made up.
+
+    Args:
+        model: the dense model; is not changed.
+        found: its sites.
+        data: see `sketchify`.
+        config: the options.
+
+    Raises:
+        DataError: inputs were asked for by `data="model"`, and cannot be made up.
+        ConfigTypeError: likewise, and the model cannot be copied.
+    """
+    asked = isinstance(data, str) and data == MODEL
+    if data is not None and not asked:
+        return Inputs(data, (), "the data given")
+    if not asked and not config.synthetic:
+        return Inputs(None, (), "no data was given, and synthetic=False")
+    numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
+    if not asked and numbers < SMALLEST:
+        return Inputs(
+            None, (), f'no data was given; data="model" makes inputs up, as from {SMALLEST:,} numbers on'
+        )
+    if not asked and numbers > LARGEST:
+        return Inputs(
+            None, (), f'no data was given; data="model" makes inputs up, as up to {LARGEST:,} numbers'
+        )
+    try:
+        made = make_inputs(
+            model, _FIT + _JUDGE, seed=config.seed, sample=True, progress=not hides_progress(config)
+        )
+    except (DataError, ConfigTypeError) as error:
+        if asked:
+            raise
+        return Inputs(None, (), f"no data was given, and {error}")
+    dense = all(ratio == 1.0 for _, ratio in config.ratios())
+    fit = made.calls[_JUDGE:] if asked or (made.telling and not dense) else None
+    return Inputs(fit, made.calls[:_JUDGE], made.what, optional=fit is not None and not asked)
+
+
+def read_output(
+    model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
+) -> tuple[str, SketchConfig, Found]:
+    """What the result is taken for, in words; the options, and the sites without the head, in that light.
+
+    Args:
+        model: the dense model; is not changed.
+        found: its sites.
+        calls: of it; if there are none, nothing is said.
+        config: the options; where `output` is "auto", logits that can be told are taken for such.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+    """
+    if not calls or config.output == "features":
+        return "", config, found
+    kind = recognize_output(model, calls)
+    asked = config.output == "logits"
+    logits = asked or kind.why == NAMED or kind.output == "logits"
+    if logits:
+        found = without_head(found, kind.head, config)
+    if asked:
+        return "results taken for logits, as asked", config, found
+    taken = "logits" if kind.output == "logits" or kind.why == NAMED else "features"
+    return f"results taken for {taken}: {kind.why}", replace(config, output=kind.output), found

@@ -1,0 +1,12 @@
+"""Matrices and kernels of low rank: how they are found, what a rank stores and costs.
+
+factorize   truncated SVD and randomized range finder
+conv2d      low-rank forms of a convolution's weight
+pivot       the pivoted form: r (O + I - r) numbers in place of r (O + I)
+sketches    random test matrices
+candidates  the ways a weight may be stored: what each rank costs and keeps
+cost        whether a sketch will be faster: a roofline in plain arithmetic
+fit_matrix  A sketched linear layer from second moments
+moments     Second moments of what reaches a layer in the dense model (x) and in the sketched one (z)
+whiten      The best rank-r matrix in the metric of data: closed form, no training
+"""

@@ -1,0 +1,122 @@
+"""A sketched linear layer from second moments: the best rank-r matrix, pivoted, its bias made right."""
+
+# O out_features, I in_features, R rank
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther_compile.factorization.moments import Moments
+from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
+from panther_compile.factorization.whiten import (
+    anchored_mean,
+    anchored_product,
+    best_low_rank,
+    output_error,
+    solve,
+)
+
+# Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
+FLOORS = (0.1, 0.03, 0.01, 0.003, 0.001, 1e-4)
+_ACCEPTED = 1.005
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMatrix:
+    """Factors as they are stored, float64, and how far their output is from the dense layer's.
+
+    Attributes:
+        left: (O, r); the weight itself (O, I) if it is not factorized.
+        down: (r, I), or (r, I - r) in the pivoted form; None if it is not factorized.
+        start: of the pivot slice; None for a plain pair.
+        bias: (O,), or None.
+        output_error: relative, on the calibration data.
+    """
+
+    left: Tensor
+    down: Tensor | None
+    start: int | None
+    bias: Tensor | None
+    output_error: float
+
+
+def fit_matrix_to(
+    weight: Tensor,
+    bias: Tensor | None,
+    moments: Moments,
+    gradient: Tensor | None,
+    rank: int,
+    *,
+    pivoted: bool,
+    dtype: torch.dtype,
+) -> FittedMatrix:
+    """Fit W' z + b' to W x + b, or to W x + b + s - s' where the output is added to s.
+
+    Args:
+        weight: W, `(O, I)`.
+        bias: b, `(O,)`, or None.
+        moments: of x and z, about the means if there is a bias.
+        gradient: weight of errors at the output, float64 `(O, O)`, or None.
+        rank: r.
+        pivoted: whether the pivoted form is wanted.
+        dtype: in which the factors will be stored.
+    """
+    dense = weight.detach().to(moments.square.device).double()
+    left, right = best_low_rank(dense, moments, gradient, rank)
+    down, start = right, None
+    if pivoted and rank < min(dense.shape):
+        start, left, right = _pivot(dense, left, right, moments, gradient, dtype)
+        down = split_at(right, rank, start)[1]
+    error = output_error(dense, left, right, moments)
+    bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
+    return FittedMatrix(left, down, start, bias, error)
+
+
+def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedMatrix:
+    """The same without a bound on the rank; z may have other features than x. See `fit_matrix_to`."""
+    dense = weight.detach().to(moments.square.device).double()
+    new = solve(moments.square, anchored_product(dense, moments).T).T
+    identity = torch.eye(new.shape[1], dtype=new.dtype, device=new.device)
+    error = output_error(dense, new, identity, moments)
+    bias = shifted_bias(bias, anchored_mean(dense, moments), new @ moments.mean_z)
+    return FittedMatrix(new, None, None, bias, error)
+
+
+def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:
+    """The bias that makes up for the means; None if there is none.
+
+    Args:
+        bias: of the dense layer `(O,)`, or None.
+        wanted: the mean output `(O,)` without it.
+        given: the mean output `(O,)` of the new weight.
+    """
+    return None if bias is None else bias.detach().to(wanted) + (wanted - given)
+
+
+def _pivot(
+    weight: Tensor, left: Tensor, right: Tensor, moments: Moments, gradient: Tensor | None, dtype: torch.dtype
+) -> tuple[int, Tensor, Tensor]:
+    """Start of the pivot slice and factors of the pivoted form, as well conditioned as costs next to nothing.
+
+    Inputs of equal power are pivoted on: else a feature that is always large makes a small change dear.
+    """
+    size = moments.square.diagonal().sqrt()
+    rank = left.shape[1]
+    accepted = _ACCEPTED * output_error(weight, left, right, moments, gradient) + ROUNDING[dtype]
+    for floor in FLOORS:
+        found = to_pivoted(left, right * size, dtype=dtype, residual=math.inf, floor=floor)
+        assert found is not None
+        _, rows = from_pivoted(found.columns, found.coefficients, found.start)
+        rows = size[found.start : found.start + rank, None] * rows / size
+        columns = _refit(weight, rows, moments)
+        best = found.start, columns, rows
+        if output_error(weight, columns, rows, moments, gradient) <= accepted:
+            break
+    return best
+
+
+def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:
+    """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹."""
+    product = anchored_product(weight, moments) @ right.T
+    return solve(right @ moments.square @ right.T, product.T).T

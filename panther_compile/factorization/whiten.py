@@ -1,0 +1,129 @@
+"""The best rank-r matrix in the metric of data: closed form, no training.
+
+For inputs x of the dense layer, z of the sketched one, and G the weight of errors at the output:
+
+    minimise over rank-r W':   E ‖ G^½ (W x - W' z) ‖²
+
+With S = E[z zᵀ] = R Rᵀ and C = E[x zᵀ] the solution is W' = G^-½ [ G^½ W C R^-T ]ᵣ R⁻¹. On the input side
+this is objective 4 of AA-SVD (anchored, asymmetric), and SVD-LLM where x = z; G, a Kronecker-factored
+Fisher matrix as in K-FAC (Martens and Grosse, 2015), is the output side. Where the layer's output is added to
+s, and s is off by d = s - s' in the sketched model, W x + d is wanted in place of W x: W C + E[d zᵀ] stands
+for W C. The square roots are never needed on the larger side: with M = G^½ W C R^-T, either Vᵣ of Mᵀ M gives
+W' = (W C R^-T Vᵣ)(Vᵣᵀ R⁻¹), or Uᵣ of M Mᵀ gives W' = (G^-½ Uᵣ)(Uᵣᵀ G^½ W C S⁻¹).
+"""
+
+# O out_features, I in_features, R rank
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther_compile.factorization.moments import Moments
+
+_CLAMP = 1e-9  # relative, of eigenvalues
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A symmetric positive matrix as K Kᵀ, with K⁻¹, both float64 (n, n)."""
+
+    factor: Tensor
+    inverse: Tensor
+
+
+def root_of(matrix: Tensor) -> Root:
+    """By eigenvalues clamped from below: no matrix is refused for being singular."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp_min(_CLAMP * float(values[-1].clamp_min(1e-30))).sqrt()
+    return Root(vectors * values, (vectors / values).T)
+
+
+def best_low_rank(
+    weight: Tensor, moments: Moments, gradient: Tensor | None, rank: int
+) -> tuple[Tensor, Tensor]:
+    """The factors left (O, r) and right (r, I) of the solution, float64.
+
+    Args:
+        weight: W, float64 `(O, I)`.
+        moments: see `Moments`.
+        gradient: G, float64 `(O, O)`, or None for the identity.
+        rank: r.
+    """
+    anchored = anchored_product(weight, moments)
+    if weight.shape[0] <= weight.shape[1]:
+        solved = solve(moments.square, anchored.T).T  # W C S⁻¹
+        core = solved @ anchored.T  # M Mᵀ = G^½ (W C S⁻¹ Cᵀ Wᵀ) G^½
+        core = (core + core.T) / 2
+        if gradient is None:
+            vectors = torch.linalg.eigh(core)[1][:, -rank:].flip(1)
+            return vectors, vectors.T @ solved
+        root = root_of(gradient)
+        vectors = torch.linalg.eigh(root.factor.T @ core @ root.factor)[1][:, -rank:].flip(1)
+        return root.inverse.T @ vectors, (vectors.T @ root.factor.T) @ solved
+    root = root_of(moments.square)
+    whitened = anchored @ root.inverse.T  # W C R^-T
+    core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
+    vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
+    return whitened @ vectors, vectors.T @ root.inverse
+
+
+def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
+    """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + d."""
+    product = weight @ moments.cross
+    return product if moments.skip is None else product + moments.skip.cross
+
+
+def anchored_mean(weight: Tensor, moments: Moments) -> Tensor:
+    """E[t] (O,), likewise."""
+    mean = weight @ moments.mean_x
+    return mean if moments.skip is None else mean + moments.skip.mean
+
+
+def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
+    """Singular values of G^½ W R (r,) from the factors of W, whose terms are orthogonal in both metrics.
+
+    Args:
+        left: `(O, r)`, of `best_low_rank` where x = z.
+        right: `(r, I)`, likewise.
+        square: S = R Rᵀ, float64 `(I, I)`.
+        gradient: G, float64 `(O, O)`, or None for the identity.
+    """
+    outer = left if gradient is None else gradient @ left
+    return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
+
+
+def lower_root(matrix: Tensor) -> Tensor:
+    """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.linalg.qr(root_of(matrix).factor.T).R.T if int(failed) else factor
+
+
+def solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """matrix⁻¹ right for a symmetric positive matrix, see `lower_root`."""
+    return torch.cholesky_solve(right, lower_root(matrix))
+
+
+def output_error(
+    weight: Tensor, left: Tensor, right: Tensor, moments: Moments, gradient: Tensor | None = None
+) -> float:
+    """‖G^½ (W x - W' z)‖ over ‖G^½ W x‖ on the rows that `moments` keeps; the means are not counted.
+
+    Where the output is added to s, the error of the sum: ‖G^½ (W x + s - W' z - s')‖ over ‖G^½ (W x + s)‖.
+
+    Args:
+        weight: W, `(O, I)`.
+        left: `(O, r)`, a factor of W'.
+        right: `(r, I)`, the other.
+        moments: of x and z.
+        gradient: G, `(O, O)`, or None for the identity.
+    """
+    wanted = moments.sample_x @ weight.float().T
+    lost = wanted - (moments.sample_z @ right.float().T) @ left.float().T
+    if moments.skip is not None:
+        wanted, lost = wanted + moments.skip.sample, lost + moments.skip.sample_change
+    if gradient is None:
+        size, rest = wanted.square().sum(), lost.square().sum()
+    else:
+        metric = gradient.float()
+        size, rest = (wanted @ metric * wanted).sum(), (lost @ metric * lost).sum()
+    return float((rest / size.clamp_min(1e-30)).clamp_min(0.0).sqrt())

@@ -1,0 +1,277 @@
+"""LoRA of PEFT on sketched layers, by the names of the dense ones, and its start from what a sketch left out.
+
+PEFT wraps a layer by what kind it is. For sketched linear layers its table has no line, so ours is asked
+before it, once PEFT is imported: `get_peft_model`, `add_adapter` and saved adapters all come by there.
+
+    y = L R x + s B A x + b            L (O, r), R (r, I); B (O, k), A (k, I), s the scale of the adapter
+    merged: [L, s B] [R; A] x + b      of rank r + k, equal but for rounding; dense where that stores less
+
+An adapter usually starts at B = 0. From the residual W - L R of the dense weight it can start as the best one
+of its rank, with G = E[x xᵀ] of the inputs if data is given:
+
+    s B A = [(W - L R) K]ₖ K⁻¹,  G = K Kᵀ            [M]ₖ the truncated SVD
+"""
+
+# O out_features, I in_features, R rank of the sketch, k rank of the adapter
+import importlib
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from panther_compile.errors import ConfigError, NoTargetError, TeacherMismatchError
+from panther_compile.layers.base import take_over
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.linear_stand_in import LinearStandIn
+from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.batches import Data, record_calls
+
+# What PEFT may start an adapter with that leaves the layer's own weight as it is.
+STARTS = (True, False, "gaussian", "eva")
+Factors = tuple[Tensor, Tensor]
+
+
+class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
+    """PEFT's LoRA layer around a sketched linear layer; the adapter is of the size that the layer works at.
+
+    Raises:
+        ConfigError: the start needs to change the layer's weight ("pissa", "corda", "olora" ...): see
+            `init_lora_from_dense`.
+    """
+
+    lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
+    lora_dropout: Any
+    scaling: Any
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Plain LoRA alone; PEFT refuses the others."""
+        return {(): None}
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        core = _core(module)
+        return core.in_features, core.out_features
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **options: Any) -> None:
+        """See PEFT."""
+        start = config.init_lora_weights
+        if start not in STARTS:
+            raise ConfigError(
+                f"init_lora_weights={start!r} changes the weight of the layer, which a sketched one has only "
+                f"as factors: wanted one of {STARTS}, then init_lora_from_dense(model, dense)"
+            )
+        super().update_layer(adapter_name, r, lora_alpha, config, **options)
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """See PEFT; the adapter of a narrow layer works between the features that are kept."""
+        base: Any = self.get_base_layer()
+        if self.disable_adapters or self.merged or not isinstance(base, NarrowLinear):
+            return super().forward(x, *args, **options)
+        y = base(x)
+        seen = base.read(x) if base.side == "in" else x
+        for name in self._active():
+            a, b = self.lora_A[name], self.lora_B[name]
+            seen = self._cast_input_dtype(seen, a.weight.dtype)
+            more = b(a(self.lora_dropout[name](seen))) * self.scaling[name]
+            y = y + (base.pad(more, -1) if base.side == "out" and base.padded else more).to(y.dtype)
+        return y
+
+    def _active(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put adapters into the factors, see the file; the layer before is kept for `unmerge`."""
+        for name in check_adapters_to_merge(self, adapter_names) or ():
+            if name not in self.lora_A:
+                continue
+            base: Any = self.get_base_layer()
+            a, b = self.lora_A[name], self.lora_B[name]
+            new = _with_more(
+                base, self.scaling[name] * b.weight.detach().double(), a.weight.detach().double()
+            )
+            if b.bias is not None:
+                if new.bias is None:
+                    raise ConfigError("lora_bias=True cannot be merged: the layer has no bias")
+                with torch.no_grad():
+                    _core(new).bias.add_(self.scaling[name] * b.bias)
+            if safe_merge and not all(bool(torch.isfinite(p).all()) for p in new.parameters()):
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
+                )
+            self.__dict__.setdefault("_before", []).append(base)
+            self.base_layer = new
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Take the adapters out again."""
+        while self.merged_adapters:
+            self.merged_adapters.pop()
+            self.base_layer = self.__dict__["_before"].pop()
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """What an adapter adds to the weight, as the dense layer keeps it; or within a narrow one."""
+        delta: Tensor = self.scaling[adapter] * (self.lora_B[adapter].weight @ self.lora_A[adapter].weight)
+        return delta.t() if self.fan_in_fan_out else delta
+
+
+def init_lora_from_dense(
+    model: nn.Module, dense: nn.Module, *, data: Data | None = None, adapter: str = "default"
+) -> None:
+    """Start the adapters on sketched layers as the best ones of their rank for what the sketch left out.
+
+        >>> from panther_compile.integrations.adapters import init_lora_from_dense
+        >>> tuned = get_peft_model(small, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+        >>> init_lora_from_dense(tuned, model, data=calibration)
+
+    Args:
+        model: a sketched model with adapters, changed in place.
+        dense: the model that was sketched.
+        data: inputs of the model, see `sketchify`; the error of what the layers compute on them is minimised,
+            in place of that of the weights.
+        adapter: its name.
+
+    Raises:
+        NoTargetError: no sketched layer has an adapter of that name.
+        TeacherMismatchError: the dense model lacks a layer, or has it in another size; or a layer is narrow.
+    """
+    given: Any = model
+    inside: nn.Module = given.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = {
+        name: layer
+        for name, layer in inside.named_modules()
+        if isinstance(layer, SketchedLoraLinear) and adapter in layer.lora_A
+    }
+    if not layers:
+        raise NoTargetError(f"no sketched layer of {type(model).__name__} has an adapter {adapter!r}")
+    left_out = {name: _residual(name, layer, dense) for name, layer in layers.items()}
+    metric = {} if data is None else _second_moments(model, layers, data)
+    for name, layer in layers.items():
+        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        up, down = _best(left_out[name], metric.get(name), layer.r[adapter])
+        with torch.no_grad():
+            a.copy_(down)
+            b.copy_(up / layer.scaling[adapter])
+
+
+def _best(residual: Tensor, metric: Tensor | None, rank: int) -> Factors:
+    """The best factors (O, k) and (k, I) of a residual (O, I), each with half of the singular values."""
+    root = None
+    if metric is not None:
+        values, vectors = torch.linalg.eigh(metric)
+        # Directions that data hardly has would be divided by nothing.
+        values = values.clamp_min(1e-6 * values[-1]).sqrt()
+        root = (vectors * values) @ vectors.t(), (vectors / values) @ vectors.t()
+    u, s, vh = torch.linalg.svd(residual if root is None else residual @ root[0], full_matrices=False)
+    half = s[:rank].sqrt()
+    down = half[:, None] * vh[:rank]
+    return u[:, :rank] * half, down if root is None else down @ root[1]
+
+
+def _residual(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> Tensor:
+    base: Any = layer.get_base_layer()
+    if isinstance(base, NarrowLinear):
+        raise TeacherMismatchError(f"{name} is narrow: its features are not those of the dense layer")
+    try:
+        twin: Any = dense.get_submodule(name)
+    except AttributeError as error:
+        raise TeacherMismatchError(f"the dense model has no layer {name!r}") from error
+    weight = getattr(twin, "weight", None)
+    if isinstance(twin, LinearStandIn) or weight is None or weight.shape != base.weight.shape:
+        raise TeacherMismatchError(
+            f"{name} of the dense model is {twin}: wanted a dense layer whose weight is "
+            f"{tuple(base.weight.shape)}"
+        )
+    left = weight.detach().double().to(base.weight.device) - base.weight.detach().double()
+    return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
+
+
+def _turned(base: LinearStandIn) -> bool:
+    return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
+
+
+def _second_moments(model: nn.Module, layers: dict[str, SketchedLoraLinear], data: Data) -> dict[str, Tensor]:
+    """The sum of x xᵀ over all inputs of each layer, (I, I)."""
+    sums: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in layers.items():
+
+        def add(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            x = args[0].detach().flatten(0, -2).double()
+            sums[name] = sums.get(name, 0) + x.t() @ x
+
+        handles.append(layer.register_forward_pre_hook(add))
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            for call in record_calls(model, data):
+                call.run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, was in training.items():
+            module.training = was
+    return sums
+
+
+def _core(layer: Any) -> Any:
+    """The layer that does the work: of a narrow one, that between the narrow widths."""
+    return layer.narrow if isinstance(layer, NarrowLinear) else layer
+
+
+def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
+    """A layer whose weight is that of `base` plus left (O, k) @ right (k, I)."""
+    core = _core(base)
+    if isinstance(core, SketchedLinear):
+        old = [factor.detach().double() for factor in core.factors()]
+        left, right = torch.cat([old[0], left], dim=1), torch.cat([old[1], right])
+        rank = left.shape[1]
+        saves = rank < min(core.in_features, core.out_features)
+        saves &= rank * (core.in_features + core.out_features - rank) < core.in_features * core.out_features
+        weight = None if saves else left @ right
+    else:
+        weight = core.weight.detach().double() + left @ right
+    like = next(core.parameters())
+    new: Any
+    if weight is None:
+        kind = SketchedLinear if isinstance(base, NarrowLinear) else type(core)
+        new = kind.from_factors(left, right, core.bias, dtype=like.dtype, device=like.device)
+    elif isinstance(base, NarrowLinear) or isinstance(core, nn.Linear):
+        new = nn.utils.skip_init(
+            nn.Linear, core.in_features, core.out_features, bias=core.bias is not None, device=like.device
+        ).to(like.dtype)
+        with torch.no_grad():
+            new.weight.copy_(weight)
+            if core.bias is not None:
+                new.bias.copy_(core.bias)
+    else:
+        new = core.to_dense()
+        with torch.no_grad():
+            new.weight.copy_(weight.t() if _turned(core) else weight)
+    take_over(new, core, like.requires_grad)
+    if not isinstance(base, NarrowLinear):
+        return new
+    spec = base.sketch_spec()
+    spec["factors"] = new.sketch_spec() if isinstance(new, SketchedLinear) else None
+    around = type(base)(**spec, device="meta").train(base.training)
+    around.narrow = new
+    for name, buffer in base.named_buffers(recurse=False):
+        around.register_buffer(name, buffer.clone())
+    return around
+
+
+def _dispatch(target: nn.Module, adapter_name: str, config: Any, **options: Any) -> nn.Module | None:
+    """PEFT's layer for a target; None leaves it to whoever is asked next."""
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if isinstance(base, LinearStandIn) and options.get("parameter_name") is None:
+        return SketchedLoraLinear(target, adapter_name, config=config, **options)
+    found: nn.Module | None = _theirs(target, adapter_name, config=config, **options)
+    return found
+
+
+_table: Any = importlib.import_module("peft.tuners.lora.model")
+_theirs = _table.dispatch_default
+_table.dispatch_default = _dispatch

@@ -1,0 +1,143 @@
+"""State dicts of a dense model in a sketched one: of a sibling that was trained on, or that has another head.
+
+A sketched layer holds W ≈ L R. For the dense weight W' of the sibling R is kept, with all that data had
+chosen it by, and L is fitted to W' in the least squares; where the weight W that was sketched is known, only
+to what changed:
+
+    L' = W' Rᵀ (R Rᵀ)⁻¹                L' = L + (W' - W) Rᵀ (R Rᵀ)⁻¹
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.errors import CheckpointMismatchError, NoTargetError
+from panther_compile.layers import (
+    SketchedConv1D,
+    SketchedEmbedding,
+    SketchedLayer,
+    SketchedLinear,
+    SketchedMultiheadAttention,
+)
+from panther_compile.layers.attention import PROJECTIONS
+from panther_compile.layers.base import outermost
+
+
+def project_state_dict(
+    model: nn.Module, dense: Mapping[str, Tensor], *, base: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The state dict of a sketched model that is closest to a dense one, its input factors kept.
+
+        >>> state = pc.project_state_dict(small, fine_tuned.state_dict(), base=model.state_dict())
+        >>> small.load_state_dict(state)
+
+    Args:
+        model: a result of `sketchify`; it is not changed.
+        dense: state dict of a model of the architecture that was sketched.
+        base: of the very model that was sketched; what changed since is added to what the sketch holds.
+            Without it the sketch follows `dense` alone: what data had chosen the output factors by is lost.
+
+    Raises:
+        NoTargetError: the model holds no sketched layer.
+        CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
+            (a narrow layer or a convolution); it is named.
+    """
+    layers = list(outermost(model))
+    if not layers:
+        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: load the state dict as it is")
+    names = {module: name for name, module in model.named_modules()}
+    state = dict(model.state_dict())
+    inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)
+    for name in state:
+        if not name.startswith(inside):
+            state[name] = _of_shape(dense, name, state[name].shape)
+    for layer in layers:
+        name = names[layer]
+        old = {} if base is None else _weights(layer, name, base)
+        for path, (part, weight, bias) in _weights(layer, name, dense).items():
+            changed = None if base is None else weight.double() - old[path][1].double()
+            _follow(part, path, weight, changed, state)
+            if bias is not None:
+                state[f"{path}.bias" if isinstance(part, nn.Linear) else f"{path}.up.bias"] = bias
+        for own in dict(layer.named_parameters(recurse=False)):  # the key and value that an attention appends
+            state[f"{name}.{own}"] = _of_shape(dense, f"{name}.{own}", getattr(layer, own).shape)
+    return state
+
+
+def _of_shape(state: Mapping[str, Tensor], name: str, shape: Any) -> Tensor:
+    if name not in state:
+        raise CheckpointMismatchError(f"the dense state dict has no {name}")
+    if state[name].shape != shape:
+        raise CheckpointMismatchError(
+            f"{name} is {tuple(state[name].shape)} in the dense state dict, wanted {tuple(shape)}"
+        )
+    return state[name]
+
+
+def _weights(
+    layer: SketchedLayer, name: str, state: Mapping[str, Tensor]
+) -> dict[str, tuple[SketchedLayer, Tensor, Tensor | None]]:
+    """The part of a layer by its name, and the dense weight (O, I) and bias that it stands for."""
+    if isinstance(layer, SketchedMultiheadAttention):
+        return _projections(layer, name, state)
+    if isinstance(layer, SketchedEmbedding):
+        return {name: (layer, _of_shape(state, f"{name}.weight", layer.weight.shape), None)}
+    if not isinstance(layer, SketchedLinear):
+        raise CheckpointMismatchError(
+            f"{name} is a {type(layer).__name__}, which has no place for the features of a dense weight that "
+            "it left out: sketchify the dense model"
+        )
+    weight = _of_shape(state, f"{name}.weight", layer.weight.shape)
+    weight = weight.t() if isinstance(layer, SketchedConv1D) else weight
+    bias = None if layer.bias is None else _of_shape(state, f"{name}.bias", layer.bias.shape)
+    return {name: (layer, weight, bias)}
+
+
+def _projections(
+    layer: SketchedMultiheadAttention, name: str, state: Mapping[str, Tensor]
+) -> dict[str, tuple[SketchedLayer, Tensor, Tensor | None]]:
+    """Likewise of the four projections of an attention, three of which may be stored as one."""
+    width = layer.embed_dim
+    together = f"{name}.in_proj_weight" in state
+    found: dict[str, tuple[SketchedLayer, Tensor, Tensor | None]] = {}
+    for number, projection in enumerate(PROJECTIONS):
+        part: Any = getattr(layer, projection)
+        shape = (width, part.in_features)
+        if projection == "out_proj":
+            weight = _of_shape(state, f"{name}.out_proj.weight", shape)
+            bias = None if part.bias is None else _of_shape(state, f"{name}.out_proj.bias", (width,))
+        else:
+            rows = slice(number * width, (number + 1) * width)
+            weight = (
+                _of_shape(state, f"{name}.in_proj_weight", (3 * width, width))[rows]
+                if together
+                else _of_shape(state, f"{name}.{projection}_weight", shape)
+            )
+            bias = None if part.bias is None else _of_shape(state, f"{name}.in_proj_bias", (3 * width,))[rows]
+        if not isinstance(part, SketchedLinear | nn.Linear):
+            raise CheckpointMismatchError(
+                f"{name}.{projection} is a {type(part).__name__}: sketchify instead"
+            )
+        found[f"{name}.{projection}"] = (part, weight, bias)  # type: ignore[assignment]
+    return found
+
+
+def _follow(
+    part: nn.Module, path: str, weight: Tensor, changed: Tensor | None, state: dict[str, Tensor]
+) -> None:
+    """Put the output factor into the state that follows a dense weight (O, I)."""
+    if isinstance(part, nn.Linear):
+        state[f"{path}.weight"] = weight
+        return
+    assert isinstance(part, SketchedLinear | SketchedEmbedding)
+    left, right = (factor.detach().double() for factor in part.factors())
+    aim = weight.double() if changed is None else changed
+    # X R = aim in the least squares; by QR, as R Rᵀ squares the condition
+    fitted = torch.linalg.lstsq(right.t(), aim.to(right.device).t()).solution.t()
+    fitted = fitted if changed is None else left + fitted
+    leaf = "codes" if isinstance(part, SketchedEmbedding) else "up"
+    stored = state[f"{path}.{leaf}.weight"]
+    # In the pivoted form R is [1 C], up to the order of its columns: the output factor is L itself.
+    state[f"{path}.{leaf}.weight"] = fitted.to(stored)

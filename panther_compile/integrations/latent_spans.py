@@ -1,0 +1,156 @@
+"""Where keys and values lie: the spans of the sketched layers that may write them."""
+
+# B batch, H heads of keys and values, S tokens, D head dimension, O = H D, R rank
+import importlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.linear_stand_in import LinearStandIn
+from panther_compile.layers.narrow import NarrowLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The dimensions that keys or values lie in.
+
+    Attributes:
+        basis: `(O, r)`, orthonormal columns; `(2 O, r)` of keys and values together.
+        offset: `(O,)`, or `(2 O,)`.
+        name: of the layers that write it.
+    """
+
+    basis: Tensor
+    offset: Tensor
+    name: str
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(B, S, O) to (B, 1, S, r)."""
+        return ((x - self.offset) @ self.basis)[:, None]
+
+    def decode(self, kept: Tensor) -> Tensor:
+        """(B, 1, S, r) to (B, S, O)."""
+        return kept[:, 0] @ self.basis.t() + self.offset
+
+    def loss(self, x: Tensor) -> float:
+        """How much of x (B, S, O) does not read back, relative."""
+        return float((self.decode(self.encode(x)) - x).norm() / x.norm().clamp_min(1e-30))
+
+    def __deepcopy__(self, memo: Any) -> "Span":
+        return self  # a copy of a cache reads the same layers
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sketched layer within an attention module.
+
+    Attributes:
+        name: of the layer.
+        layer: the layer.
+        normalises: whether the module has a norm of its own.
+        rotate: the function that the module's code turns queries and keys by, if it has one.
+    """
+
+    name: str
+    layer: LinearStandIn
+    normalises: bool
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None
+
+    def rows(self, heads: int, width: int) -> Iterator[Tensor]:
+        """The outputs that may be the keys, or the values, of all heads."""
+        kept, outputs = heads * width, self.layer.out_features
+        every = torch.arange(outputs)
+        if outputs == kept:
+            yield every
+        elif outputs >= 2 * kept:
+            yield every[outputs - 2 * kept : outputs - kept]  # [.., k, v]
+            yield every[outputs - kept :]
+            if outputs == 3 * kept:
+                by_head = every.view(heads, 3, width)  # (q, k, v)
+                yield from by_head[:, 1:].permute(1, 0, 2).flatten(1)
+
+    def span(self, rows: Tensor, like: Tensor) -> Span:
+        """Where some of the layer's outputs lie, as tensors like another."""
+        left, bias = output_factor(self.layer).detach().double(), self.layer.bias
+        rows = rows.to(left.device)
+        basis = torch.linalg.qr(left[rows])[0]
+        offset = torch.zeros(len(rows)) if bias is None else bias.detach()[rows]
+        return Span(basis.to(like), offset.to(like), self.name)
+
+    def __deepcopy__(self, memo: Any) -> "Source":
+        return self
+
+
+def output_factor(layer: LinearStandIn) -> Tensor:
+    """A matrix (O, r) whose columns span what the layer writes, its bias aside."""
+    if isinstance(layer, SketchedLinear):
+        return layer.factors()[0]
+    assert isinstance(layer, NarrowLinear)
+    inner = layer.narrow
+    like = next(inner.parameters())
+    left = inner.factors()[0] if isinstance(inner, SketchedLinear) else torch.eye(inner.out_features).to(like)
+    if layer.side == "in" or not layer.padded:
+        return left
+    width = layer.out_features // layer.heads
+    written = torch.arange(layer.out_features, device=like.device).view(layer.heads, width)[:, : layer.kept]
+    return left.new_zeros(layer.out_features, left.shape[1]).index_copy(0, written.flatten(), left)
+
+
+def input_factor(layer: LinearStandIn) -> tuple[object, ...]:
+    """What is equal of layers that compute the same z."""
+    inner = layer.narrow if isinstance(layer, NarrowLinear) else layer
+    if not isinstance(inner, SketchedLinear):
+        return (id(layer),)
+    return (id(inner.down.weight), inner.form, inner.start)
+
+
+def is_thin(span: Span) -> bool:
+    """Whether it has fewer dimensions than what lies in it."""
+    return span.basis.shape[1] < span.basis.shape[0]
+
+
+def joint_span(one: Source, mine: Tensor, other: Source, others: Tensor, like: Tensor) -> Span:
+    """Where the outputs of two layers with the same z lie together."""
+    left = torch.cat(
+        [output_factor(s.layer).detach().double().cpu()[rows] for s, rows in ((one, mine), (other, others))]
+    )
+    offset = torch.cat([s.span(rows, like).offset for s, rows in ((one, mine), (other, others))])
+    name = one.name if one is other else f"{one.name} and {other.name.rpartition('.')[2]}"
+    return Span(torch.linalg.qr(left)[0].to(like), offset, name)
+
+
+def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Source]]]:
+    """The modules that write into a cache; the sketched layers within, by the number of the cache layer."""
+    modules: list[nn.Module] = []
+    sources: dict[int, list[Source]] = defaultdict(list)
+    for name, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int):
+            continue
+        layers = {n: m for n, m in module.named_modules() if isinstance(m, LinearStandIn)}
+        inside = [n for n, m in module.named_modules() if m is not module and hasattr(m, "layer_idx")]
+        if not layers or inside:
+            continue
+        modules.append(module)
+        normalises = any("norm" in type(part).__name__.lower() for part in module.children())
+        rotate = _rotation_of(module)
+        for path, layer in layers.items():
+            if isinstance(layer, NarrowLinear) and layer.side == "out" and not layer.padded:
+                continue  # it writes for the layer that follows, and for no cache
+            sources[number].append(Source(f"{name}.{path}", layer, normalises, rotate))
+    return modules, sources
+
+
+def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that the code of the module turns queries and keys by, if it has one."""
+    code = importlib.import_module(type(module).__module__)
+    rotate: Callable[..., Any] | None = getattr(code, "apply_rotary_pos_emb", None)
+    if rotate is None or list(inspect.signature(rotate).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return None
+    return rotate

@@ -1,0 +1,254 @@
+"""`save_pretrained` and `from_pretrained` of transformers, for models with sketched layers.
+
+transformers asks the quantizer of a model what to write beside the weights, and the quantizer that
+`config.json` names what to change in a fresh model before the weights are loaded. Ours writes the
+`sketch_spec` of each sketched layer, and puts empty ones of those specs in the place of the dense layers.
+
+    save_pretrained    config.json: quantization_config: {quant_method: panther_compile, layers: [...], ...}
+                       model.safetensors: the factors; the record of `sketch_report` in its header
+    from_pretrained    model on the meta device ──► empty layers of the specs ──► weights, as of any model
+
+It is registered when transformers is imported, before or after panther_compile. Where panther_compile is not
+imported, transformers would leave the layers dense, and draw them at random. So that it refuses instead, an
+empty tensor is saved under the name of one dense weight, whose size fits no model.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from panther_compile.api import densify
+from panther_compile.checkpoint import (
+    SavedLayer,
+    empty_layers,
+    layers_to_json,
+    record_from_json,
+    record_to_json,
+)
+from panther_compile.errors import CheckpointMismatchError, CheckpointVersionError
+from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.models.substitute import replace_inside
+from panther_compile.records import RECORD_ATTRIBUTE, keep_record, on_record_change
+from panther_compile.typed_json import read_record
+
+METHOD, VERSION = "panther_compile", 1
+LOADING = "import panther_compile (pip install panther-compile) before from_pretrained"
+_RECORD_KEY = "panther_compile.record"
+
+
+@register_quantization_config(METHOD)
+class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The sketch of a model, as its `config.json` holds it.
+
+    Args:
+        layers: name, type and `sketch_spec` of each sketched layer.
+        aliases: of parameters that several layers share, {other name: first name}.
+        model: the class that was saved.
+        version: of this format.
+        ignored: names of `_REFUSAL` tensors.
+        **others: what is for readers of the file.
+
+    Raises:
+        CheckpointVersionError: a newer version wrote it.
+    """
+
+    def __init__(
+        self,
+        layers: list[dict[str, Any]],
+        aliases: Mapping[str, str],
+        model: str,
+        version: int = VERSION,
+        ignored: list[str] | None = None,
+        **others: Any,
+    ) -> None:
+        if version > VERSION:
+            raise CheckpointVersionError(
+                f"config.json: a sketch in format {version}, this panther_compile reads up to {VERSION}: "
+                "upgrade it"
+            )
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.loading = LOADING
+        self.version, self.model = version, model
+        self.layers, self.aliases, self.ignored = layers, dict(aliases), ignored or []
+
+
+@register_quantizer(METHOD)
+class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers calls a quantizer; the layers of its models are ordinary ones, of any dtype."""
+
+    requires_calibration = True  # from_pretrained makes no sketch of a dense model
+
+    def __init__(self, quantization_config: Any = None, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+
+    def is_serializable(self) -> bool:
+        """True: see `get_state_dict_and_metadata`."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True: the factors are ordinary parameters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """True."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Put the sketch of a model into its config, which is about to be written; give what else is."""
+        layers = list(outermost(model))
+        if not layers:
+            register(model)
+            return None, {}
+        refusal = _refusal(model, layers)
+        model.config.quantization_config = self.quantization_config = SketchedModelConfig(
+            layers_to_json(model, layers),
+            parameter_aliases(model),
+            type(model).__name__,
+            ignored=list(refusal),
+        )
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # only adapters are written
+        record = record_to_json(vars(model).get(RECORD_ATTRIBUTE))
+        metadata = {} if record is None else {_RECORD_KEY: json.dumps(record)}
+        return {**model.state_dict(), **refusal}, metadata
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **others: Any
+    ) -> Any:
+        """Put the empty sketched layers into a model on the meta device."""
+        sketch: Any = self.quantization_config
+        names = _Names(model)
+        where = f"config.json of {getattr(model.config, 'name_or_path', '') or type(model).__name__}"
+        entries = [
+            {**entry, "name": name}
+            for entry in sketch.layers
+            if (name := names.of_module(entry["name"])) is not None
+        ]
+        if not entries:
+            raise CheckpointMismatchError(
+                f"{where} is a sketch of a {sketch.model}; a {type(model).__name__} has none of its "
+                f"{len(sketch.layers)} sketched layers, as {sketch.layers[0]['name']!r}"
+            )
+        saved = [read_record(SavedLayer, entry, where) for entry in entries]
+        new = empty_layers(model, saved, sketch.model, where)
+        replace_inside(model, new)
+        turn_off_nested_tensors(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        aliases = {names.of_tensor(other): names.of_tensor(first) for other, first in sketch.aliases.items()}
+        _tie(model, {a: b for a, b in aliases.items() if a in parameters and b in parameters})
+        ignored = {re.escape(form(name)) + "$" for name in sketch.ignored for form in (str, names.of_tensor)}
+        model._keys_to_ignore_on_load_unexpected = ignored | set(
+            model._keys_to_ignore_on_load_unexpected or ()
+        )
+        complete = len(entries) == len(sketch.layers) and not names.shifted
+        self._record = _read_record(checkpoint_files) if complete else None
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
+        """Leave a model that can be trained, cast and moved as any other."""
+        model.is_quantized = False  # what it is True for: half() and float() are refused
+        del model.quantization_method
+        for module in _pretrained_models(model):
+            module.config._is_quantized = False
+        keep_record(model, self.__dict__.pop("_record", None))
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """See `densify`."""
+        return densify(model, inplace=True)  # in the dtypes that it has
+
+
+class _Names:
+    """Names of a saved model in the one that is loaded: with a head or without, as transformers allows."""
+
+    def __init__(self, model: Any) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._children = {name for name, _ in model.named_children()}
+        self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        self.shifted = False
+
+    def of_module(self, name: str) -> str | None:
+        """The module of a name; None if there is none, as of a head that the model lacks."""
+        found = self.of_tensor(name)
+        self.shifted |= found != name and found in self._modules
+        return found if found in self._modules else None
+
+    def of_tensor(self, name: str) -> str:
+        """What a tensor or a module is called here, if it is here."""
+        if name.partition(".")[0] in self._children:
+            return name
+        has_base = self._prefix.removesuffix(".") in self._children
+        return self._prefix + name if has_base else name.removeprefix(self._prefix)
+
+
+def register(model: nn.Module) -> None:
+    """Have `save_pretrained` write the sketch of every transformers model within a model, and of no other."""
+    for module in _pretrained_models(model):
+        ours = isinstance(getattr(module, "hf_quantizer", None), SketchedModelQuantizer)
+        if next(outermost(module), None) is not None:
+            if getattr(module, "hf_quantizer", None) is None:
+                module.hf_quantizer = SketchedModelQuantizer()
+            _tie(module, parameter_aliases(module))
+        elif ours:
+            del module.hf_quantizer
+        kept = getattr(module.config, "quantization_config", None)
+        if isinstance(kept, SketchedModelConfig) and next(outermost(module), None) is None:
+            del module.config.quantization_config
+
+
+def _pretrained_models(model: nn.Module) -> Iterator[Any]:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:  # then no model of it exists
+        return
+    for module in model.modules():
+        if isinstance(module, modeling.PreTrainedModel):
+            yield module
+
+
+def _tie(model: Any, aliases: Mapping[str, str]) -> None:
+    """Tell transformers which parameters are tied: its own list has names of weights that are gone."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    listed = getattr(model, "all_tied_weights_keys", {})
+    kept = {a: b for a, b in listed.items() if a in parameters and b in parameters}
+    more = {a: b for a, b in aliases.items() if kept.get(b) != a}
+    model.all_tied_weights_keys = {**kept, **more}
+    if len(kept) < len(listed):
+        model._tied_weights_keys = dict(model.all_tied_weights_keys)
+
+
+def _refusal(model: nn.Module, layers: list[SketchedLayer]) -> dict[str, Tensor]:
+    """An empty tensor under the name of a dense weight: whoever loads the dense layers is refused."""
+    for name, module in model.named_modules():
+        if module in layers and hasattr(module, "weight"):
+            return {f"{name}.weight": torch.empty(0)}
+    return {}
+
+
+def _read_record(files: list[str] | None) -> Any:
+    for file in files or ():
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as stream:
+                text = (stream.metadata() or {}).get(_RECORD_KEY)
+            return None if text is None else record_from_json(json.loads(text), str(file))
+    return None
+
+
+on_record_change.append(register)

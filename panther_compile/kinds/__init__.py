@@ -1,0 +1,19 @@
+"""The kinds of layers that can be sketched, one file a kind, and what the rest of the library asks of them.
+
+base        the contract: what a kind answers
+registry    all kinds, in the order in which they claim modules
+match       is a module really the plain layer it looks like?
+linear      nn.Linear
+conv2d      nn.Conv2d
+attention   nn.MultiheadAttention
+embedding   nn.Embedding
+targets     the weights that data can fit, and copies of a model in which they are watched
+conv1d          nn.Conv1d becomes SketchedConv1d
+conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
+conv_transpose  nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d
+fit_conv2d      A sketched convolution from data
+parts           The weights of a site, whatever its kind
+recurrent       nn.LSTM and nn.GRU become SketchedLSTM and SketchedGRU
+view            What data sees of a dense layer, whatever its kind
+weights         What kinds have in common
+"""

@@ -1,0 +1,232 @@
+"""nn.Conv2d becomes SketchedConv2d, a chain of two or three convolutions.
+
+Before:
+    %y : call_module[target=conv](args = (%x,))      conv: Conv2d(I, O, kernel_size=(3, 3))
+After:
+    %y : call_module[target=conv](args = (%x,))      conv: SketchedConv2d(down: Conv2d, up: Conv2d)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.conv2d import conv_candidates, is_depthwise
+from panther_compile.factorization.cost import device_class
+from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.fit_conv2d import channel_rows, fit_conv2d_to, fit_kernel
+from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.view import LinearView
+from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.layers.base import SketchedLayer, copy_into
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.models.watched import Arrival
+from panther_compile.records import Choice, Fitted, Unit
+
+
+class Conv2dView(LinearView):
+    """A convolution: a matrix on pixels where it is 1 x 1 without groups, else a kernel (O, I taps)."""
+
+    channel_dim = -3
+    is_linear = False
+    layer: nn.Conv2d
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__(layer)
+        self.is_matrix = layer.kernel_size == (1, 1) and layer.groups == 1
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """See `LinearView`."""
+        return self.layer.weight.flatten(1), self.layer.bias
+
+    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """The pixels that are read, of a k x k kernel all of them; no mask is for pixels."""
+        return channel_rows(self.layer, x)
+
+    def build(self, found: FittedMatrix) -> SketchedLayer:
+        """See `LinearView`."""
+        assert found.down is not None
+        kernels = (found.down[..., None, None], found.left[..., None, None])
+        scheme = "channel" if found.start is None else "pivoted"
+        conv = SketchedConv2d.from_kernels(scheme, kernels, self.layer, start=found.start or 0)
+        if found.bias is not None and conv.up.bias is not None:
+            copy_into(conv.up.bias, found.bias)
+        return conv
+
+    def fit(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        arrivals: Sequence[Arrival],
+        gradient: Tensor | None,
+    ) -> tuple[SketchedLayer, float]:
+        """See `LinearView`."""
+        return fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient)
+
+
+class Conv2dKind(Kind):
+    """See the module's docstring."""
+
+    wanted = "nn.Conv2d"
+    layers = (SketchedConv2d,)
+    why_no_ties = "convolutions that share a kernel stay dense"
+
+    def matches(self, module: nn.Module) -> str | None:
+        """Called "Conv2d"."""
+        return "Conv2d" if isinstance(module, nn.Conv2d) else None
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """See `Kind.why_not`."""
+        assert isinstance(module, nn.Conv2d)
+        return why_not_convolution(module, nn.Conv2d)
+
+    def view(self, module: nn.Module) -> Conv2dView:
+        """See `Kind.view`."""
+        assert isinstance(module, nn.Conv2d)
+        return Conv2dView(module)
+
+    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+        """See `Kind.unit`."""
+        assert isinstance(module, nn.Conv2d)
+        weight, bias_numbers = module.weight.detach(), numbers_of(module.bias)
+        energies = energies and can_compute_spectrum(weight)
+        return Unit(
+            name,
+            tuple(weight.shape),
+            weight.numel() + bias_numbers,
+            bias_numbers,
+            conv_candidates(weight, module.groups, compute_energies=energies),
+            device_class(weight.device),
+            module.groups,
+            module.stride,  # type: ignore[arg-type]
+        )
+
+    def sketch(
+        self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
+    ) -> tuple[SketchedLayer, Fitted]:
+        """See `Kind.sketch`; a 1 x 1 kernel is a matrix."""
+        assert isinstance(module, nn.Conv2d)
+        weight = module.weight.detach()
+        if choice.scheme == "pivoted":
+            matrix = weight.flatten(1)
+            low_rank = fit_matrix(matrix, name, choice.rank, config)
+            residual, method = low_rank.residual(matrix), low_rank.method
+            layer = SketchedConv2d.from_factors(low_rank.left, low_rank.right, module, residual=residual)
+        else:
+            on_device = weight if config.device is None else weight.to(config.device)
+            found = fit_kernel(on_device, module.groups, name, choice, config)
+            layer, method = SketchedConv2d.from_kernels(choice.scheme, found.kernels, module), found.method
+        error = layer.weight_error(weight, generator_for(name, config, weight.device))
+        return layer, Fitted(layer.scheme, layer.ranks, method, error)
+
+    def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
+        """See `Kind.empty`."""
+        assert isinstance(module, nn.Conv2d)
+        return SketchedConv2d(
+            module.in_channels,
+            module.out_channels,
+            module.kernel_size,  # type: ignore[arg-type]
+            choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
+            scheme=choice.scheme,
+            stride=module.stride,  # type: ignore[arg-type]
+            padding=module.padding,  # type: ignore[arg-type]
+            dilation=module.dilation,  # type: ignore[arg-type]
+            groups=module.groups,
+            bias=module.bias is not None,
+            padding_mode=module.padding_mode,  # type: ignore[arg-type]
+            device=device,
+            dtype=module.weight.dtype,
+        )
+
+
+def why_not_convolution(module: nn.Conv1d | nn.Conv2d, base: type[nn.Module]) -> str | None:
+    """Why a convolution must be left alone, or None; see `why_not_plain` for the base."""
+    if is_depthwise(module.in_channels // module.groups, module.groups):
+        return "depthwise: each filter sees one channel, a low rank has nothing to share"
+    tensors, methods = frozenset({"weight", "bias"}), ("forward", "_conv_forward")
+    return why_not_plain(module, base, tensors=tensors, methods=methods, sizes=(1, 1, 1))
+
+
+def _from_call(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:
+    if weight.dim() != 4:
+        return None
+    groups = options.get("groups", 1)
+    given = {key: _pair(options[key]) for key in ("stride", "padding", "dilation") if key in options}
+    kernel = (weight.shape[2], weight.shape[3])
+    inputs = weight.shape[1] * groups
+    return nn.Conv2d(inputs, len(weight), kernel, groups=groups, bias=has_bias, device="meta", **given)
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
+
+
+def _from_node(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module | str:
+    """The layer of a Conv node whose input is padded."""
+    outputs, inputs, *kernel = weight.shape
+    if tuple(kernel) == (1, 1) and any(attributes.get("pads", ())):
+        return "a 1 x 1 kernel with padding"
+    groups = attributes.get("group", 1)
+    layer = nn.Conv2d(
+        inputs * groups,
+        outputs,
+        (kernel[0], kernel[1]),
+        tuple(attributes.get("strides", (1, 1))),  # type: ignore[arg-type]
+        0,
+        tuple(attributes.get("dilations", (1, 1))),  # type: ignore[arg-type]
+        groups,
+        bias=False,
+        device="meta",
+    )
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _fit_node(
+    dense: nn.Module,
+    has_bias: bool,
+    name: str,
+    choice: Choice,
+    config: SketchConfig,
+    arrivals: Sequence[Arrival],
+) -> tuple[SketchedLayer, Tensor | None, float]:
+    """Fit a node's kernel to inputs whose padding is done; half types in float32."""
+    assert isinstance(dense, nn.Conv2d)
+    kernel = dense.weight.detach()
+    dtype = torch.promote_types(kernel.dtype, torch.float32)
+    conv = nn.Conv2d(
+        dense.in_channels,
+        dense.out_channels,
+        dense.kernel_size,  # type: ignore[arg-type]
+        dense.stride,  # type: ignore[arg-type]
+        0,
+        dense.dilation,  # type: ignore[arg-type]
+        dense.groups,
+        bias=has_bias,
+        device="meta",
+        dtype=dtype,
+    )
+    conv = conv.to_empty(device="cpu").requires_grad_(False)
+    conv.weight.copy_(kernel)
+    if conv.bias is not None:
+        conv.bias.zero_()
+    given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
+    found, error = fit_conv2d_to(conv, name, choice, config, given, None)
+    stages = [getattr(found, stage).weight for stage in ("down", "core", "up") if hasattr(found, stage)]
+    layer = SketchedConv2d.from_kernels(choice.scheme, tuple(stages), dense)
+    return layer, None if found.up.bias is None else found.up.bias.detach(), error
+
+
+Conv2dKind.functionals = (
+    Functional(
+        (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding),
+        ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+        _from_call,
+    ),
+)
+Conv2dKind.onnx = OnnxForm(("Conv",), 4, "a 2-D convolution", _from_node, fit=_fit_node)

@@ -1,0 +1,268 @@
+"""nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d.
+
+Before:
+    %y : call_module[target=up](args = (%x,))    up: ConvTranspose2d(I, O, kernel_size=(4, 4), stride=2)
+After:
+    %y : call_module[target=up](args = (%x,))    up: SketchedConvTranspose2d(Conv2d, ConvTranspose2d)
+"""
+
+# I in_channels, O out_channels, G groups, K numbers of a kernel
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.candidates import Candidate, LinearCandidate, kept_energies
+from panther_compile.factorization.cost import device_class
+from panther_compile.factorization.factorize import singular_values
+from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.moments import thinned
+from panther_compile.factorization.pivot import to_pivoted
+from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.view import LinearView
+from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.conv_transpose import (
+    SketchedConvTranspose,
+    SketchedConvTranspose1d,
+    SketchedConvTranspose2d,
+    geometry,
+)
+from panther_compile.records import Choice, Fitted, Unit
+
+_LARGEST_METRIC = 2048  # rows of the matrix, above which errors of all patches count alike
+
+
+class GroupedCandidate(Candidate):
+    """The matrices (G, O / G K, I / G) of the groups as plain pairs of one rank.
+
+    Args:
+        matrices: the weight, or a meta tensor of its shape.
+        energies: whether to compute what each rank keeps.
+    """
+
+    scheme = "channel"
+
+    def __init__(self, matrices: Tensor, *, energies: bool) -> None:
+        self._groups, self._rows, self._columns = matrices.shape
+        self.max_rank = min(self._rows, self._columns)
+        values = singular_values(matrices) if energies else None  # (G, max_rank)
+        self.energies = None if values is None else kept_energies(values.square().sum(0).sqrt())
+
+    def numbers(self, rank: int) -> int:
+        """G r (O / G K + I / G)."""
+        return self._groups * rank * (self._rows + self._columns)
+
+    def macs(self, rank: int) -> int:
+        """One multiply-add per stored weight and input position."""
+        return self.numbers(rank)
+
+
+class ConvTransposeView(LinearView):
+    """A transposed convolution without groups: pixels times a matrix (O K, I); the bias stays."""
+
+    is_linear = False
+
+    def __init__(self, layer: nn.Module, layer_type: type[SketchedConvTranspose]) -> None:
+        super().__init__(layer)
+        self._layer_type = layer_type
+        self._dense = cast(Any, layer)
+        self.channel_dim = -1 - len(self._dense.kernel_size)
+
+    @property
+    def outputs(self) -> int:
+        """Output channels, which each have K rows of the matrix."""
+        return int(self._dense.out_channels)
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix; a pixel adds to many outputs, so that no shift of its mean is one of the bias."""
+        return self._dense.weight.flatten(1).t(), None
+
+    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """The pixels."""
+        pixels = x.movedim(self.channel_dim, -1)
+        return thinned(pixels.reshape(-1, pixels.shape[-1]))
+
+    def metric(self, gradient: Tensor | None) -> Tensor | None:
+        """G at each number of a kernel, overlaps aside."""
+        taps = math.prod(self._dense.kernel_size)
+        if gradient is None or self.outputs * taps > _LARGEST_METRIC:
+            return None
+        return torch.kron(gradient, torch.eye(taps, dtype=gradient.dtype, device=gradient.device))
+
+    def build(self, found: FittedMatrix) -> SketchedLayer:
+        """See `LinearView`."""
+        assert found.down is not None
+        left, down = found.left.unsqueeze(0), found.down.unsqueeze(0)
+        return self._layer_type.from_stored(left, down, self._dense.bias, self.layer, start=found.start)
+
+
+class _ConvTransposeKind(Kind):
+    """See the module's docstring."""
+
+    why_no_ties = "convolutions that share a kernel stay dense"
+    _layer_type: ClassVar[type[SketchedConvTranspose]]
+
+    @property
+    def _dense_type(self) -> type[nn.Module]:
+        return self._layer_type.dense_type
+
+    def matches(self, module: nn.Module) -> str | None:
+        """Called by the name of torch's class."""
+        return self._dense_type.__name__ if isinstance(module, self._dense_type) else None
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """See `Kind.why_not`."""
+        dense: Any = module
+        if dense.groups > 1 and dense.in_channels == dense.groups:
+            return "depthwise: each filter sees one channel, a low rank has nothing to share"
+        tensors = frozenset({"weight", "bias"})
+        return why_not_plain(module, self._dense_type, tensors=tensors, sizes=(1, 1, 1))
+
+    def view(self, module: nn.Module) -> ConvTransposeView | None:
+        """See `Kind.view`."""
+        return ConvTransposeView(module, self._layer_type) if module.groups == 1 else None
+
+    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+        """See `Kind.unit`; pivoted without groups."""
+        dense: Any = module
+        matrices, bias_numbers = _matrices(dense), numbers_of(dense.bias)
+        groups, rows, columns = matrices.shape
+        energies = energies and can_compute_spectrum(matrices[0])
+        candidates: tuple[Candidate, ...] = ()
+        if min(rows, columns) > 1:
+            values = singular_values(matrices[0]) if energies and groups == 1 else None
+            candidates = (
+                LinearCandidate(rows, columns, "pivoted", singular_values=values)
+                if groups == 1
+                else GroupedCandidate(matrices, energies=energies),
+            )
+        return Unit(
+            name,
+            tuple(dense.weight.shape),
+            dense.weight.numel() + bias_numbers,
+            bias_numbers,
+            candidates,
+            device_class(dense.weight.device),
+            groups,
+            cost_shape=(groups * rows, columns),
+        )
+
+    def sketch(
+        self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
+    ) -> tuple[SketchedLayer, Fitted]:
+        """See `Kind.sketch`."""
+        dense: Any = module
+        matrices = _matrices(dense)
+        pairs = [fit_matrix(matrix, name, choice.rank, config) for matrix in matrices]
+        start = None
+        left, right = torch.stack([one.left for one in pairs]), torch.stack([one.right for one in pairs])
+        if choice.scheme == "pivoted":
+            residual = pairs[0].residual(matrices[0])
+            found = to_pivoted(left[0], right[0], dtype=dense.weight.dtype, residual=residual)
+            assert found is not None
+            left, right, start = found.columns.unsqueeze(0), found.coefficients.unsqueeze(0), found.start
+        layer = self._layer_type.from_stored(left, right, dense.bias, module, start=start)
+        error = layer.weight_error(dense.weight, generator_for(name, config, dense.weight.device))
+        return layer, Fitted(layer.scheme, layer.ranks, pairs[0].method, error)
+
+    def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
+        """See `Kind.empty`."""
+        dense: Any = module
+        return self._layer_type(
+            **geometry(module),
+            rank=choice.ranks[0],
+            scheme=choice.scheme,
+            bias=dense.bias is not None,
+            device=device,
+            dtype=dense.weight.dtype,
+        )
+
+
+def _matrices(dense: Any) -> Tensor:
+    """The weight (I, O / G, ...) as matrices (G, O / G K, I / G)."""
+    weight: Tensor = dense.weight.detach()
+    return weight.reshape(dense.groups, dense.in_channels // dense.groups, -1).transpose(1, 2)
+
+
+class ConvTranspose1dKind(_ConvTransposeKind):
+    """See the module's docstring."""
+
+    wanted, _layer_type, layers = "nn.ConvTranspose1d", SketchedConvTranspose1d, (SketchedConvTranspose1d,)
+
+
+class ConvTranspose2dKind(_ConvTransposeKind):
+    """See the module's docstring."""
+
+    wanted, _layer_type, layers = "nn.ConvTranspose2d", SketchedConvTranspose2d, (SketchedConvTranspose2d,)
+
+
+_Build = Callable[[Tensor, bool, Mapping[str, Any]], nn.Module | None]
+_FromNode = Callable[[Tensor, Mapping[str, Any]], nn.Module | str]
+_OPTIONS = ("stride", "padding", "output_padding", "groups", "dilation")
+
+
+def _from_call(dense_type: type[nn.Module], axes: int) -> _Build:
+    def build(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:
+        if weight.dim() != 2 + axes:
+            return None
+        kernel, given = tuple(weight.shape[2:]), {k: _tuple(v, axes) for k, v in options.items()}
+        outputs = weight.shape[1] * options.get("groups", 1)
+        return dense_type(len(weight), outputs, kernel, bias=has_bias, device="meta", **given)
+
+    return build
+
+
+def _tuple(value: Any, axes: int) -> Any:
+    return tuple(value) * (axes // len(value)) if isinstance(value, list | tuple) else value
+
+
+def _from_node(dense_type: type[nn.Module]) -> _FromNode:
+    """The layer of a node, padding aside, which the node keeps."""
+
+    def build(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module | str:
+        groups = attributes.get("group", 1)
+        names = {"stride": "strides", "dilation": "dilations"}
+        given = {name: tuple(attributes[old]) for name, old in names.items() if old in attributes}
+        size = len(weight), weight.shape[1] * groups, tuple(weight.shape[2:])
+        layer = dense_type(*size, groups=groups, bias=False, device="meta", **given)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return layer
+
+    return build
+
+
+_ARGUMENTS = ("input", "weight", "bias", *_OPTIONS)
+ConvTranspose1dKind.functionals = (
+    Functional(
+        (F.conv_transpose1d, torch.ops.aten.conv_transpose1d.default),
+        _ARGUMENTS,
+        _from_call(nn.ConvTranspose1d, 1),
+    ),
+)
+ConvTranspose2dKind.functionals = (
+    Functional(
+        (F.conv_transpose2d, torch.ops.aten.conv_transpose2d.input),
+        _ARGUMENTS,
+        _from_call(nn.ConvTranspose2d, 2),
+    ),
+)
+ConvTranspose1dKind.onnx = OnnxForm(
+    ("ConvTranspose",),
+    3,
+    "a 1-D transposed convolution",
+    _from_node(nn.ConvTranspose1d),
+    pads_input=False,
+)
+ConvTranspose2dKind.onnx = OnnxForm(
+    ("ConvTranspose",),
+    4,
+    "a 2-D transposed convolution",
+    _from_node(nn.ConvTranspose2d),
+    pads_input=False,
+)

@@ -1,0 +1,106 @@
+"""nn.Embedding becomes SketchedEmbedding; a Linear head tied to its table shares the factors.
+
+Before:
+    %embed : call_module[target=embed](args = (%ids,))    embed: Embedding(V, D)
+    %head : call_module[target=head](args = (%h,))        head.weight is embed.weight
+After:
+    %embed : call_module[target=embed](args = (%ids,))    embed: SketchedEmbedding(codes, basis)
+    %head : call_module[target=head](args = (%h,))   head: SketchedLinear(down=basis, up.weight=codes.weight)
+"""
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.weights import fit_matrix, generator_for, spectrum
+from panther_compile.layers.base import SketchedLayer, take_over
+from panther_compile.layers.embedding import SketchedEmbedding
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.records import Choice, Fitted, Unit
+
+
+class EmbeddingKind(Kind):
+    """See the module's docstring."""
+
+    wanted = "nn.Embedding (with include=)"
+    layers = (SketchedEmbedding,)
+    unless_included = "embedding: left alone unless included"
+
+    def matches(self, module: nn.Module) -> str | None:
+        """Called "Embedding"."""
+        return "Embedding" if isinstance(module, nn.Embedding) else None
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """See `Kind.why_not`."""
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None:
+            return "max_norm renormalizes rows of the dense table"
+        return why_not_plain(module, nn.Embedding, tensors=frozenset({"weight"}), sizes=(1, 1))
+
+    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+        """The table, as a plain pair: rows are looked up, so no column can be left out."""
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        rows, columns = weight.shape
+        values = spectrum(weight, energies=energies)
+        pair = LinearCandidate(rows, columns, "pair", singular_values=values)
+        return Unit(name, (rows, columns), weight.numel(), 0, (pair,), None)
+
+    def sketch(
+        self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
+    ) -> tuple[SketchedLayer, Fitted]:
+        """See `Kind.sketch`."""
+        assert isinstance(module, nn.Embedding)
+        weight = module.weight
+        low_rank = fit_matrix(weight, name, choice.rank, config)
+        layer = SketchedEmbedding.from_factors(low_rank.left, low_rank.right, module)
+        error = layer.weight_error(weight, generator_for(name, config, weight.device))
+        return layer, Fitted("pair", (layer.rank,), low_rank.method, error)
+
+    def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
+        """See `Kind.empty`."""
+        assert isinstance(module, nn.Embedding)
+        return SketchedEmbedding(
+            module.num_embeddings,
+            module.embedding_dim,
+            choice.ranks[0],
+            **_options(module),  # type: ignore[arg-type]
+            device=device,
+            dtype=module.weight.dtype,
+        )
+
+    def can_share(self, module: nn.Module, other: nn.Module) -> bool:
+        """See `Kind.can_share`: another table, or a head tied to it."""
+        return isinstance(other, nn.Embedding | nn.Linear)
+
+    def share(self, layer: SketchedLayer, other: nn.Module) -> SketchedLayer:
+        """See `Kind.share`."""
+        assert isinstance(layer, SketchedEmbedding)
+        if isinstance(other, nn.Embedding):
+            table = SketchedEmbedding(**layer.sketch_spec() | _options(other), device="meta")
+            table.codes.weight, table.basis = layer.codes.weight, layer.basis
+            take_over(table, other, layer.codes.weight.requires_grad)
+            return table
+        assert isinstance(other, nn.Linear)
+        head = SketchedLinear(
+            layer.embedding_dim,
+            layer.num_embeddings,
+            layer.rank,
+            bias=other.bias is not None,
+            device="meta",
+        )
+        head.down, head.up.weight = layer.basis, layer.codes.weight
+        if other.bias is not None:
+            head.up.bias = nn.Parameter(other.bias.detach().clone())
+        take_over(head, other, layer.codes.weight.requires_grad)
+        return head
+
+
+def _options(module: nn.Embedding) -> dict[str, object]:
+    return {
+        "padding_idx": module.padding_idx,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse": module.sparse,
+    }

@@ -1,0 +1,161 @@
+"""Checks that all kinds share: is this module really the plain layer it looks like?"""
+
+import operator
+from functools import cache
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils import parametrize
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def why_not_plain(
+    module: nn.Module,
+    base: type[nn.Module],
+    *,
+    tensors: frozenset[str],
+    children: frozenset[str] = frozenset(),
+    methods: tuple[str, ...] = ("forward",),
+    sizes: tuple[int, ...] | None = None,
+) -> str | None:
+    """Why a module does not compute just what its base class computes, or None if it does.
+
+    Args:
+        module: of type `base` or a subclass.
+        base: `nn.Linear`, `nn.Conv2d`, ...
+        tensors: names of the parameters and buffers that the base class has.
+        children: names of the submodules that the base class has.
+        methods: those that define what the base class computes.
+        sizes: arguments that the base class can be made with, to know the attributes of its instances; None:
+            public attributes set on the instance are no reason.
+    """
+    if parametrize.is_parametrized(module):
+        return "parametrized (torch.nn.utils.parametrize); remove the parametrizations first"
+    for method in methods:
+        if method in module.__dict__ and "_hf_hook" in module.__dict__:
+            return (
+                "accelerate (device_map=) hooks it; accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+        if method in module.__dict__:
+            return f"its {method} was replaced on the instance"
+        if getattr(type(module), method) is not getattr(base, method):
+            return f"{type(module).__name__} overrides {base.__name__}.{method}"
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
+        return "lazy: run one batch through the model first"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks, which expect the dense layer (pruning and weight_norm use them too)"
+    extra = sorted(set(own) - tensors) + sorted(set(dict(module.named_children())) - children)
+    if extra:
+        return f"holds more than {base.__name__} does: {', '.join(extra)}"
+    for name in tensors:
+        if name not in own and getattr(module, name, None) is not None:
+            return f"its {name} is neither a parameter nor a buffer"
+    for name, tensor in own.items():
+        reason = _why_not_tensor(name, tensor)
+        if reason is not None:
+            return reason
+    added = _added_by_subclass(type(module), base) or _added_to_instance(module, base, sizes)
+    return f"carries more than {base.__name__} does: {', '.join(added)}" if added else None
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module computes what `nn.Linear` does, from its own weight and bias."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return why_not_plain(module, nn.Linear, tensors=frozenset({"weight", "bias"}), sizes=(1, 1)) is None
+
+
+def computes_linear(module: nn.Linear) -> bool:
+    """Whether a subclass of `nn.Linear` with a forward of its own computes x Wᵀ + b, as FalconLinear does.
+
+    Its forward is read as a graph, in which only products and sums of the input, the weight and the bias may
+    stand; the graph is then held against `F.linear` on random numbers. The forward itself is not run.
+    """
+    cls = type(module)
+    if cls.forward is nn.Linear.forward or "forward" in vars(module):
+        return False
+    try:
+        graph = fx.Tracer().trace(module)
+    # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
+    except Exception:
+        return False
+    if not all(_is_product_or_sum(node) for node in graph.nodes):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 5), (2, 4, 5)))
+    bias = None if module.bias is None else torch.randn(3, generator=generator, dtype=torch.float64)
+    held = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        return False
+    try:
+        found = fx.GraphModule(held, graph)(x)
+    except RuntimeError:  # shapes that only the module's own weight has
+        return False
+    return found.shape == (2, 4, 3) and torch.allclose(found, F.linear(x, weight, bias))
+
+
+_PRODUCTS_AND_SUMS = frozenset(
+    {operator.matmul, torch.matmul, F.linear, operator.add, operator.iadd, torch.add, torch.addmm, torch.t}
+)
+
+
+def _is_product_or_sum(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "get_attr":
+        return node.target in ("weight", "bias")
+    if node.op == "call_method":
+        return node.target in ("t", "transpose", "matmul", "add", "contiguous")
+    turned = node.target is getattr and node.args[1] in ("T", "mT")
+    return node.op == "call_function" and (turned or node.target in _PRODUCTS_AND_SUMS)
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is an adapter of PEFT around a layer, told without importing peft.
+
+    Merging it writes to the layer's weight.
+    """
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds)
+
+
+def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
+    """Public names that a subclass adds, which callers may use and the stand-in would lack."""
+    names = (name for cls in kind.__mro__[: kind.__mro__.index(base)] for name in vars(cls))
+    return sorted({name for name in names if not name.startswith("_") and not hasattr(base, name)})
+
+
+def _added_to_instance(module: nn.Module, base: type[nn.Module], sizes: tuple[int, ...] | None) -> list[str]:
+    """Public attributes that somebody set on the instance."""
+    if sizes is None:
+        return []
+    added = set(vars(module)) - _plain_attributes(base, sizes)  # type: ignore[arg-type]
+    return sorted(name for name in added if not name.startswith("_"))
+
+
+@cache
+def _plain_attributes(base: type[nn.Module], sizes: tuple[int, ...]) -> frozenset[str]:
+    """What an instance has from its constructor."""
+    # Not on the meta device, where the normal numbers of an embedding cost an import of torch._dynamo.
+    with torch.random.fork_rng(devices=[]):
+        return frozenset(vars(base(*sizes, device="cpu")))
+
+
+def _why_not_tensor(name: str, tensor: Tensor) -> str | None:
+    if type(tensor) not in (nn.Parameter, Tensor):
+        return f"its {name} is a {type(tensor).__name__}, not a plain tensor (quantized or sharded)"
+    if tensor.dtype not in _FLOATS:
+        return f"its {name} is {tensor.dtype}, wanted float64, float32, bfloat16 or float16"
+    return None

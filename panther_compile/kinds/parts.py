@@ -1,0 +1,106 @@
+"""The weights of a site, whatever its kind: their units, their sketches, and the site put together."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.errors import WeightError
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.registry import kind_of
+from panther_compile.layers.base import SketchedLayer, take_over
+from panther_compile.records import Choice, Fitted, Site, Unit
+
+Ready = Mapping[str, tuple[SketchedLayer, Fitted]]
+"""Layers that were fitted elsewhere, on data, by the name of the unit, and what came of them."""
+
+NOTHING_READY: Ready = MappingProxyType({})
+
+
+def unit_name(site: Site, suffix: str) -> str:
+    """The name of one weight of a site, as plans name it."""
+    return ".".join(filter(None, (site.name, suffix)))
+
+
+def parts_of(site: Site, kind: Kind) -> dict[str, nn.Module]:
+    """The dense layers of one weight each that a site is made of, by the names of their units."""
+    return {unit_name(site, suffix): part for suffix, part in kind.parts(site.module).items()}
+
+
+def units_of(parts: Mapping[str, nn.Module], config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
+    """The weights of some parts, by name, and the ways to store them; `energies` asks for their spectra."""
+    named = parts.items()
+    return tuple(kind_of(part).unit(name, part, config, energies=energies) for name, part in named)
+
+
+def sketch_site(
+    site: Site,
+    kind: Kind,
+    choices: Mapping[str, Choice],
+    config: SketchConfig,
+    ready: Ready = NOTHING_READY,
+) -> tuple[nn.Module, dict[str, Fitted]] | None:
+    """The replacement of a site, and what came of each weight chosen; None if none of its weights is.
+
+    Args:
+        site: what is replaced.
+        kind: of its module.
+        choices: by the names of units, of any site.
+        config: the options.
+        ready: layers to take as they are.
+
+    Raises:
+        WeightError: factors of a weight exceed its dtype.
+    """
+    fitted: dict[str, Fitted] = {}
+    layers: dict[str, nn.Module] = {}
+    dense = kind.parts(site.module)
+    for suffix, part in dense.items():
+        name = unit_name(site, suffix)
+        if name in ready:
+            layers[suffix], fitted[name] = ready[name]
+        elif name in choices:
+            layers[suffix], fitted[name] = kind_of(part).sketch(name, part, choices[name], config)
+        if suffix in layers:
+            _check_finite(layers[suffix], part, name)
+    return (kind.assemble(site.module, dense | layers, config), fitted) if layers else None
+
+
+def _check_finite(layer: nn.Module, dense: nn.Module, name: str) -> None:
+    """Raise WeightError if what is stored exceeds its dtype."""
+    for parameter in layer.parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            largest = max(float(one.abs().max()) for one in dense.parameters() if one.numel())
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise WeightError(
+                f"{name or 'the model'}: its weight holds numbers up to {largest:.3g}, factors of it exceed "
+                f"{dtype}: give it smaller weights, or exclude the layer"
+            )
+
+
+def empty_site(
+    site: Site, kind: Kind, choices: Mapping[str, Choice], config: SketchConfig
+) -> nn.Module | None:
+    """The replacement of a site by its shape alone, on the meta device; see `sketch_site`."""
+    layers: dict[str, nn.Module] = {}
+    dense = kind.parts(site.module)
+    for suffix, part in dense.items():
+        choice = choices.get(unit_name(site, suffix))
+        if choice is not None:
+            layer = empty_sketch(part, choice, "meta")
+            take_over(layer, part, next(part.parameters()).requires_grad)
+            layers[suffix] = layer
+    return kind.assemble(site.module, dense | layers, config) if layers else None
+
+
+def empty_sketch(layer: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
+    """The replacement of one dense layer with initial numbers, or with none on the meta device.
+
+    Args:
+        layer: of one weight.
+        choice: how its weight is to be stored.
+        device: where the numbers are made; their dtype is the dense weight's.
+    """
+    return kind_of(layer).empty(layer, choice, device)

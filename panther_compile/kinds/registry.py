@@ -1,0 +1,76 @@
+"""All kinds of layers, in the order in which they claim modules; a new kind is a line here."""
+
+from typing import Any
+
+from torch import nn
+
+from panther_compile.kinds.attention import AttentionKind
+from panther_compile.kinds.base import Functional, Kind
+from panther_compile.kinds.conv1d import Conv1dKind
+from panther_compile.kinds.conv1d_hf import HuggingFaceConv1DKind
+from panther_compile.kinds.conv2d import Conv2dKind
+from panther_compile.kinds.conv_transpose import ConvTranspose1dKind, ConvTranspose2dKind
+from panther_compile.kinds.embedding import EmbeddingKind
+from panther_compile.kinds.linear import LinearKind
+from panther_compile.kinds.recurrent import GRUKind, LSTMKind
+from panther_compile.layers.base import SketchedLayer
+
+# Attention first: it claims its projections, which would look like any other linear layer.
+KINDS: tuple[Kind, ...] = (
+    AttentionKind(),
+    Conv2dKind(),
+    Conv1dKind(),
+    ConvTranspose1dKind(),
+    ConvTranspose2dKind(),
+    LinearKind(),
+    HuggingFaceConv1DKind(),
+    LSTMKind(),
+    GRUKind(),
+    EmbeddingKind(),
+)
+
+
+def find_kind(module: nn.Module) -> Kind | None:
+    """The kind of a dense layer; None if it is of no kind that can be sketched."""
+    return next((kind for kind in KINDS if kind.matches(module) is not None), None)
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """The kind of a dense layer that is known to have one."""
+    kind = find_kind(module)
+    assert kind is not None, type(module)
+    return kind
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module is sketched, or of a kind that could be."""
+    return isinstance(module, SketchedLayer) or find_kind(module) is not None
+
+
+def layer_types() -> dict[str, type[SketchedLayer]]:
+    """The sketched layers that kinds make, by the name under which saved models know them."""
+    return {layer.__name__: layer for kind in KINDS for layer in kind.layers}
+
+
+def find_functional(target: Any) -> Functional | None:
+    """How a function of a graph is lifted to a layer; None if no kind knows it."""
+    known = (one for kind in KINDS for one in kind.functionals)
+    return next((one for one in known if target in one.targets), None)
+
+
+def onnx_operators(*, flat: bool | None = None) -> tuple[str, ...]:
+    """The op types of ONNX nodes that kinds compute; only those of matrices, or all others, if asked."""
+    forms = [kind.onnx for kind in KINDS if kind.onnx is not None]
+    found = [op for form in forms if flat is None or form.flat == flat for op in form.operators]
+    return tuple(dict.fromkeys(found))
+
+
+def find_onnx_kinds(operator: str) -> tuple[Kind, ...]:
+    """The kinds that compute a node of an ONNX file, one for each number of dimensions of its weight."""
+    return tuple(kind for kind in KINDS if kind.onnx is not None and operator in kind.onnx.operators)
+
+
+def wanted() -> str:
+    """What can be sketched, for messages."""
+    names = list(dict.fromkeys(kind.wanted for kind in KINDS if kind.unless_included is None))
+    return f"an {', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,100 @@
+"""The layers of a model that data can fit, and copies of the model in which layers are watched."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.kinds.parts import unit_name
+from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.view import LinearView
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.watched import Side, Watched, copy_sharing
+from panther_compile.records import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight that data can fit.
+
+    Attributes:
+        name: of its unit, as plans name it.
+        suffix: of the name, among the parts of the site; empty where the site is no composite.
+        site: that it belongs to.
+        layer: of one weight, the dense one; a part of a composite layer is made for it.
+        view: what data sees of it.
+    """
+
+    name: str
+    suffix: str
+    site: Site
+    layer: nn.Module
+    view: LinearView
+
+    @property
+    def outputs(self) -> int:
+        """Output features of the layer."""
+        return self.view.outputs
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The weight as a matrix (O, I), and the bias."""
+        return self.view.weight_and_bias()
+
+    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """The layer's input as rows (n, I), padded positions left out."""
+        return self.view.rows(x, kept)
+
+    def build(self, found: FittedMatrix) -> SketchedLayer:
+        """The replacement that stores what was fitted."""
+        return self.view.build(found)
+
+
+def find_targets(sites: Sequence[Site]) -> dict[str, Target]:
+    """Every weight of the sites that data can fit, by the name of its unit.
+
+    A weight that several layers use is not any one layer's to fit, and some kinds data leaves alone.
+    """
+    found: dict[str, Target] = {}
+    for site in sites:
+        if site.tied:
+            continue
+        for suffix, part in kind_of(site.module).parts(site.module).items():
+            view = kind_of(part).view(part)
+            if view is not None:
+                name = unit_name(site, suffix)
+                found[name] = Target(name, suffix, site, part, view)
+    return found
+
+
+def watch(model: nn.Module, targets: Mapping[str, Target]) -> Side:
+    """A copy of the model, sharing its tensors, in which the layer of each target is watched.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+    """
+    return watch_layers(
+        model, {one.name: (one.site.module, one.suffix, one.layer) for one in targets.values()}
+    )
+
+
+def watch_layers(model: nn.Module, layers: Mapping[str, tuple[nn.Module, str, nn.Module]]) -> Side:
+    """The same for any layers.
+
+    Args:
+        model: is left as it is.
+        layers: by name, the module of the model that each is a part of, its suffix there, and itself.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+    """
+    watched: dict[str, Watched] = {}
+    of_module: dict[nn.Module, dict[str, nn.Module]] = defaultdict(dict)
+    for name, (module, suffix, layer) in layers.items():
+        watched[name] = of_module[module][suffix] = Watched(name, copy_sharing(layer, {}))
+    new: dict[nn.Module, nn.Module] = {}
+    for module, own in of_module.items():
+        kind = kind_of(module)
+        new[module] = kind.assemble(module, own if set(own) == {""} else kind.parts(module) | own)
+    return Side(copy_sharing(model, new), watched)

@@ -1,0 +1,73 @@
+"""What kinds have in common: how a matrix may be stored, its spectrum, and its factors."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.candidates import Candidate, LinearCandidate
+from panther_compile.factorization.cost import device_class
+from panther_compile.factorization.factorize import LowRank, factorize, singular_values
+from panther_compile.records import Unit
+
+# Spectra of larger matrices cost minutes on a CPU; the planner then assumes a common decay.
+LARGEST_SPECTRUM = 4096
+
+
+def numbers_of(tensor: Tensor | None) -> int:
+    """Stored numbers of an optional parameter."""
+    return 0 if tensor is None else tensor.numel()
+
+
+def can_compute_spectrum(weight: Tensor) -> bool:
+    """Whether the weight, taken as a matrix (O, the rest), has data and is not too large."""
+    return not weight.is_meta and min(weight.shape[0], weight[0].numel()) <= LARGEST_SPECTRUM
+
+
+def spectrum(weight: Tensor, *, energies: bool) -> Tensor | None:
+    """Singular values of a weight (O, I), or None where they are not wanted or not to be had."""
+    return singular_values(weight.detach()) if energies and can_compute_spectrum(weight) else None
+
+
+def matrix_candidates(weight: Tensor, config: SketchConfig, *, energies: bool) -> tuple[Candidate, ...]:
+    """How a weight (O, I) may be stored; never as a plain pair, which is the pivoted form in more numbers."""
+    out_features, in_features = weight.shape
+    if min(weight.shape) < 2:
+        return ()
+    values = spectrum(weight, energies=energies)
+    return (LinearCandidate(out_features, in_features, "pivoted", singular_values=values),)
+
+
+def matrix_unit(
+    name: str, weight: Tensor, bias: Tensor | None, config: SketchConfig, *, energies: bool
+) -> Unit:
+    """The unit of one weight (O, I) with its bias."""
+    bias_numbers = numbers_of(bias)
+    return Unit(
+        name,
+        tuple(weight.shape),
+        weight.numel() + bias_numbers,
+        bias_numbers,
+        matrix_candidates(weight, config, energies=energies),
+        device_class(weight.device),
+    )
+
+
+def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRank:
+    """Factorize a weight (O, I) on the device asked for, with random numbers of its own."""
+    weight = weight.detach()
+    if config.device is not None:
+        weight = weight.to(config.device)
+    return factorize(
+        weight,
+        rank,
+        method=config.method,
+        sketch=config.sketch,
+        generator=generator_for(name, config, weight.device),
+    )
+
+
+def generator_for(name: str, config: SketchConfig, device: torch.device) -> torch.Generator:
+    """A generator that depends on the seed and the layer's name alone, not on the order of work."""
+    return torch.Generator(device).manual_seed(config.seed + zlib.crc32(name.encode()))

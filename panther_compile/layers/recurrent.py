@@ -1,0 +1,291 @@
+"""SketchedLSTM and SketchedGRU: torch's recurrent layers with sketched weights, one step after the other.
+
+    LSTM   i, f, g, o = W_ih x + W_hh h + b;  c = σ(f) c + σ(i) tanh(g);  h = W_hr (σ(o) tanh(c))
+    GRU    r, z = σ(W_ih x + W_hh h + b);  n = tanh(W_in x + b_in + r (W_hn h + b_hn));  h = (1 - z) n + z h
+
+W_hr is there with projections alone. The products with x are made for all steps at once.
+"""
+
+# L steps, N batch, I input_size, H hidden_size, P proj_size or H, D directions
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from panther_compile.errors import ConfigError
+from panther_compile.layers.base import SketchedLayer, Spec, copy_into
+from panther_compile.layers.linear import SketchedLinear
+
+State: TypeAlias = Tensor | tuple[Tensor, Tensor]
+_OPTIONS = (
+    "input_size",
+    "hidden_size",
+    "num_layers",
+    "bias",
+    "batch_first",
+    "dropout",
+    "bidirectional",
+)
+
+
+class _SketchedRecurrent(SketchedLayer):
+    """A replacement of `nn.LSTM` or `nn.GRU` whose weights are linear layers of low rank, or dense ones.
+
+    Inputs, states, packed sequences and results are those of torch's layer. Dropout between layers draws
+    other random numbers.
+
+    Args:
+        input_size: I.
+        hidden_size: H.
+        num_layers: of the stack.
+        bias: whether there are biases.
+        batch_first: whether inputs are (N, L, I), not (L, N, I).
+        dropout: of what a layer hands to the next, in training.
+        bidirectional: whether each layer also runs backwards.
+        proj_size: of the LSTM's output, 0 for H.
+        parts: spec of a `SketchedLinear` for each weight ("ih_l0", "hh_l0_reverse", ...); None for an
+            `nn.Linear`.
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: parts names what is no weight.
+    """
+
+    dense_type: ClassVar[type[nn.RNNBase]]
+    gates: ClassVar[int]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        parts: Mapping[str, Spec | None] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
+        self.bidirectional, self.proj_size = bidirectional, proj_size
+        self.scheme = "parts"
+        sizes = self.part_sizes()
+        given = dict(parts or {})
+        if not set(given) <= set(sizes):
+            raise ConfigError(f"{type(self).__name__}: parts={sorted(given)}, wanted some of {list(sizes)}")
+        for name, (inputs, outputs) in sizes.items():
+            spec, has_bias = given.get(name), bias and not name.startswith("hr")
+            layer: nn.Module = (
+                nn.Linear(inputs, outputs, bias=has_bias, device=device, dtype=dtype)
+                if spec is None
+                else SketchedLinear(**spec, device=device, dtype=dtype)
+            )
+            self.add_module(name, layer)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those of the sketched parts."""
+        return tuple(part.rank for part in self.children() if isinstance(part, SketchedLinear))
+
+    def part_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each weight, by name."""
+        output = self.proj_size or self.hidden_size
+        directions = 2 if self.bidirectional else 1
+        sizes: dict[str, tuple[int, int]] = {}
+        for layer in range(self.num_layers):
+            width = self.input_size if layer == 0 else output * directions
+            for suffix in ("", "_reverse")[:directions]:
+                sizes[f"ih_l{layer}{suffix}"] = width, self.gates * self.hidden_size
+                sizes[f"hh_l{layer}{suffix}"] = output, self.gates * self.hidden_size
+                if self.proj_size:
+                    sizes[f"hr_l{layer}{suffix}"] = self.hidden_size, self.proj_size
+        return sizes
+
+    @classmethod
+    def from_parts(cls, layer: nn.RNNBase, parts: Mapping[str, nn.Module]) -> Self:
+        """The replacement of a layer with weights made elsewhere, which are not copied."""
+        new = cls(**options_of(layer), device="meta")
+        for name in new.part_sizes():
+            setattr(new, name, parts[name])
+        return new.train(layer.training)
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: the weights of torch's layer are one buffer for cuDNN, these are layers."""
+
+    def forward(self, input: Tensor | PackedSequence, hx: State | None = None) -> tuple[Any, State]:
+        """Run over a sequence as torch's layer does.
+
+        Args:
+            input: (L, N, I), (N, L, I) with `batch_first`, (L, I), or packed.
+            hx: the first states (D layers, N, P), of an LSTM with the cells (D layers, N, H); zeros unless
+                given.
+
+        Returns:
+            The outputs (L, N, D P), as the input is given, and the last states.
+        """
+        if isinstance(input, PackedSequence):
+            return self._run_packed(input, hx)
+        batched = input.dim() == 3
+        x = input if batched else input.unsqueeze(1)
+        x = x.transpose(0, 1) if batched and self.batch_first else x
+        states = None if hx is None else [one if batched else one.unsqueeze(1) for one in _listed(hx)]
+        out, last = self._run(x, states, None)
+        if batched:
+            return (out.transpose(0, 1) if self.batch_first else out), self._state(last)
+        return out.squeeze(1), self._state([one.squeeze(1) for one in last])
+
+    def _run_packed(self, packed: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+        data, sizes, order, back = packed
+        x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
+        states = None if hx is None else _listed(hx)
+        if states is not None and order is not None:
+            states = [one.index_select(1, order) for one in states]
+        steps = torch.arange(len(x), device=x.device)[:, None]
+        out, last = self._run(x, states, (steps < lengths.to(x.device))[..., None])
+        if back is not None:
+            last = [one.index_select(1, back) for one in last]
+        return PackedSequence(pack_padded_sequence(out, lengths).data, sizes, order, back), self._state(last)
+
+    def _run(
+        self, x: Tensor, states: list[Tensor] | None, valid: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run all layers over x (L, N, I); `valid` (L, N, 1) is False behind the end of a sequence."""
+        directions = ("", "_reverse")[: 2 if self.bidirectional else 1]
+        last: list[list[Tensor]] = []
+        for layer in range(self.num_layers):
+            if layer and self.training and self.dropout:
+                x = F.dropout(x, self.dropout)
+            outs = []
+            for place, suffix in enumerate(directions):
+                index = layer * len(directions) + place
+                first = None if states is None else [one[index] for one in states]
+                out, state = self._direction(f"_l{layer}{suffix}", x, first, valid, backwards=bool(suffix))
+                outs.append(out)
+                last.append(state)
+            x = torch.cat(outs, dim=-1) if len(outs) > 1 else outs[0]
+        return x, [torch.stack(one) for one in zip(*last, strict=True)]
+
+    def _direction(
+        self, suffix: str, x: Tensor, state: list[Tensor] | None, valid: Tensor | None, *, backwards: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        given = self.get_submodule(f"ih{suffix}")(x)
+        recur = self.get_submodule(f"hh{suffix}")
+        project = self.get_submodule(f"hr{suffix}") if self.proj_size else None
+        state = self._zeros(given) if state is None else state
+        outs: list[Tensor] = []
+        steps = range(len(x) - 1, -1, -1) if backwards else range(len(x))
+        for step in steps:
+            new = self._step(given[step], recur(state[0]), state, project)
+            if valid is not None:
+                new = [torch.where(valid[step], one, old) for one, old in zip(new, state, strict=True)]
+                outs.append(new[0].masked_fill(~valid[step], 0.0))
+            else:
+                outs.append(new[0])
+            state = new
+        return torch.stack(outs[::-1] if backwards else outs), state
+
+    def _zeros(self, given: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _step(
+        self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
+    ) -> list[Tensor]:
+        """The next states from W_ih x (N, gates H) and W_hh h (N, gates H)."""
+        raise NotImplementedError
+
+    def _state(self, last: list[Tensor]) -> State:
+        return last[0] if len(last) == 1 else (last[0], last[1])
+
+    def to_dense(self) -> nn.RNNBase:
+        """Torch's layer with the factors multiplied out."""
+        like = next(self.parameters())
+        dense = self.dense_type(**options_of(self), device=like.device, dtype=like.dtype)
+        for name, part in self.named_children():
+            plain: Any = part.to_dense() if isinstance(part, SketchedLinear) else part
+            for kind in ("weight", "bias"):
+                found = getattr(plain, kind)
+                if found is not None:
+                    parameter = dense.get_parameter(f"{kind}_{name}")
+                    copy_into(parameter, found)
+                    parameter.requires_grad_(found.requires_grad)
+        return dense.train(self.training)
+
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
+        sizes = self.part_sizes().items()
+        biases = sum(out for name, (_, out) in sizes if self.bias and not name.startswith("hr"))
+        return self.dense_macs + biases
+
+    @property
+    def dense_macs(self) -> int:
+        """See `SketchedLayer.dense_macs`; per step and sequence."""
+        return sum(inputs * outputs for inputs, outputs in self.part_sizes().values())
+
+    def sketch_spec(self) -> Spec:
+        """See `SketchedLayer.sketch_spec`."""
+        parts = {
+            name: part.sketch_spec() if isinstance(part, SketchedLinear) else None
+            for name, part in self.named_children()
+        }
+        return {**options_of(self), "parts": parts}
+
+    def extra_repr(self) -> str:
+        """The options and the stored share; the parts show themselves."""
+        shown = [f"{name}={value}" for name, value in options_of(self).items()]
+        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
+
+
+class SketchedLSTM(_SketchedRecurrent):
+    """A low-rank replacement of `nn.LSTM`, projections included; see its base."""
+
+    dense_type, gates = nn.LSTM, 4
+
+    def _zeros(self, given: Tensor) -> list[Tensor]:
+        batch = given.shape[1]
+        hidden = given.new_zeros(batch, self.proj_size or self.hidden_size)
+        return [hidden, given.new_zeros(batch, self.hidden_size)]
+
+    def _step(
+        self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
+    ) -> list[Tensor]:
+        i, f, g, o = (given + recurrent).chunk(4, dim=-1)
+        cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        hidden = o.sigmoid() * cell.tanh()
+        return [hidden if project is None else project(hidden), cell]
+
+
+class SketchedGRU(_SketchedRecurrent):
+    """A low-rank replacement of `nn.GRU`; see its base."""
+
+    dense_type, gates = nn.GRU, 3
+
+    def _zeros(self, given: Tensor) -> list[Tensor]:
+        return [given.new_zeros(given.shape[1], self.hidden_size)]
+
+    def _step(
+        self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
+    ) -> list[Tensor]:
+        (rx, zx, nx), (rh, zh, nh) = given.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
+        update = (zx + zh).sigmoid()
+        new = (nx + (rx + rh).sigmoid() * nh).tanh()
+        return [torch.lerp(new, state[0], update)]
+
+
+def options_of(layer: nn.Module) -> dict[str, Any]:
+    """What torch's layer and its replacement are built with; a GRU has no projections."""
+    found = {name: getattr(layer, name) for name in _OPTIONS}
+    return found | ({"proj_size": layer.proj_size} if layer.proj_size else {})
+
+
+def _listed(hx: State) -> list[Tensor]:
+    return [hx] if isinstance(hx, Tensor) else list(hx)

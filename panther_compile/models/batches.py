@@ -1,0 +1,254 @@
+"""Data, however it is given, becomes a list of calls of the model."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from panther_compile.errors import ConfigTypeError, DataError, PantherError
+from panther_compile.models.surroundings import eval_mode
+
+Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
+"""A loader, a list of batches, or a function that calls the model it is given.
+
+A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
+last ones (labels) are left out where `forward` has no place for them."""
+
+LARGEST = 1e15  # of what reaches a layer
+_KEEPS = ("attention_mask",)
+_CACHES = ("past_key_values", "cache_params")
+_HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a model: `model(*args, **kwargs)`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, model: nn.Module) -> Any:
+        """Call the model."""
+        return model(*self.args, **self.kwargs)
+
+
+def run_dense(model: nn.Module, call: Call, place: int) -> Any:
+    """What the dense model makes of a batch, for the first time.
+
+    Args:
+        model: the dense model, or a copy of it that is watched.
+        call: the batch.
+        place: its place in the data.
+
+    Raises:
+        DataError: the model raises; the message says what it was given, and what it said.
+    """
+    try:
+        return call.run(model)
+    except (PantherError, torch.OutOfMemoryError):
+        raise
+    # The model's own code runs here, on what the user gave; it may raise anything.
+    except Exception as error:
+        brief = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise DataError(
+            f"batch {place} of the data: the model was given {described(call)} and raised "
+            f"{type(error).__name__}: {brief}"
+        ) from error
+
+
+def check_rows(rows: Tensor, name: str, place: int) -> None:
+    """Check what reaches a layer in the dense model.
+
+    Args:
+        rows: of the layer's input, any shape.
+        name: of the layer.
+        place: of the batch.
+
+    Raises:
+        DataError: there is NaN or Inf among them, or a number whose square overflows.
+    """
+    if not rows.numel():
+        return
+    largest = float(rows.abs().max())
+    if not math.isfinite(largest):
+        raise DataError(f"batch {place} of the data: NaN or Inf reaches {name or 'the model'}")
+    if largest > LARGEST:
+        raise DataError(
+            f"batch {place} of the data: a number of size {largest:.3g} reaches {name or 'the model'}, "
+            f"wanted at most {LARGEST:.0e}, so that second moments can be computed"
+        )
+
+
+def described(call: Call) -> str:
+    """The arguments of a call in words: shapes and dtypes of tensors, types of all else."""
+    named = [*map(_in_words, call.args), *(f"{key}={_in_words(one)}" for key, one in call.kwargs.items())]
+    return f"({', '.join(named)})"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return repr(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__
+
+
+def record_calls(model: nn.Module, data: Data) -> list[Call]:
+    """The calls that the data makes, with their tensors on the model's device.
+
+    Args:
+        model: tells what its `forward` takes, and where its tensors are.
+        data: see `Data`; a list of `Call` is taken as it is.
+
+    Raises:
+        ConfigTypeError: data is none of these, or a batch is no tensor, mapping, tuple or list.
+        DataError: there is no batch; or a call is given a cache; or reading failed half-way, and the error's
+            `calls` hold what was read before, which can be given as data in turn.
+    """
+    device = _device(model)
+    calls: list[Call] = []
+    try:
+        source = _loop_calls(model, data) if _is_loop(data) else _batches(model, data)
+        for call in source:
+            call = _without_cache(model, call)
+            move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor))
+            calls.append(Call(move(call.args), move(call.kwargs)))
+            _check_not_empty(calls[-1], len(calls) - 1)
+    except (ConfigTypeError, DataError):
+        raise
+    # The user's loader runs here; whatever it raises, what was read before is not lost.
+    except Exception as error:
+        raise DataError(
+            f"data failed after {len(calls)} batches ({type(error).__name__}: {error}); the batches read "
+            "until then are in this error's `calls`, which can be given as data",
+            calls=calls,
+        ) from error
+    if not calls:
+        raise DataError("data holds no batch: wanted at least one (an iterator is empty once it was read)")
+    return calls
+
+
+def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
+    """Which positions (batch, length) of a call are no padding, as its mask says; None without a mask."""
+    given = _bound(model, call)
+    for name in (*_KEEPS, *_HIDES):
+        mask = given.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if mask.is_floating_point():  # added to logits: hidden where it is very negative
+                return mask > -1.0 if name in _HIDES or bool((mask < 0).any()) else mask > 0
+            return mask.bool() if name in _KEEPS else ~mask.bool()
+    return None
+
+
+def _is_loop(data: object) -> bool:
+    return callable(data) and not isinstance(data, Iterable)
+
+
+def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
+    """Let the user's function run the model, and write down how it calls it."""
+    calls: list[Call] = []
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(Call(args, dict(kwargs)))
+
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with eval_mode(model), torch.no_grad():
+            data(model)
+    finally:
+        handle.remove()
+    yield from calls
+
+
+def _batches(model: nn.Module, data: Any) -> Iterator[Call]:
+    if isinstance(data, Tensor):
+        data = [data]
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
+        raise ConfigTypeError(
+            f"data is a {type(data).__name__}, wanted a loader, a list of batches (tensors, tuples of "
+            "arguments, mappings of keywords), or a function that calls the model"
+        )
+    for place, batch in enumerate(data):
+        yield _call(model, batch, place)
+
+
+def _call(model: nn.Module, batch: Any, place: int) -> Call:
+    if isinstance(batch, Call):
+        return batch
+    if isinstance(batch, Tensor):
+        return Call((batch,), {})
+    parameters = inspect.signature(model.forward).parameters.values()
+    if isinstance(batch, Mapping):
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return Call((), {key: value for key, value in batch.items() if takes_any or key in names})
+    if isinstance(batch, tuple | list):
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return Call(tuple(batch) if takes_any else tuple(batch)[:places], {})
+    raise ConfigTypeError(
+        f"batch {place} of data is a {type(batch).__name__}, wanted a tensor, a tuple or list of arguments, "
+        "or a mapping of keywords"
+    )
+
+
+def _without_cache(model: nn.Module, call: Call) -> Call:
+    """The call, told to make no cache where the model has a say in that: nobody reads it.
+
+    Raises:
+        DataError: a cache is given, which every call of the model changes: no two calls would be alike.
+    """
+    given = _bound(model, call)
+    for name in _CACHES:
+        if not isinstance(given.get(name), Tensor | tuple | list | None):
+            raise DataError(
+                f"data calls the model with {name}, a {type(given[name]).__name__}, as generate() does: call "
+                "it on whole texts in its place"
+            )
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    if not takes or given.get("use_cache") is not None:
+        return call
+    return Call(call.args, call.kwargs | {"use_cache": False})
+
+
+def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*call.args, **call.kwargs)
+    except TypeError:  # the call itself will say what is wrong with it
+        return call.kwargs
+    extra = [p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    named = dict(bound.arguments)
+    for name in extra:
+        named |= named.pop(name, {})
+    return named
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
+    return None if tensor is None else tensor.device
+
+
+def _moved(value: Any, *, device: torch.device | None, copy: bool) -> Any:
+    """The tensors of a value on a device, out of inference mode, and copied if they may be written over."""
+    if isinstance(value, Tensor):
+        # An inference tensor cannot be saved for a backward pass, a copy of it can.
+        return value.detach().to(
+            value.device if device is None else device, copy=copy or value.is_inference()
+        )
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _moved(item, device=device, copy=copy) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device=device, copy=copy) for item in value)
+    return value
+
+
+def _check_not_empty(call: Call, place: int) -> None:
+    """Raise DataError if a batch has tensors, and none of them holds a number."""
+    tensors = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        raise DataError(f"batch {place} of the data is empty, {described(call)}: wanted at least one sample")

@@ -1,0 +1,134 @@
+"""Images and sounds with the spectra of natural ones, and of the colours that a model's batch norms know.
+
+Half of the images are noise of the amplitude spectrum 1 / f, half dead leaves: discs in front of one another
+whose radii follow a power law, which have edges and the same spectrum at every scale (Lee, Mumford and Huang
+2001). Baradad et al. (2021) found both to be next best to photographs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Generator, Tensor, nn
+
+from panther_compile.models.batches import Call
+
+_LEAVES = 150
+_CHROMA = 0.4  # of the deviation of colours, beside the brightness
+_TUNED = 16  # images on which colours are matched
+_STEPS, _RATE = 40, 0.1
+_SMALLEST = 1e-6
+
+Norm = nn.BatchNorm1d | nn.BatchNorm2d
+
+
+def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
+    """Noise of the amplitude spectrum 1 / f along the last dimension, of unit variance."""
+    white = torch.randn(*shape, generator=generator)
+    spectrum = torch.fft.rfft(white)
+    falls = torch.arange(spectrum.shape[-1]).clamp_min(1).float().rsqrt()
+    return _normal(torch.fft.irfft(spectrum * falls, n=shape[-1]), (-1,))
+
+
+def natural_images(count: int, channels: int, size: int, generator: Generator) -> Tensor:
+    """Images (count, channels, size, size), each channel of mean 0 and variance 1 over all of them."""
+    half = count // 2
+    pink, leaves = _pink_images(half, size, generator), _dead_leaves(count - half, size, generator)
+    images = _normal(torch.cat([pink, leaves]), (0, 2, 3))
+    contrasts = torch.rand(count, 1, 1, 1, generator=generator) + 0.5
+    mixed = images * contrasts
+    brightness, chroma = mixed[:, :1], mixed[:, 1:]
+    if channels == 1:
+        return _normal(brightness, (0, 2, 3))
+    turns = torch.randn(channels, chroma.shape[1], generator=generator)
+    colours = torch.einsum("bchw,kc->bkhw", chroma, turns)
+    found = brightness + _CHROMA * colours
+    order = torch.randperm(count, generator=generator)
+    return _normal(found, (0, 2, 3))[order]
+
+
+def match_batch_norms(
+    model: nn.Module, call: Callable[[Tensor], Call], images: Tensor
+) -> tuple[Tensor, bool]:
+    """Images (N, C, H, W) of the colours and contrasts that come closest to the statistics of batch norms.
+
+    Args:
+        model: in eval mode.
+        call: of images.
+        images: of mean 0 and variance 1.
+
+    Returns:
+        The images, and whether there were batch norms to go by; without they are as given.
+    """
+    norms = [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
+    if not norms:
+        return images, False
+    device = norms[0].running_mean.device  # type: ignore[union-attr]
+    some = images[:: max(1, len(images) // _TUNED)][:_TUNED].to(device)
+    shift = torch.zeros(1, images.shape[1], 1, 1, device=device, requires_grad=True)
+    scale = torch.zeros(1, images.shape[1], 1, 1, device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([shift, scale], _RATE)
+    for _ in range(_STEPS):
+        with torch.enable_grad():
+            loss = _misfit(model, call(some * scale.exp() + shift), norms)
+            gradients = torch.autograd.grad(loss, [shift, scale], allow_unused=True)
+        if any(one is None or not bool(one.isfinite().all()) for one in gradients):
+            return images, False
+        shift.grad, scale.grad = gradients
+        optimizer.step()
+    return images * scale.exp().detach().to(images) + shift.detach().to(images), True
+
+
+def _misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
+    """How far means and deviations of what reaches the norms are from those that they keep."""
+    parts: list[Tensor] = []
+
+    def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(norm, Norm)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        x = given[0].float()
+        own = [place for place in range(x.dim()) if place != 1]
+        deviation = norm.running_var.float().clamp_min(_SMALLEST).sqrt()
+        off = (x.mean(own) - norm.running_mean.float()) / deviation
+        wide = (x.var(own, unbiased=False) + _SMALLEST).sqrt().log() - deviation.log()
+        parts.append(off.square().clamp_max(25.0).mean() + wide.square().mean())
+
+    handles = [norm.register_forward_pre_hook(see) for norm in norms]
+    try:
+        call.run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
+
+
+def _pink_images(count: int, size: int, generator: Generator) -> Tensor:
+    """(count, 3, size, size)."""
+    spectrum = torch.fft.rfft2(torch.randn(count, 3, size, size, generator=generator))
+    rows, columns = torch.fft.fftfreq(size), torch.fft.rfftfreq(size)
+    frequency = (rows[:, None].square() + columns.square()).sqrt().clamp_min(1 / size)
+    return _normal(torch.fft.irfft2(spectrum / frequency, s=(size, size)), (0, 2, 3))
+
+
+def _dead_leaves(count: int, size: int, generator: Generator) -> Tensor:
+    """(count, 3, size, size): radii of a density that falls as their third power."""
+    images = torch.zeros(count, 3, size, size)
+    bare = torch.ones(count, size, size, dtype=torch.bool)
+    places = torch.arange(size).float()
+    smallest, largest = 1.0, size / 2
+    for _ in range(_LEAVES):
+        drawn = torch.rand(count, 3, generator=generator)
+        radius = 1 / (drawn[:, 0] * (1 / largest**2 - 1 / smallest**2) + 1 / smallest**2).sqrt()
+        near = [(places - size * drawn[:, one, None]).square() for one in (1, 2)]
+        inside = bare & (near[0][:, :, None] + near[1][:, None, :] < radius[:, None, None].square())
+        colour = torch.randn(count, 3, 1, 1, generator=generator)
+        images = torch.where(inside[:, None], colour, images)
+        bare &= ~inside
+    return images
+
+
+def _normal(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    if not tensor.numel():
+        return tensor
+    centred = tensor - tensor.mean(dims, keepdim=True)
+    return centred / centred.square().mean(dims, keepdim=True).sqrt().clamp_min(_SMALLEST)

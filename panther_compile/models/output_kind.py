@@ -1,0 +1,134 @@
+"""What a model's result is: logits, whose rows are compared by their divergence, or something else.
+
+A result that names its logits is taken at its word. One tensor without a name is taken for logits if a
+linear layer makes it that is as wide as the vocabulary of an embedding or as a configuration's labels; if its
+rows are log-probabilities; or if its rows, as logits, would be sure of choices that differ from row to row,
+which those of a trained classifier are, and features are not. What cannot be told is taken for features.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.models.batches import Call, kept_positions, run_dense
+from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.rows import kept_rows
+from panther_compile.models.watched import copy_sharing
+
+NAMED = "it names them"
+_CALLS = 4
+_ROWS = 1024
+_SURE = 0.4  # of the information that choices among so many can give
+_STEEP = 30.0  # deviation of a row beyond which it holds no logits
+_NEAR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What a result was taken for.
+
+    Attributes:
+        output: "logits", or "auto", for which tensors called "logits" are logits and others are not.
+        why: in words.
+        head: name of the linear layer that makes the logits; None if none was seen to.
+    """
+
+    output: str
+    why: str
+    head: str | None = None
+
+
+def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
+    """Run the dense model on some calls and look at what it gives.
+
+    Args:
+        model: runs in eval mode in a copy that shares its parameters; is not changed.
+        calls: of it.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+        DataError: the model raises on a call.
+    """
+    quiet = copy_sharing(model, {}, own_buffers=True)
+    rows: list[Tensor] = []
+    makers: set[str | None] = set()
+    for place, call in enumerate(calls[:_CALLS]):
+        found, by = _run(quiet, call, place)
+        if any(name == LOGITS for name, _ in found):
+            named = next(tensor for name, tensor in found if name == LOGITS)
+            return OutputKind("auto", NAMED, by.get(_place(named)))
+        if len(found) != 1 or found[0][1].dim() < 2:
+            return OutputKind("auto", f"the result is {len(found)} tensors without a name")
+        tensor = found[0][1]
+        makers.add(by.get(_place(tensor)))
+        kept = kept_rows(tensor.float(), kept_positions(quiet, call))
+        rows.append(kept[:: math.ceil(len(kept) / _ROWS)])
+    if len({one.shape[-1] for one in rows}) != 1:
+        return OutputKind("auto", "the width of the result varies")
+    head = next(iter(makers)) if len(makers) == 1 else None
+    return _judged(model, torch.cat(rows), head)
+
+
+def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
+    width = rows.shape[-1]
+    if width < 2 or not bool(rows.isfinite().all()):
+        return OutputKind("auto", "the result has one column" if width < 2 else "the result is not finite")
+    if float(rows.logsumexp(-1).abs().max()) < _NEAR:
+        return OutputKind("logits", "its rows are log-probabilities", head)
+    if float(rows.min()) >= 0.0 and float((rows.sum(-1) - 1.0).abs().max()) < _NEAR:
+        return OutputKind("auto", "its rows are probabilities")
+    if head is not None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module.num_embeddings == width:
+                return OutputKind("logits", f"{head} is as wide as the vocabulary of {name}", head)
+        config: Any = getattr(model, "config", None)
+        for option in ("vocab_size", "num_labels"):
+            if getattr(config, option, None) == width:
+                return OutputKind("logits", f"{head} is as wide as config.{option}", head)
+    chances = rows.log_softmax(-1)
+    mean = chances.logsumexp(0) - math.log(len(rows))
+    told = float((chances.exp() * chances).sum(-1).mean() - (mean.exp() * mean).sum())
+    share = told / math.log(width)
+    deviation = float((rows - rows.mean(-1, keepdim=True)).square().mean().sqrt())
+    said = f"its rows, as logits, would tell {share:.0%} of a choice among {width}"
+    if head is not None and share >= _SURE and deviation <= _STEEP:
+        return OutputKind("logits", f"{head} makes it, and {said}", head)
+    return OutputKind("auto", said if head is not None else "no linear layer makes it")
+
+
+def _run(
+    model: nn.Module, call: Call, place: int
+) -> tuple[list[tuple[str, Tensor]], dict[tuple[int, ...], str]]:
+    """The floating tensors of the result, and the linear layers by the place of what they gave."""
+    by: dict[tuple[int, ...], str] = {}
+    held: list[Tensor] = []  # so that no address is used again
+
+    def hook(name: str) -> Any:
+        def see(_: nn.Module, __: object, out: Any) -> None:
+            if isinstance(out, Tensor):
+                held.append(out)
+                by[_place(out)] = name
+
+        return see
+
+    handles = [
+        module.register_forward_hook(hook(name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        with torch.no_grad():
+            found = list(named_tensors(run_dense(model, call, place)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, by
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    """Equal for two tensors that hold the same numbers in the same place, whatever their shape."""
+    return tensor.data_ptr(), tensor.numel()

@@ -1,0 +1,69 @@
+"""The tensors of a model's result, whatever it is made of, and how far two results are apart."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from panther_compile.models.rows import kept_rows
+
+LOGITS = "logits"
+_LOSS = "loss"
+
+
+def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every floating tensor of a result with the key it is under, depth first.
+
+    Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
+    objects are not, nor the loss of labels that came with the data, if there is something else beside it.
+    """
+    if isinstance(output, Tensor):
+        if output.is_floating_point() and output.numel():
+            yield name, output
+    elif isinstance(output, Mapping):
+        found = [one for key, value in output.items() for one in named_tensors(value, str(key))]
+        yield from [(key, one) for key, one in found if key != _LOSS or one.dim()] or found
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from named_tensors(value, name)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from named_tensors(getattr(output, field.name), field.name)
+
+
+def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | None = None) -> float:
+    """How far a sketched model's result is from the dense one's: 0 is equal.
+
+    Of logits the Kullback-Leibler divergence in nats a row, of other tensors the squared distance over the
+    squared size, 1 if they are of another shape; summed over the tensors of the result. Where the dense
+    model gives NaN or Inf nothing is compared.
+
+    Args:
+        dense: result of the dense model.
+        sketched: of the sketched one.
+        kept: see `kept_rows`.
+        logits: whether the tensors are logits; None: those called "logits" are.
+    """
+    total = 0.0
+    for (name, wanted), (_, found) in zip(named_tensors(dense), named_tensors(sketched), strict=False):
+        if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
+            total += 1.0
+            continue
+        as_logits = name == LOGITS if logits is None else logits
+        hidden = ~wanted.isfinite()  # as logits of tokens that are not to be, or the loss of no label
+        fill = torch.finfo(torch.float32).min if as_logits else 0.0
+        wanted, found = (one.float().masked_fill(hidden, fill) for one in (wanted, found))
+        wanted_rows, found_rows = kept_rows(wanted, kept), kept_rows(found, kept)
+        if as_logits:
+            total += float(
+                F.kl_div(
+                    found_rows.log_softmax(-1), wanted_rows.log_softmax(-1), log_target=True, reduction="sum"
+                )
+            ) / max(1, len(wanted_rows))
+        else:
+            size = float(torch.linalg.vector_norm(wanted_rows)) or 1.0
+            total += (float(torch.linalg.vector_norm(found_rows - wanted_rows)) / size) ** 2
+    return total

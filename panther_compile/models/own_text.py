@@ -1,0 +1,124 @@
+"""Texts that a causal language model samples itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from panther_compile.models.batches import Call
+from panther_compile.models.outputs import LOGITS, named_tensors
+
+_CHUNK = 16  # texts sampled together
+
+
+def text_logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Tensor | None:
+    """The logits (B, T, V) of a causal language model; None if the model is none.
+
+    It is one if its result has a row of logits for each token, over the tokens of an embedding, that does not
+    change with the tokens behind it.
+
+    Args:
+        model: in eval mode.
+        call: of tokens (B, T).
+        ids: some tokens; the last ones are changed for a try.
+    """
+    logits = _logits(model, call, ids)
+    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    if logits is None or logits.shape[:2] != ids.shape or logits.shape[2] not in sizes or ids.shape[1] < 2:
+        return None
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % logits.shape[2]
+    again = _logits(model, call, other)
+    assert again is not None
+    before, after = logits[:, :-1].float(), again[:, :-1].float()
+    near = 1e-3 * float(before.std())
+    return logits if float((before - after).abs().max()) <= near else None
+
+
+def own_texts(
+    model: nn.Module, call: Callable[[Tensor], Call], starts: Tensor, *, seed: int, progress: bool
+) -> Tensor:
+    """Texts (N, T) that go on from the first token of each start as the model would, at temperature 1.
+
+    Args:
+        model: a causal language model, in eval mode.
+        call: of tokens (B, T).
+        starts: tokens (N, T), of which the first ones are kept.
+        seed: of what is drawn.
+        progress: whether to show a bar.
+    """
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    length = starts.shape[1]
+    texts: list[Tensor] = []
+    chunks = starts.to(device).split(_CHUNK)
+    with torch.no_grad(), tqdm(total=len(chunks) * length, desc="texts", disable=not progress) as bar:
+        for place, chunk in enumerate(chunks):
+            if _generates(model):
+                texts.append(_generated(model, chunk, seed + place))
+                bar.update(length)
+            else:
+                generator = torch.Generator(device).manual_seed(seed + place)
+                texts.append(_sampled(model, call, chunk, generator, bar))
+    return torch.cat(texts).to(starts.device)
+
+
+def _generates(model: Any) -> bool:
+    """Whether it is a Hugging Face model with `generate`, which keeps a cache."""
+    can = getattr(model, "can_generate", None)
+    return callable(can) and bool(can()) and callable(getattr(model, "generate", None))
+
+
+def _generated(model: Any, chunk: Tensor, seed: int) -> Tensor:
+    torch.manual_seed(seed)  # generate draws from the global generator, which the verbs put back
+    first = chunk[:, :1]
+    found: Tensor = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=None,  # it goes on after the end of a text, as training texts do
+        pad_token_id=0,
+        max_new_tokens=chunk.shape[1] - 1,
+    )
+    return found
+
+
+def _sampled(
+    model: nn.Module, call: Callable[[Tensor], Call], chunk: Tensor, generator: torch.Generator, bar: Any
+) -> Tensor:
+    """One call for each token; a model that wants texts of full length is given what follows at random."""
+    chunk = chunk.clone()
+    fixed = not _runs(model, call, chunk[:, :1])
+    for place in range(1, chunk.shape[1]):
+        logits = _logits(model, call, chunk if fixed else chunk[:, :place])
+        assert logits is not None
+        chances = logits[:, place - 1].float().softmax(-1)
+        chunk[:, place] = torch.multinomial(chances, 1, generator=generator)[:, 0]
+        bar.update()
+    bar.update()
+    return chunk
+
+
+def _runs(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> bool:
+    try:
+        logits = _logits(model, call, ids)
+    # The model's own code decides what it takes, and may raise anything.
+    except Exception:
+        return False
+    return logits is not None and logits.shape[1] == ids.shape[1]
+
+
+def _logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Tensor | None:
+    """The tensor called "logits", else the first one, if it has three dimensions."""
+    device = next((tensor.device for tensor in model.parameters()), ids.device)
+    with torch.no_grad():
+        found = list(named_tensors(call(ids.to(device)).run(model)))
+    tensors = dict(reversed(found))
+    first = tensors.get(LOGITS, found[0][1] if found else None)
+    return first if first is not None and first.dim() == 3 else None

@@ -1,0 +1,115 @@
+"""Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.errors import ConfigTypeError, first_line
+
+Replacements = Mapping[nn.Module, nn.Module]
+
+
+def copied(make: Callable[[nn.Module], nn.Module], model: nn.Module, advice: str = "") -> nn.Module:
+    """What `make` copies of a model.
+
+    Raises:
+        ConfigTypeError: it cannot be copied; the message ends with the advice.
+    """
+    try:
+        return make(model)
+    # Whatever the model holds copies itself in its own way, and may raise anything.
+    except Exception as error:
+        raise ConfigTypeError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {first_line(error)}){advice}"
+        ) from error
+
+
+def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
+    """A deep copy in which every reference to an old module leads to its replacement.
+
+    References in lists, dicts and other Python objects follow too, and the old modules' tensors are
+    never copied. A bias that others share with an old module is shared with its replacement.
+    """
+    memo: dict[int, Any] = {id(old): replacement for old, replacement in new.items()}
+    # deepcopy refuses what autograd computed, such as the weight that pruning masks.
+    memo |= {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
+    for old_bias, new_bias, replacement in _biases(new):
+        shared = memo.setdefault(id(old_bias), new_bias)
+        _put_parameter(replacement, new_bias, shared)
+    result: nn.Module = copy.deepcopy(model, memo)
+    return result
+
+
+def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
+    """Replace the old modules in the model itself; returns the model, or what replaces it.
+
+    Submodules are replaced wherever they are registered, and in the lists, tuples and dicts that modules
+    hold as plain attributes. The replacements take the biases themselves over, with their new values, so that
+    what shares one still does.
+    """
+    for old_bias, new_bias, replacement in _biases(new):
+        with torch.no_grad():
+            old_bias.copy_(new_bias)
+        _put_parameter(replacement, new_bias, old_bias)
+    if model in new:
+        return new[model]
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and child in new:
+                module._modules[name] = new[child]
+        for name, value in list(module.__dict__.items()):
+            if name != "_modules" and isinstance(value, list | tuple | dict | nn.Module):
+                replaced = _replaced(value, new, set())
+                if replaced is not value:
+                    module.__dict__[name] = replaced
+    return model
+
+
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a module holds: parameters, buffers, and plain attributes."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, module.__dict__):
+            yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
+
+
+def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:
+    """(old bias, new bias, replacement) wherever both have one."""
+    for old, replacement in new.items():
+        old_bias, new_bias = getattr(old, "bias", None), getattr(replacement, "bias", None)
+        if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
+            yield old_bias, new_bias, replacement
+
+
+def _put_parameter(module: nn.Module, present: nn.Parameter, wanted: nn.Parameter) -> None:
+    """Put a parameter in the place of another, wherever the module or a part of it holds that one."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is present:
+                part._parameters[name] = wanted
+
+
+def _replaced(value: Any, new: Replacements, seen: set[int]) -> Any:
+    """The value with old modules replaced; lists and dicts, which may hold themselves, change in place."""
+    if isinstance(value, nn.Module):
+        return new.get(value, value)
+    if isinstance(value, list | dict):
+        if id(value) in seen:
+            return value
+        seen.add(id(value))
+    if isinstance(value, list):
+        for place, item in enumerate(value):
+            replaced = _replaced(item, new, seen)
+            if replaced is not item:
+                value[place] = replaced
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            replaced = _replaced(item, new, seen)
+            if replaced is not item:
+                value[key] = replaced
+    elif type(value) is tuple:
+        items = tuple(_replaced(item, new, seen) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value

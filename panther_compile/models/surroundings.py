@@ -1,0 +1,47 @@
+"""Work the same wherever the caller stands, and leave everything there as it was."""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, and each in its own again afterwards.
+
+    The flags are set one by one: `model.eval()` is refused by modules of torch.export, and does other things
+    in those that override `train`.
+    """
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def undisturbed(*, grad: bool = False) -> Iterator[None]:
+    """Put the global generators back afterwards; within, the caller's autograd, autocast and device are off.
+
+    Args:
+        grad: whether gradients are recorded within.
+    """
+    state = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield

@@ -1,0 +1,251 @@
+"""Inputs made up for a model of which no data is given, by what it says of its own inputs.
+
+What `forward` takes is read off its signature, the configuration and the first layers, and then tried: the
+first form that the model runs on is taken.
+
+    tokens   of a causal language model: texts that it samples itself, a random token first, at temperature 1;
+             else tokens drawn evenly
+    images   with the spectrum of natural ones, see `natural.py`; where there are batch norms, of the colours
+             and contrasts that give their statistics
+    sounds   noise of the spectrum 1 / f
+    vectors  normal numbers
+
+Texts that the model sampled, and images, are near enough to what the model is used for to fit layers to; the
+other kinds show whether two models differ, and are no good for that.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from panther_compile.errors import DataError
+from panther_compile.models.batches import Call
+from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
+from panther_compile.models.outputs import named_tensors
+from panther_compile.models.own_text import own_texts, text_logits
+from panther_compile.models.watched import copy_sharing
+
+MODEL = "model"
+"""Given as data: inputs that are made up."""
+
+_BATCH = 8
+_LENGTHS = (128, 64, 32, 16, 8, 4)
+_SIZES = (32, 64, 224, 28, 8, 16, 128, 299)
+_SAMPLES = 16000, 4000, 1000, 256
+_STEPS = 16  # of a sequence of vectors
+_LAYERS = 3  # the first kinds of layers that are tried
+_POSITIONS = 1024  # a longer table is none of positions
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Inputs that were made up.
+
+    Attributes:
+        calls: of the model.
+        what: they are, in words.
+        telling: whether they say what the model is used for, so that layers can be fitted to them.
+    """
+
+    calls: tuple[Call, ...]
+    what: str
+    telling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What an input may look like.
+
+    Attributes:
+        kind: "tokens", "images", "sounds" or "vectors".
+        make: a number of inputs.
+        call: the model's call with them.
+    """
+
+    kind: str
+    make: Callable[[int, Generator], Tensor]
+    call: Callable[[Tensor], Call]
+
+
+def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool) -> Synthetic:
+    """Make inputs up for a model.
+
+    Args:
+        model: runs in eval mode in a copy that shares its parameters; is not changed.
+        batches: how many, of 8 inputs each.
+        seed: of what is drawn.
+        sample: whether a language model may sample texts, a call for each token; else tokens are drawn.
+        progress: whether to show a bar.
+
+    Raises:
+        DataError: what the model takes is not known here, or it does not run on what was tried.
+        ConfigTypeError: the model cannot be copied.
+    """
+    quiet = copy_sharing(model, {}, own_buffers=True)
+    generator = torch.Generator().manual_seed(seed)
+    form = _form_of(quiet, generator)
+    many = form.make(batches * _BATCH, generator)
+    what, telling = f"made-up inputs ({form.kind} at random)", False
+    if form.kind == "tokens" and sample and text_logits(quiet, form.call, many[:2]) is not None:
+        many = own_texts(quiet, form.call, many, seed=seed, progress=progress)
+        what, telling = f"made-up inputs ({len(many)} texts that the model sampled)", True
+    if form.kind == "images":
+        many, matched = match_batch_norms(quiet, form.call, many)
+        statistics = " that give the statistics of its batch norms" if matched else ""
+        what, telling = f"made-up inputs (images of natural spectra{statistics})", True
+    device = next((tensor.device for tensor in quiet.parameters()), torch.device("cpu"))
+    return Synthetic(tuple(form.call(one.to(device)) for one in many.split(_BATCH)), what, telling)
+
+
+def _form_of(model: nn.Module, generator: Generator) -> _Form:
+    """The first form that the model runs on."""
+    said = ""
+    for form in _forms(model):
+        refusal = _refusal(model, form.call(form.make(2, generator)))
+        if refusal is None:
+            return form
+        said = refusal
+    name = type(model).__name__
+    if said:
+        raise DataError(f"inputs of {name} cannot be made up: it ran on none that were tried ({said})")
+    raise DataError(f"inputs of {name} cannot be made up: what its forward takes is not known here")
+
+
+def _refusal(model: nn.Module, call: Call) -> str | None:
+    """Why the model gives no finite number on a call; None if it does."""
+    try:
+        with torch.no_grad():
+            result = call.run(model)
+    # The model's own code decides what it takes, and may raise anything; what it says is passed on.
+    except Exception as error:
+        brief = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {brief[0] if brief else ''}"[:120]
+    tensors = [tensor for _, tensor in named_tensors(result)]
+    finite = bool(tensors) and any(bool(tensor.isfinite().any()) for tensor in tensors)
+    return None if finite else "its result holds no finite number"
+
+
+def _forms(model: nn.Module) -> Iterator[_Form]:
+    parameters = inspect.signature(model.forward).parameters
+    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    if isinstance(main, str) and main in parameters and config is not None:
+        yield from _forms_by_name(model, main, parameters)
+        return
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    wanted = [one for one in parameters.values() if one.default is one.empty and one.kind in places]
+    if len(wanted) == 1:
+        for layer in _first_layers(model):
+            yield from _forms_by_layer(model, layer)
+
+
+def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -> Iterator[_Form]:
+    """Of a Hugging Face model."""
+    config: Any = model.config
+    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+
+    def with_others(value: Tensor, others: Mapping[str, Callable[[int], Tensor]]) -> Call:
+        extra = {name: make(len(value)).to(value.device) for name, make in others.items()}
+        return Call((), {main: value, **extra} | _no_cache(parameters))
+
+    others: dict[str, Callable[[int], Tensor]] = {}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        first, last = getattr(config, "decoder_start_token_id", None) or 0, int(config.vocab_size)
+
+        def decoder(count: int) -> Tensor:
+            drawn = torch.randint(0, last, (count, 16), generator=torch.Generator().manual_seed(0))
+            drawn[:, 0] = first
+            return drawn
+
+        others["decoder_input_ids"] = decoder
+    vision = getattr(config, "vision_config", config)
+    channels = int(getattr(vision, "num_channels", 3) or 3)
+    size = getattr(vision, "image_size", None) or 224
+    side = int(max(size)) if isinstance(size, list | tuple) else int(size)
+    if main == "input_ids" and embedding is not None:
+        more = {"pixel_values": lambda n: natural_images(n, channels, side, torch.Generator().manual_seed(0))}
+        for length in _lengths(model, embedding):
+            make = _tokens(embedding.num_embeddings, length)
+            yield _Form("tokens", make, lambda ids: with_others(ids, others))
+            if "pixel_values" in parameters:
+                yield _Form("tokens", make, lambda ids: with_others(ids, others | more))
+    elif main == "pixel_values":
+        yield _Form(
+            "images",
+            lambda count, drawn: natural_images(count, channels, side, drawn),
+            lambda images: with_others(images, others),
+        )
+    elif main == "input_values":
+        for samples in _SAMPLES:
+            yield _Form("sounds", _sounds(samples), lambda sounds: with_others(sounds, others))
+    elif main == "input_features":
+        bins = int(getattr(config, "num_mel_bins", 80))
+        frames = 2 * int(getattr(config, "max_source_positions", 1500))
+        yield _Form("sounds", _sounds(bins, frames), lambda sounds: with_others(sounds, others))
+
+
+def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
+    return {"use_cache": False} if "use_cache" in parameters else {}
+
+
+def _first_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The first layer of each kind that says what it takes, in the order of the model."""
+    kinds = (nn.Embedding, nn.Conv2d, nn.Conv1d, nn.RNNBase, nn.MultiheadAttention, nn.Linear)
+    seen: set[type] = set()
+    for module in model.modules():
+        kind = next((one for one in kinds if isinstance(module, one)), None)
+        if kind is not None and kind not in seen and len(seen) < _LAYERS:
+            seen.add(kind)
+            yield module
+
+
+def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
+    """What a model may take whose first layer is this one."""
+
+    def call(value: Tensor) -> Call:
+        return Call((value,), {})
+
+    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
+    if isinstance(layer, nn.Embedding):
+        for length in _lengths(model, layer):
+            yield _Form("tokens", _tokens(layer.num_embeddings, length), call)
+    elif isinstance(layer, nn.Conv2d):
+        for size in _SIZES:
+            yield _Form("images", _images(layer.in_channels, size, dtype), call)
+    elif isinstance(layer, nn.Conv1d):
+        for samples in _SAMPLES:
+            yield _Form("sounds", _sounds(layer.in_channels, samples), call)
+    elif isinstance(layer, nn.Linear):
+        yield _Form("vectors", _vectors(dtype, layer.in_features), call)
+        yield _Form("vectors", _vectors(dtype, _STEPS, layer.in_features), call)
+    elif isinstance(layer, nn.RNNBase):
+        yield _Form("vectors", _vectors(dtype, _STEPS, layer.input_size), call)
+    elif isinstance(layer, nn.MultiheadAttention):
+        yield _Form("vectors", _vectors(dtype, _STEPS, layer.embed_dim), call)
+
+
+def _lengths(model: nn.Module, embedding: nn.Embedding) -> list[int]:
+    """Lengths of texts to try: the most that a table of positions holds, then shorter ones."""
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    tables += [one.shape[-2] for one in model.parameters() if one.dim() == 3 and one.shape[0] == 1]
+    positions = [one for one in tables if 4 <= one <= min(_POSITIONS, _LENGTHS[0])]
+    return list(dict.fromkeys([*sorted(positions, reverse=True), *_LENGTHS]))
+
+
+def _tokens(vocabulary: int, length: int) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: torch.randint(0, vocabulary, (count, length), generator=drawn)
+
+
+def _images(channels: int, size: int, dtype: torch.dtype) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: natural_images(count, channels, size, drawn).to(dtype)
+
+
+def _sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: pink_noise((count, *shape), drawn)
+
+
+def _vectors(dtype: torch.dtype, *shape: int) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: torch.randn(count, *shape, generator=drawn).to(dtype)

@@ -1,0 +1,96 @@
+"""Stand-ins that see what reaches a layer, and copies of a model that hold them."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther_compile.models.substitute import copied, held_tensors
+
+OnInput = Callable[[str, Tensor], None]
+OnOutput = Callable[[str, Tensor], Tensor]
+
+
+class Watched(nn.Module):
+    """Calls a layer, and tells of it.
+
+    Attributes:
+        layer: that is called; whatever else is read here is read from it.
+        on_input: called with the name and the input, before.
+        on_output: called with the name and the output, after; gives what is handed on.
+        instead: called with the name and the input in place of the layer.
+    """
+
+    layer: nn.Module
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        super().__init__()
+        self.watched_name = name
+        self.layer = layer
+        self.on_input: OnInput | None = None
+        self.on_output: OnOutput | None = None
+        self.instead: OnOutput | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Read from the layer what the stand-in has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the layer; its input is the first argument, or given by the name that it has there."""
+        x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else next(iter(kwargs))]
+        if self.on_input is not None:
+            self.on_input(self.watched_name, x)
+        if self.instead is not None:
+            return self.instead(self.watched_name, x)
+        out: Tensor = self.layer(*args, **kwargs)
+        return out if self.on_output is None else self.on_output(self.watched_name, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What reached a layer with one batch: x in the dense model, z in the sketched one.
+
+    Attributes:
+        batch: its place in the data.
+        x: the layer's input in the dense model.
+        z: likewise, in the sketched one.
+        skips: what the layer's output will be added to in the dense model and in the sketched one, if known.
+    """
+
+    batch: int
+    x: Tensor
+    z: Tensor
+    skips: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A copy of the model, and the stand-ins that it holds."""
+
+    model: nn.Module
+    watched: Mapping[str, Watched]
+
+
+def copy_sharing(
+    model: nn.Module, new: Mapping[nn.Module, nn.Module], *, own_buffers: bool = False
+) -> nn.Module:
+    """A copy of the module tree in eval mode that shares every tensor, with modules replaced.
+
+    Args:
+        model: is not changed.
+        new: the replacements.
+        own_buffers: whether buffers are copied, so that a model that counts its calls does so in the copy.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in held_tensors(model)}
+    memo |= {id(old): replacement for old, replacement in new.items()}
+    if own_buffers:
+        memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    return copied(lambda given: copy.deepcopy(given, memo), model, ", which data= needs").eval()

@@ -1,0 +1,26 @@
+"""ONNX files: written from a model, or sketched whoever wrote them.
+
+export    a model ──► a file, checked against ONNX Runtime
+sketch    a file ──► a sketched file: the verb
+files     read what is sound, write what is whole
+sites     what can be sketched in a graph, and why the rest is left alone
+patterns  small questions about a graph: what feeds what
+data      inputs of a file, and what its nodes read while it runs on them
+fit       weights fitted to data
+lowering  sketched layers as nodes
+verify    whether a file computes what a model, or another file, computes
+"""
+
+import importlib.util
+
+from panther_compile.errors import MissingExtraError
+
+_MISSING = [
+    name
+    for name in ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
+    if importlib.util.find_spec(name) is None
+]
+if _MISSING:
+    raise MissingExtraError(
+        f'ONNX files need {", ".join(_MISSING)}: pip install "panther-compile[onnx]"', name=_MISSING[0]
+    )

@@ -1,0 +1,158 @@
+"""Data for an ONNX model: checked against its inputs, and what its nodes read while it runs on them."""
+
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from torch import Tensor
+
+from panther_compile.errors import ConfigError, ConfigTypeError, DataError, first_line
+from panther_compile.onnx.files import saved_copy
+from panther_compile.onnx.verify import RUNTIME_ERRORS, load_session, numpy_dtype
+
+OnnxData: TypeAlias = Iterable[Any]
+"""Batches: a mapping from input name to array, a tuple or list of arrays in the order of the inputs, or the
+array of the only input. Arrays are NumPy's, or tensors of torch."""
+
+Feed: TypeAlias = dict[str, Any]
+
+
+def read_batches(path: str | os.PathLike[str], batch_size: int) -> list[Feed]:
+    """The batches of a .npz file: arrays by the name of an input, cut along their first axis.
+
+    Args:
+        path: written by `numpy.savez`.
+        batch_size: samples in a batch; the last one may have fewer.
+
+    Raises:
+        ConfigError: the batch size is not positive.
+        DataError: the file cannot be read, or its arrays differ in their number of samples.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch size {batch_size}, wanted at least 1")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    # An .npy file gives an array, which cannot be entered; pickles and broken archives raise the others.
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(f"cannot read {path}, wanted a .npz file of arrays by input name: {error}") from error
+    lengths = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or not all(lengths.values()):
+        found = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no array"
+        raise DataError(f"{path}: wanted one number of samples, along the first axis; found {found}")
+    samples = next(iter(lengths.values()))
+    return [
+        {name: array[begin : begin + batch_size] for name, array in arrays.items()}
+        for begin in range(0, samples, batch_size)
+    ]
+
+
+class ObservedModel:
+    """A model that can be run on data, and shows values of its graph.
+
+    Args:
+        model: is left as it is.
+        values: of the graph itself, not of a subgraph.
+        folder: where a copy of the model is written for a moment.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot load the model.
+        OnnxFileError: the copy cannot be written.
+    """
+
+    def __init__(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> None:
+        given, outputs = {*model.graph.inputs}, model.graph.outputs
+        own = list(outputs)
+        shown = [value for value in dict.fromkeys(values) if value not in given]
+        try:
+            if shown:  # what they do not hang on is not run
+                outputs.clear()
+                outputs.extend(shown)
+            with saved_copy(model, folder) as path:
+                self._session = load_session(path, "the model")
+        finally:
+            outputs.clear()
+            outputs.extend(own)
+
+    def feeds(self, data: OnnxData) -> list[Feed]:
+        """The batches by the names of the inputs.
+
+        Raises:
+            ConfigTypeError: data, or a batch, is none of what `OnnxData` says.
+            DataError: there is no batch, or one has other names, shapes or dtypes than the inputs, or NaN.
+        """
+        if isinstance(data, str | bytes | Mapping | np.ndarray | Tensor) or not isinstance(data, Iterable):
+            raise ConfigTypeError(
+                f"data is a {type(data).__name__}, wanted a list of batches: mappings from input name to "
+                "array, tuples of arrays in the order of the inputs, or arrays for a model of one input"
+            )
+        feeds = [self._feed(batch, f"batch {place} of data") for place, batch in enumerate(data)]
+        if not feeds:
+            raise DataError(
+                "data holds no batch: wanted at least one (an iterator is empty once it was read)"
+            )
+        return feeds
+
+    def run(self, feeds: Sequence[Feed], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """For each batch the arrays of some values, inputs of the model among them or not.
+
+        Raises:
+            DataError: ONNX Runtime cannot run the batch.
+        """
+        given = {one.name for one in self._session.get_inputs()}
+        wanted = [name for name in names if name not in given]
+        for place, feed in enumerate(feeds):
+            try:
+                found = self._session.run(wanted, feed) if wanted else []
+            except RUNTIME_ERRORS as error:
+                raise DataError(
+                    f"batch {place} of data: ONNX Runtime cannot run it: {first_line(error)}"
+                ) from error
+            yield dict(zip(wanted, found, strict=True)) | {name: feed[name] for name in names if name in feed}
+
+    def _feed(self, batch: object, where: str) -> Feed:
+        inputs = self._session.get_inputs()
+        names = [one.name for one in inputs]
+        if isinstance(batch, np.ndarray | Tensor):
+            batch = (batch,)
+        if isinstance(batch, tuple | list):
+            if len(batch) != len(names):
+                raise DataError(f"{where} has {len(batch)} arrays, the model {len(names)} inputs: {names}")
+            batch = dict(zip(names, batch, strict=True))
+        if not isinstance(batch, Mapping):
+            raise ConfigTypeError(
+                f"{where} is a {type(batch).__name__}, wanted a mapping from input name to array, a tuple or "
+                "list of arrays, or an array"
+            )
+        if set(batch) != set(names):
+            raise DataError(
+                f"{where} has arrays for {sorted(map(str, batch))}, the model's inputs are {names}"
+            )
+        return {one.name: _checked(batch[one.name], one, where) for one in inputs}
+
+
+def _checked(given: object, wanted: ort.NodeArg, where: str) -> Any:
+    """The array of one input."""
+    where = f"{where}: input {wanted.name!r}"
+    if not isinstance(given, np.ndarray | Tensor):
+        raise ConfigTypeError(f"{where} is a {type(given).__name__}, wanted an array")
+    array = given.numpy(force=True) if isinstance(given, Tensor) else given
+    dtype = numpy_dtype(wanted)
+    if array.dtype != dtype:
+        raise DataError(
+            f"{where} is {array.dtype}, wanted {wanted.type if dtype is None else np.dtype(dtype)}"
+        )
+    sizes = list(wanted.shape)
+    fits = len(sizes) == array.ndim and all(
+        not isinstance(size, int) or size == found for size, found in zip(sizes, array.shape, strict=True)
+    )
+    if not fits:
+        raise DataError(f"{where} has shape {array.shape}, wanted {tuple(sizes)}")
+    if np.issubdtype(array.dtype, np.floating) and bool(np.isnan(array).any()):
+        raise DataError(f"{where} holds NaN")
+    return array

@@ -1,0 +1,175 @@
+"""Export a model to ONNX, and hold what ONNX Runtime computes from the file against the model."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.onnx import OnnxExporterError
+
+from panther_compile.errors import ConfigError, ConfigTypeError, OnnxExportError, WeightError, first_line
+from panther_compile.models.surroundings import eval_mode
+from panther_compile.onnx.files import write_model
+from panther_compile.onnx.verify import verify_export
+from panther_compile.storage import checked_path
+
+OLDEST_EXPORT_OPSET = 18
+# How an operator that ONNX does not have is put together from ONNX's own, for `torch.onnx.export`:
+# torch.ops.panther_compile.some_op.default -> a function of onnxscript. On a CPU sketched layers need none.
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def export_onnx(
+    model: nn.Module,
+    args: tuple[Any, ...] | torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+    opset: int = OLDEST_EXPORT_OPSET,
+    verify: bool = True,
+) -> None:
+    """Write a model, sketched or not, to an ONNX file, in eval mode.
+
+    The file is written whole or not at all: it is checked, and run, before it is put in its place. Weights of
+    more than 2 GB go into a file beside it. Hugging Face models are exported without their cache, and with
+    attention and experts as plain operators. The model itself is left as it was.
+
+    Args:
+        model: any module that `torch.export` can read.
+        args: example inputs by position, or the only one.
+        path: the file to write.
+        kwargs: example inputs by name.
+        dynamic_shapes: sizes that may vary, as `torch.export.export` takes them: for each input
+            {axis: torch.export.Dim("batch")} or {axis: torch.export.Dim.AUTO}. None fixes every size.
+        opset: 18 or newer.
+        verify: compare with ONNX Runtime, on the example and on random inputs of several dynamic sizes.
+
+    Raises:
+        ConfigError, ConfigTypeError: an argument is not what is wanted.
+        WeightError: a parameter or buffer is on the meta device.
+        OnnxExportError: torch cannot export the model.
+        OnnxMismatchError: ONNX Runtime computes something else, or nothing; names the output and the error.
+        OnnxFileError: the file cannot be written.
+        OnnxInvalidError: what torch made is not sound.
+    """
+    positional = (args,) if isinstance(args, torch.Tensor) else args
+    named = dict(kwargs or {})
+    path = checked_path(path, "path")
+    _check_arguments(model, positional, opset)
+    with _exportable(model), torch.no_grad():
+        program = _export(model, positional, named, dynamic_shapes, opset)
+
+        def check(draft: Path) -> None:
+            assert program.exported_program is not None
+            verify_export(model, positional, named, program.exported_program, draft)
+
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths of the machine it was made on
+        write_model(program.model, path, check=check if verify else None)
+
+
+def _check_arguments(model: object, args: object, opset: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+    if not isinstance(args, tuple):
+        raise ConfigTypeError(
+            f"args is a {type(args).__name__}, wanted a tuple of inputs; named ones go to kwargs"
+        )
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST_EXPORT_OPSET <= opset <= newest:
+        raise ConfigError(f"opset={opset}, wanted {OLDEST_EXPORT_OPSET} to {newest}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise WeightError(f"{name} is on the meta device: load the weights before exporting")
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, opset: int
+) -> torch.onnx.ONNXProgram:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own workings, none that the caller could heed
+            program = torch.onnx.export(
+                model,
+                args,
+                kwargs=kwargs,
+                dynamic_shapes=dynamic_shapes,
+                output_names=_output_names(model(*args, **kwargs)),
+                opset_version=opset,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table=TRANSLATIONS,
+            )
+    except OnnxExporterError as error:
+        raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
+    assert program is not None
+    _tell_apart(program.model.graph)
+    return program
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first, in a line: torch wraps it in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _output_names(output: object) -> list[str] | None:
+    """The keys of a dictionary of tensors; None leaves the names to torch."""
+    if not isinstance(output, Mapping):
+        return None
+    names: list[str] = []
+    for key, value in output.items():
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        names.extend([str(key)] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))])
+    return names
+
+
+def _tell_apart(graph: ir.Graph) -> None:
+    """Rename each output that is called as an input is: diffusers' U-Nets take a sample and give a sample."""
+    taken = {value.name for value in graph.inputs}
+    for value in graph.outputs:
+        if value.name in taken and not value.is_graph_input():
+            value.name = f"{value.name}_out"
+
+
+# What a Hugging Face configuration is set to while its model is exported.
+_PLAIN_SETTINGS = {
+    "use_cache": False,
+    "_attn_implementation": "eager",
+    "_experts_implementation": "batched_mm",
+}
+
+
+@contextmanager
+def _exportable(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and for Hugging Face's parts no cache and plain operators; all as it was afterwards."""
+    configs = {
+        id(config): config for m in model.modules() if _is_hugging_face(config := getattr(m, "config", None))
+    }
+    settings = [
+        (config, name, getattr(config, name), plain)
+        for config in configs.values()
+        for name, plain in _PLAIN_SETTINGS.items()
+        if getattr(config, name, None) is not None
+    ]
+    try:
+        for config, name, _, plain in settings:
+            setattr(config, name, plain)
+        with eval_mode(model):
+            yield
+    finally:
+        for config, name, before, _ in settings:
+            setattr(config, name, before)
+
+
+def _is_hugging_face(config: object) -> bool:
+    """Told without importing transformers."""
+    return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(config).__mro__)

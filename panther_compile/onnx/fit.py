@@ -1,0 +1,399 @@
+"""Fit the weights of an ONNX model to what reaches them on data: no training, no gradients.
+
+A weight's inputs x have second moments S = E[x xᵀ], about their mean where its nodes have a bias. A matrix is
+cut in the metric of S (factorization/whiten.py), a kernel in that of its input channels
+(kinds/fit_conv2d.py); the bias makes up for the mean. Errors at the outputs of a node count alike.
+Where weights are fitted one by one, the inputs z of the model with what was fitted before stand beside x.
+At last the biases at the outputs of the model, of dense weights too, make up for the means there: activations
+turn the spread that low ranks lose into a shift of the means, which no layer before can see.
+"""
+
+# I in_features or in_channels, O out_features, N rows
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.calibration.layer_fit import fitted_of
+from panther_compile.calibration.study import groups_within
+from panther_compile.config import SketchConfig
+from panther_compile.errors import DataError
+from panther_compile.factorization.fit_matrix import fit_matrix_to
+from panther_compile.factorization.moments import Moments, MomentSums
+from panther_compile.factorization.whiten import best_low_rank, term_sizes
+from panther_compile.kinds.base import Kind, OnnxForm
+from panther_compile.kinds.view import LinearView
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.rows import kept_rows
+from panther_compile.models.watched import Arrival
+from panther_compile.onnx.data import Feed, ObservedModel
+from panther_compile.onnx.lowering import bias_of
+from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
+from panther_compile.onnx.verify import kept_in
+from panther_compile.planning.plan import hides_progress
+from panther_compile.records import Choice, Fitted
+from panther_compile.reporting.progress import ProgressBar
+
+# Of moments, or of the inputs of kernels, held at once; more takes more runs of the model.
+MAX_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FittedWeights:
+    """What was fitted, by the name of the weight.
+
+    Attributes:
+        ready: sketched layers, and what came of each.
+        shifts: what is to be added to the bias of a weight's nodes (O,).
+    """
+
+    ready: dict[str, tuple[SketchedLayer, Fitted]] = field(default_factory=dict)
+    shifts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What data are run through.
+
+    Attributes:
+        feeds: the data.
+        dense: the model.
+        sketched: the model with some weights sketched; None for the dense one.
+    """
+
+    feeds: Sequence[Feed]
+    dense: ObservedModel
+    sketched: ObservedModel | None = None
+
+    def __call__(self, values: Sequence[ir.Value]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """For each batch the values by name, in the dense model and in the sketched one."""
+        names = list(dict.fromkeys(str(value.name) for value in values))
+        dense = self.dense.run(self.feeds, names)
+        if self.sketched is None:
+            return ((found, found) for found in dense)
+        return zip(dense, self.sketched.run(self.feeds, names), strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A product with a bias whose result is an output of the model.
+
+    Attributes:
+        use: the product.
+        output: of the model.
+    """
+
+    use: Use
+    output: ir.Value
+
+    @property
+    def name(self) -> str:
+        """Of the output."""
+        return str(self.output.name)
+
+
+def find_ends(model: ir.Model, sites: OnnxFound) -> list[End]:
+    """The ends of a model; a weight that several nodes read makes none."""
+    ends = []
+    for weight in sites.weights.values():
+        use = weight.uses[0]
+        sizes = [int(size) for size in weight.tensor.shape]  # type: ignore[arg-type]
+        outputs = sizes[0] if use.is_conv or not use.linear_is_transposed else sizes[-1]
+        transposed = use.node.op_type == "ConvTranspose"  # its weight is (I, O / G, ...)
+        bias = bias_of(use, outputs) if len(weight.uses) == 1 and not transposed else None
+        if bias is not None and bias.node.outputs[0] in [*model.graph.outputs]:
+            ends.append(End(use, bias.node.outputs[0]))
+    return ends
+
+
+def missing_means(ends: Sequence[End], runs: Runs) -> Iterator[tuple[End, Tensor]]:
+    """What the outputs of the sketched model lack (O,), float64, in the mean over the data."""
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = defaultdict(int)
+    for feed, (dense, sketched) in zip(runs.feeds, runs([end.output for end in ends]), strict=True):
+        kept = kept_in(feed)
+        for end in ends:
+            missing = torch.from_numpy(dense[end.name]).double() - torch.from_numpy(sketched[end.name])
+            found = kept_rows(missing.movedim(1, -1), None) if end.use.is_conv else kept_rows(missing, kept)
+            sums[end.name] = sums.get(end.name, 0.0) + found.sum(dim=0)
+            rows[end.name] += len(found)
+    yield from ((end, sums[end.name] / rows[end.name]) for end in ends if rows[end.name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A weight whose inputs data show: those of all its nodes."""
+
+    weight: OnnxWeight
+    module: nn.Module
+    kind: Kind
+    view: LinearView
+
+    @property
+    def form(self) -> OnnxForm:
+        assert self.kind.onnx is not None
+        return self.kind.onnx
+
+    @property
+    def is_kernel(self) -> bool:
+        return not self.view.is_matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight (O, I)."""
+        return self.view.weight_and_bias()[0].detach()
+
+    @property
+    def has_bias(self) -> bool:
+        return all(bias_of(use, len(self.matrix)) is not None for use in self.weight.uses)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for weights that are given the same rows."""
+        rows_of = None if self.form.flat else (self.kind, str(self.module))
+        return tuple((_data_of(use).name, use.index, _is_flipped(use), rows_of) for use in self.weight.uses)
+
+    def rows(self, use: Use, x: Tensor, kept: Tensor | None) -> Tensor:
+        """What one of its nodes reads, as rows (N, I)."""
+        if not self.form.flat:
+            return self.view.rows(_padded(x, use.node) if self.form.pads_input else x, None)
+        if use.index == 0:  # M x: the columns of x
+            return (x if _is_flipped(use) else x.transpose(-1, -2)).reshape(-1, self.matrix.shape[1])
+        return kept_rows(x.t() if _is_flipped(use) else x, kept)
+
+
+class WeightFit:
+    """Fits the weights of a model, but for those that are given what a subgraph makes: it cannot be seen.
+
+    Args:
+        model: as it was read; is not changed.
+        sites: of the model.
+        config: the options.
+    """
+
+    def __init__(self, model: ir.Model, sites: OnnxFound, config: SketchConfig) -> None:
+        self._config = config
+        self._seen: dict[str, _Seen] = {}
+        for site, kind in sites.found.sites:
+            weight, view = sites.weights[site.name], kind.view(site.module)
+            seen = all(_graph_of(_data_of(use)) is model.graph for use in weight.uses)
+            if seen and view is not None:
+                self._seen[site.name] = _Seen(weight, site.module, kind, view)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the weights that data can fit, in the order of the graph."""
+        return list(self._seen)
+
+    def values(self, names: Sequence[str]) -> list[ir.Value]:
+        """What the nodes of some weights read."""
+        return [_data_of(use) for name in names for use in self._seen[name].weight.uses]
+
+    def spectra(self, runs: Runs) -> dict[str, Tensor]:
+        """Singular values of each matrix in the metric of the data, float64, by its name.
+
+        Raises:
+            DataError: ONNX Runtime cannot run a batch, or NaN or Inf reaches a weight.
+        """
+        found = {}
+        names = [name for name, seen in self._seen.items() if not seen.is_kernel]
+        for name, moments in self._moments(names, runs, "moments"):
+            dense = self._seen[name].matrix.double()
+            factors = best_low_rank(dense, moments, None, min(dense.shape))
+            found[name] = term_sizes(*factors, moments.square, None)
+        return found
+
+    def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """The weights in their order, in groups of which none hangs on another of its group.
+
+        The graph may be changed in between, where the weights of earlier groups are read.
+        """
+        step: list[str] = []
+        nodes: set[ir.Node] = set()
+        for name in names:
+            uses = self._seen[name].weight.uses
+            if step and any(_hangs_on(_data_of(use), nodes) for use in uses):
+                yield step
+                step, nodes = [], set()
+            step.append(name)
+            nodes.update(use.node for use in uses)
+        if step:
+            yield step
+
+    def fit(self, choices: Mapping[str, Choice], runs: Runs) -> FittedWeights:
+        """Fit some weights, as chosen; those that no row of the data reaches are left out.
+
+        Raises:
+            DataError: ONNX Runtime cannot run a batch, or NaN or Inf reaches a weight.
+        """
+        fitted = FittedWeights()
+        matrices = [name for name in choices if not self._seen[name].is_kernel]
+        for name, moments in self._moments(matrices, runs, "fit"):
+            self._fit_matrix(name, choices[name], moments, fitted)
+        kernels = [name for name in choices if self._seen[name].is_kernel]
+        for name, arrivals in self._arrivals(kernels, runs):
+            self._fit_kernel(name, choices[name], arrivals, fitted)
+        return fitted
+
+    def _moments(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Moments]]:
+        """Of each matrix; those that are given the same rows share the sums."""
+        owners = {self._seen[name].key: name for name in reversed(names)}
+        sizes = {name: 8 * self._seen[name].matrix.shape[1] ** 2 for name in owners.values()}
+        for group in groups_within(MAX_BYTES, {name: sizes[name] for name in names if name in sizes}):
+            sums = {
+                self._seen[name].key: MomentSums(self._seen[name].matrix.shape[1], torch.device("cpu"))
+                for name in group
+            }
+            for name, x, z in self._rows(group, runs, what):
+                if len(x):  # else all of it is padding
+                    sums[self._seen[name].key].add(x, z)
+            for name in names:
+                found = sums.get(self._seen[name].key)
+                if found is not None and found.rows:
+                    yield name, found.moments(centred=self._seen[name].has_bias)
+
+    def _rows(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+        uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
+        hidden, feeds = hides_progress(self._config), runs.feeds
+        pairs = runs(self.values(names))
+        for place, (xs, zs) in enumerate(
+            ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
+        ):
+            kept = kept_in(feeds[place])
+            for name, use in uses:
+                x, z = (
+                    self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
+                )
+                yield name, x, x if xs is zs else z
+
+    def _arrivals(self, names: Sequence[str], runs: Runs) -> Iterator[tuple[str, list[Arrival]]]:
+        """What reaches each kernel (N, I, H, W), padded; one for each batch and node."""
+        if not names:
+            return
+        first, _ = next(runs(self.values(names)))
+        sizes = {
+            name: 2 * len(runs.feeds) * sum(first[str(value.name)].nbytes for value in self.values([name]))
+            for name in names
+        }
+        for group in groups_within(MAX_BYTES, sizes):
+            arrivals: dict[str, list[Arrival]] = {name: [] for name in group}
+            for place, (xs, zs) in enumerate(runs(self.values(group))):
+                for name in group:
+                    for use in self._seen[name].weight.uses:
+                        x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
+                        if x.numel():
+                            arrivals[name].append(Arrival(place, x, x if xs is zs else z))
+            for name in group:
+                if arrivals[name]:
+                    yield name, arrivals.pop(name)
+
+    def _fit_matrix(self, name: str, choice: Choice, moments: Moments, fitted: FittedWeights) -> None:
+        seen = self._seen[name]
+        weight, zeros = seen.matrix, torch.zeros(seen.matrix.shape[0])
+        found = fit_matrix_to(
+            weight,
+            zeros if seen.has_bias else None,
+            moments,
+            None,
+            choice.rank,
+            pivoted=choice.scheme == "pivoted",
+            dtype=weight.dtype,
+        )
+        layer = seen.view.build(replace(found, bias=None))
+        self._keep(name, layer, found.bias, found.output_error, moments.rows, fitted)
+
+    def _fit_kernel(
+        self, name: str, choice: Choice, arrivals: Sequence[Arrival], fitted: FittedWeights
+    ) -> None:
+        seen = self._seen[name]
+        assert seen.form.fit is not None
+        layer, shift, error = seen.form.fit(seen.module, seen.has_bias, name, choice, self._config, arrivals)
+        pixels = sum(one.x.numel() // one.x.shape[1] for one in arrivals)
+        self._keep(name, layer, shift, error, pixels, fitted)
+
+    def _keep(
+        self,
+        name: str,
+        layer: SketchedLayer,
+        shift: Tensor | None,
+        error: float,
+        rows: int,
+        fitted: FittedWeights,
+    ) -> None:
+        came_of_it = fitted_of(layer, self._seen[name].matrix, name, rows, error, self._config)
+        fitted.ready[name] = layer, came_of_it
+        if shift is not None:
+            fitted.shifts[name] = shift
+
+
+def _data_of(use: Use) -> ir.Value:
+    """The other operand of a product."""
+    value = use.node.inputs[1 - use.index]
+    assert value is not None
+    return value
+
+
+def _finite(found: Mapping[str, Any], use: Use, name: str, place: int) -> Tensor:
+    """What a node read in one run."""
+    tensor = torch.from_numpy(found[str(_data_of(use).name)])
+    if not bool(tensor.isfinite().all()):
+        raise DataError(f"batch {place} of data: NaN or Inf reaches {name}")
+    return tensor
+
+
+def _hangs_on(value: ir.Value, nodes: set[ir.Node]) -> bool:
+    """Whether a value is computed from what one of the nodes makes."""
+    left, seen = [value], set()
+    while left:
+        node = left.pop().producer()
+        if node is None or node in seen:
+            continue
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        # A branch or a loop may read any value of the graph around it.
+        if node in nodes or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}:
+            return True
+        seen.add(node)
+        left.extend(one for one in node.inputs if one is not None)
+    return False
+
+
+def _graph_of(value: ir.Value) -> object:
+    producer = value.producer()
+    return value.graph if producer is None else producer.graph
+
+
+def _is_flipped(use: Use) -> bool:
+    """Whether a Gemm transposes its data."""
+    return use.node.op_type == "Gemm" and bool(
+        use.node.attributes.get_int("transA" if use.index else "transB", 0)
+    )
+
+
+def _padded(x: Tensor, node: ir.Node) -> Tensor:
+    """The input of a convolution with its padding done."""
+    axes = len(x.shape) - 2
+    assert node.inputs[1] is not None
+    weight = ir.convenience.get_const_tensor(node.inputs[1])  # a Constant node's has no shape of its own
+    assert weight is not None
+    kernel = [int(size) for size in weight.shape][2:]  # type: ignore[arg-type]
+    strides = node.attributes.get_ints("strides", [1] * axes)
+    dilations = node.attributes.get_ints("dilations", [1] * axes)
+    begins, ends = [0] * axes, [0] * axes
+    how = node.attributes.get_string("auto_pad", "NOTSET")
+    if how == "NOTSET":
+        pads = list(node.attributes.get_ints("pads", [0] * 2 * axes))
+        begins, ends = pads[:axes], pads[axes:]
+    elif how != "VALID":
+        for axis, size in enumerate(x.shape[2:]):
+            reach = dilations[axis] * (kernel[axis] - 1) + 1
+            steps = math.ceil(size / strides[axis]) - 1
+            total = max(0, steps * strides[axis] + reach - size)
+            begins[axis] = total // 2 if how == "SAME_UPPER" else total - total // 2
+            ends[axis] = total - begins[axis]
+    return F.pad(x, [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair])

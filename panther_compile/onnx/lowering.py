@@ -1,0 +1,268 @@
+"""Put sketched layers into an ONNX graph: nodes ahead of the dense one, which becomes the last stage itself.
+
+    MatMul(x, W)        MatMul(MatMul(x, down), up)
+    pivoted             x₁, x₂ = Split(x);  MatMul(Add(MatMul(x₂, down), x₁), up)
+    Gemm(x, W, b)       the same, and the last product is the Gemm, with its bias, alpha and beta
+    Conv(x, W, b)       Conv(Conv(x, down), up), or three; see layers/conv2d.py
+    ConvTranspose       ConvTranspose(Conv(x, down), up)
+
+A dense node keeps its name, its output and its bias; what is new gets names that nothing else has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import Tensor
+
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.onnx.files import WEIGHTS_APART
+from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
+
+# From this opset on, Split takes the sizes as an input.
+_SPLIT_TAKES_INPUT = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A constant (O,), or (1, O), that is added to what a product makes.
+
+    Attributes:
+        node: that adds it: the product itself, or an Add behind it.
+        index: which of the node's inputs it is.
+        scale: of the product's matrix, over that of the bias: alpha / beta of a Gemm.
+    """
+
+    node: ir.Node
+    index: int
+    scale: float
+
+    @property
+    def value(self) -> ir.Value:
+        """The constant."""
+        value = self.node.inputs[self.index]
+        assert value is not None
+        return value
+
+
+def bias_of(use: Use, outputs: int) -> Bias | None:
+    """The bias of a product that reads a weight; None if there is none that is a constant of one row.
+
+    Args:
+        use: the product.
+        outputs: O.
+    """
+    node = use.node
+    if node.op_type == "MatMul":
+        consumers = node.outputs[0].consumers()
+        if len(consumers) != 1 or node.outputs[0].is_graph_output() or not is_onnx(consumers[0], "Add"):
+            return None
+        node = consumers[0]
+        index = 1 if node.inputs[0] is use.node.outputs[0] else 0
+    else:
+        index = 2
+    value = node.inputs[index] if index < len(node.inputs) else None
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if value is None or tensor is None or value.is_graph_input() or (use.index == 0 and not use.is_conv):
+        return None
+    shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
+    if tensor.size != outputs or not shape or shape[-1] != outputs:
+        return None
+    scales = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+    return Bias(node, index, scales[0] / scales[1]) if scales[1] else None
+
+
+class GraphWriter:
+    """Makes nodes and weights of unique names in one model.
+
+    Args:
+        model: the model that is changed.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._opset = model.opset_imports[""] if "" in model.opset_imports else model.opset_imports["ai.onnx"]
+        self._has_weights_apart = model.ir_version >= WEIGHTS_APART
+        self._node_names = {node.name or "" for node in model.graph.all_nodes()}
+        self._names = {value.name or "" for node in model.graph.all_nodes() for value in node.outputs}
+        for graph in model.graphs():
+            self._names.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
+
+    def weight(self, graph: ir.Graph, name: str, tensor: Tensor) -> ir.Value:
+        """A new initializer; a Constant node where initializers have to be inputs of the graph."""
+        name = unique_name(name, self._names)
+        stored = TorchTensor(tensor.detach().cpu().contiguous(), name)
+        if not self._has_weights_apart:
+            made = ir.node("Constant", [], {"value": stored}, name=unique_name(name, self._node_names))
+            made.outputs[0].name = name
+            graph.insert_before(graph[0], made)
+            return made.outputs[0]
+        value = ir.Value(
+            name=name, type=ir.TensorType(stored.dtype), shape=ir.Shape(stored.shape), const_value=stored
+        )
+        graph.register_initializer(value)
+        return value
+
+    def node(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: int = 1,
+        **attributes: object,
+    ) -> Sequence[ir.Value]:
+        """The outputs of a new node, placed before another one and named after it."""
+        name = unique_name(f"{before.name or before.outputs[0].name}_{op_type}", self._node_names)
+        made = ir.node(op_type, inputs, attributes, num_outputs=outputs, name=name)  # type: ignore[arg-type]
+        for output in made.outputs:
+            output.name = unique_name(name, self._names)
+        assert before.graph is not None
+        before.graph.insert_before(before, made)
+        return made.outputs
+
+    def split(self, before: ir.Node, x: ir.Value | None, sizes: list[int], axis: int) -> Sequence[ir.Value]:
+        """The two parts of a value along an axis."""
+        if self._opset < _SPLIT_TAKES_INPUT:
+            return self.node(before, "Split", (x,), 2, axis=axis, split=sizes)
+        return self.node(before, "Split", (x, self.integers(before, sizes)), 2, axis=axis)
+
+    def integers(self, before: ir.Node, numbers: list[int]) -> ir.Value:
+        """A constant list of integers."""
+        assert isinstance(before.graph, ir.Graph)
+        return self.weight(before.graph, f"{before.name or 'node'}_constant", torch.tensor(numbers))
+
+
+def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None:
+    """Rewrite every node that reads a weight, then take the weight away."""
+    producer = weight.value.producer()
+    graph = weight.value.graph if producer is None else producer.graph
+    assert isinstance(graph, ir.Graph)
+    stored = _stored_factors(weight.uses[0], layer)
+    factors = [writer.weight(graph, f"{weight.name}.{name}", tensor) for name, tensor in stored.items()]
+    for use in weight.uses:
+        if use.is_conv:
+            _lower_conv(use.node, layer, factors, writer)
+        else:
+            _lower_matrix(use, layer, factors, writer)
+    _remove_unused(weight.value)
+
+
+def shift_bias(use: Use, shift: Tensor, writer: GraphWriter) -> None:
+    """Add to what a product makes (O,), by its bias."""
+    bias = bias_of(use, len(shift))
+    assert bias is not None
+    old = bias.value
+    tensor = to_torch(old.const_value or ir.convenience.get_const_tensor(old))  # type: ignore[arg-type]
+    moved = (tensor.double() + bias.scale * shift.double().reshape(tensor.shape)).to(tensor.dtype)
+    producer = old.producer()
+    graph = old.graph if producer is None else producer.graph
+    assert isinstance(graph, ir.Graph)
+    bias.node.replace_input_with(bias.index, writer.weight(graph, f"{old.name or 'bias'}.shifted", moved))
+    _remove_unused(old)
+
+
+def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
+    """The weights of the stages, the way round that the nodes read them."""
+    stages = dict(layer.named_children())
+    right = not use.is_conv and use.index == 1
+    names = ("down", "core", "up") if "core" in stages else ("down", "up")
+    tensors = {name: stages[name].weight for name in names}
+    return {name: tensor.t() if right else tensor for name, tensor in tensors.items()}  # type: ignore[operator, misc]
+
+
+def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
+    node, data = use.node, 1 - use.index
+    down, up = factors
+    x = node.inputs[data]
+    if node.op_type == "Gemm":
+        flag = "transB" if data else "transA"
+        if node.attributes.get_int(flag, 0):
+            (x,) = writer.node(node, "Transpose", (x,), perm=[1, 0])
+        node.attributes["transA"] = ir.AttrInt64("transA", 0)
+        node.attributes["transB"] = ir.AttrInt64("transB", 0)
+
+    def product(value: ir.Value | None) -> ir.Value:
+        return writer.node(node, "MatMul", (value, down) if use.index else (down, value))[0]
+
+    if layer.scheme == "pair":
+        latent = product(x)
+    else:
+        pivots, others = _split_pivots(node, x, layer, -1 if use.index else -2, writer)
+        (latent,) = writer.node(node, "Add", (product(others), pivots))
+    node.replace_input_with(data, latent)
+    node.replace_input_with(use.index, up)
+
+
+def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
+    x = node.inputs[0]
+    attributes = dict(node.attributes)
+    if layer.scheme == "pivoted":
+        given = layer.sketch_spec()["stride"]
+        stride = given if isinstance(given, list) else [given]
+        axes = len(stride)
+        if node.op_type == "Conv" and set(stride) != {1}:
+            bounds = ([0] * axes, [2**62] * axes, list(range(2, 2 + axes)), stride)
+            (x,) = writer.node(node, "Slice", (x, *(writer.integers(node, numbers) for numbers in bounds)))
+        pivots, others = _split_pivots(node, x, layer, 1, writer)
+        (latent,) = writer.node(node, "Conv", (others, factors[0]))
+        (x,) = writer.node(node, "Add", (latent, pivots))
+    stages = [name for name in ("down", "core", "up") if hasattr(layer, name)]
+    for stage, factor in zip(stages[:-1], factors[:-1], strict=True):
+        if layer.scheme != "pivoted":
+            (x,) = writer.node(node, "Conv", (x, factor))
+            made = x.producer()
+            assert made is not None
+            _set_geometry(made, layer, stage, attributes)
+    node.replace_input_with(0, x)
+    node.replace_input_with(1, factors[-1])
+    if node.op_type == "Conv":  # a transposed one keeps its own
+        _set_geometry(node, layer, stages[-1], attributes)
+
+
+def _split_pivots(
+    node: ir.Node, x: ir.Value | None, layer: SketchedLayer, axis: int, writer: GraphWriter
+) -> Sequence[ir.Value]:
+    """The pivots of the input, and the rest of it."""
+    down, start = layer.get_submodule("down"), layer.sketch_spec()["start"]
+    assert isinstance(down.weight, Tensor)
+    rank, width = layer.ranks[0], down.weight.shape[1]
+    if start == 0:
+        return writer.split(node, x, [rank, width], axis)
+    return writer.split(node, x, [width, rank], axis)[::-1]
+
+
+def _set_geometry(node: ir.Node, layer: SketchedLayer, name: str, dense: dict[str, ir.Attr]) -> None:
+    """Give a stage its part of the dense node's attributes: pads along the axes of the dense kernel."""
+    stage: Any = layer.get_submodule(name)
+    axes = layer.kernel_axes(name)  # type: ignore[operator]
+    marks = [int(axis in axes) for axis in range(len(stage.kernel_size))]
+    for name, numbers in (
+        ("kernel_shape", stage.kernel_size),
+        ("strides", stage.stride),
+        ("dilations", stage.dilation),
+    ):
+        node.attributes[name] = ir.AttrInt64s(name, numbers)
+    node.attributes["group"] = ir.AttrInt64("group", stage.groups)
+    if "auto_pad" in dense:
+        node.attributes["auto_pad"] = dense["auto_pad"]
+    if "pads" in dense:
+        pads = [mark * size for mark, size in zip(marks * 2, dense["pads"].as_ints(), strict=True)]
+        node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+
+
+def _remove_unused(value: ir.Value) -> None:
+    """Take a weight away, and the Transpose nodes that nothing reads any more."""
+    for node in set(value.consumers()):
+        if node.op_type == "Transpose":
+            _remove_unused(node.outputs[0])
+    if value.consumers() or value.is_graph_output():
+        return
+    producer = value.producer()
+    if producer is not None:
+        assert producer.graph is not None
+        producer.graph.remove(producer, safe=True)
+    elif value.graph is not None and value.name is not None:
+        del value.graph.initializers[value.name]

@@ -1,0 +1,235 @@
+"""Sketch the weights of an ONNX model, whoever made it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import onnx_ir as ir
+import torch
+
+from panther_compile.calibration.verdict import warn_if_destroyed
+from panther_compile.config import Selector, SketchConfig
+from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
+from panther_compile.kinds.parts import sketch_site
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
+from panther_compile.onnx.files import read_model, stored_bytes, write_model
+from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
+from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
+from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
+from panther_compile.onnx.verify import Compared, compare_files
+from panther_compile.planning.plan import hides_progress, make_plan
+from panther_compile.records import NEVER_REACHED, Choice, Closeness, Fitted, SketchPlan, SketchRecord
+from panther_compile.reporting.progress import ProgressBar
+from panther_compile.storage import checked_path
+
+
+class OnnxSketchOptions(TypedDict, total=False):
+    """The keyword options of `sketch_onnx`: see `SketchConfig`."""
+
+    include: Selector | Sequence[Selector] | None
+    exclude: Selector | Sequence[Selector] | None
+    method: str
+    sketch: str
+    min_params: int
+    round_rank_to: int | None
+    allow_slower: bool
+    seed: int
+    progress: bool | None
+    device: torch.device | str | None
+
+
+NOT_COMPARED = Closeness.unknown("verify=False")
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxReport:
+    """What `sketch_onnx` did.
+
+    Attributes:
+        plan: one line for each weight, sketched or left alone.
+        fitted: what came of each sketched weight, by its name.
+        dense_bytes: size of the file read, and of the weights beside it.
+        sketched_bytes: size of what was written.
+        output_errors: of each output, on random inputs or on a batch of the data, relative to the dense
+            model's (`compare_files` in onnx_verify.py says how); empty if that was not asked for.
+        has_data: whether weights were fitted to data.
+        closeness: of the outputs, on the data or on random inputs.
+    """
+
+    plan: SketchPlan
+    fitted: Mapping[str, Fitted]
+    dense_bytes: int
+    sketched_bytes: int
+    output_errors: Mapping[str, float]
+    has_data: bool = False
+    closeness: Closeness = NOT_COMPARED
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Stored over dense numbers of the replaced weights."""
+        return self.plan.achieved_ratio
+
+    def __str__(self) -> str:
+        """How close the outputs are, the plan's table, the sizes, and the error of each output."""
+        share = self.sketched_bytes / self.dense_bytes
+        inputs = "the last batch of the data" if self.has_data else "random inputs"
+        errors = "".join(
+            f"\noutput {name}: relative error {error:.1e} on {inputs}"
+            for name, error in self.output_errors.items()
+        )
+        return (
+            f"{self.closeness}\n\n{self.plan}\n"
+            f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}{errors}"
+        )
+
+
+def sketch_onnx(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    ratio: float | Mapping[Selector, float] = 0.5,
+    *,
+    data: OnnxData | None = None,
+    sequential: bool = False,
+    verify: bool = True,
+    **options: Unpack[OnnxSketchOptions],
+) -> OnnxReport:
+    """Replace the weights of MatMul, Gemm and Conv nodes by low-rank factors, and write the model anew.
+
+    The budget, the ranks and the factors are found as `sketchify` finds them, with two differences: a name is
+    that of an initializer (with or without ".weight") or of a node, and biases are not counted. IR version,
+    opset, inputs and outputs stay. Quantized weights, already factored ones, and those that something else
+    reads too are left alone; the report says why.
+
+    Before the result is put in its place, ONNX Runtime runs it and the source on the same inputs: the last
+    batches of the data, else random ones. The report opens with how close the outputs are, and a
+    `SketchQualityWarning` tells of outputs that are destroyed. Random inputs say little about real ones.
+
+    Args:
+        source: an ONNX file, of opset 11 or newer.
+        target: what to write, whole or not at all; may be the source.
+        ratio: stored over dense numbers of the replaced weights, in (0, 1]; or budgets by selector.
+        data: inputs of the model, to fit the factors and the biases to: batches, each a mapping from input
+            name to array, or a tuple of arrays in the order of the inputs. A few hundred samples of what the
+            model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
+            runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
+        sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
+            for two runs on the data for each step of the graph in place of three in all, and one more.
+        verify: whether to run both; False also writes what ONNX Runtime cannot run.
+        **options: the fields of `SketchConfig` that have a meaning here.
+
+    Warns:
+        SketchQualityWarning: the outputs are destroyed; it names the ratio, the cause and what would help.
+
+    Raises:
+        ConfigError, ConfigTypeError: a path, an option, or the form of the data, is not what is wanted.
+        DataError: there is no batch, or one does not fit the model's inputs, or NaN or Inf comes of it.
+        NoTargetError: nothing in the model can be sketched; the message says why.
+        WeightError: a weight holds NaN or Inf.
+        OnnxFileError: a file cannot be read or written.
+        OnnxInvalidError: the source is truncated, no sound graph, or of an opset not known here.
+        OnnxExternalDataError: the source's weights are missing, cut short, or outside its folder.
+        OnnxMismatchError: ONNX Runtime cannot run one of the files, or the result's outputs have other shapes
+            or types, or are not finite; nothing is written.
+    """
+    config = _config(ratio, options)
+    if sequential and data is None:
+        raise ConfigError("sequential=True needs data=, inputs of the model to fit it to")
+    source, target = checked_path(source, "source"), checked_path(target, "target")
+    model = read_model(source)
+    before = stored_bytes(model, source)
+    sites = find_onnx_sites(model, config)
+    plan = make_plan(sites.found, config, "ONNX graph")
+    if not plan.sketched:
+        reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
+        more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
+        raise NoTargetError(
+            f"nothing to sketch in {source}: wanted a MatMul, Gemm or Conv with a constant weight"
+            f"{reasons}{more}"
+        )
+    fitted: dict[str, Fitted] = {}
+    feeds: Sequence[Feed] = ()
+    if data is not None:
+        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential)
+    rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
+    note = "" if data is None else NEVER_REACHED
+    others = _rewrite(model, sites, rest, config, FittedWeights())
+    fitted |= {name: replace(came_of_it, note=note) for name, came_of_it in others.items()}
+    compared: list[Compared] = []
+
+    def check(draft: Path) -> None:
+        compared.append(compare_files(source, draft, feeds))
+
+    after = write_model(model, target, check=check if verify else None)
+    if not compared:
+        return OnnxReport(plan, fitted, before, after, {}, data is not None)
+    warn_if_destroyed(
+        SketchRecord(plan, fitted),
+        compared[0].closeness,
+        fitted_to="weights" if data is None else "data",
+    )
+    return OnnxReport(
+        plan, fitted, before, after, compared[0].errors, data is not None, compared[0].closeness
+    )
+
+
+def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
+    known = OnnxSketchOptions.__optional_keys__
+    unknown = sorted(set(options) - known)
+    if unknown:
+        where = " (of sketchify alone)" if {f.name for f in fields(SketchConfig)}.issuperset(unknown) else ""
+        raise ConfigTypeError(
+            f"unknown option {', '.join(unknown)}{where}; the options are {', '.join(sorted(known))}"
+        )
+    return SketchConfig(ratio=ratio, **options)
+
+
+def _fit_to_data(
+    model: ir.Model, sites: OnnxFound, config: SketchConfig, data: OnnxData, folder: Path, sequential: bool
+) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
+    """Plan by what data show, and replace the weights that they reach; gives the batches too."""
+    weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
+    outputs = [end.output for end in ends]
+    dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
+    runs = Runs(dense.feeds(data), dense)
+    plan = make_plan(sites.found, config, "ONNX graph", values=weights.spectra(runs))
+    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    names = [name for name in weights.names if name in choices]
+    fitted: dict[str, Fitted] = {}
+    for step in weights.steps(names) if sequential else [names]:
+        if fitted:
+            runs = replace(runs, sketched=ObservedModel(model, weights.values(step), folder))
+        found = weights.fit({name: choices[name] for name in step}, runs)
+        fitted |= _rewrite(model, sites, {name: choices[name] for name in found.ready}, config, found)
+    if fitted and ends:
+        runs, writer = replace(runs, sketched=ObservedModel(model, outputs, folder)), GraphWriter(model)
+        for end, missing in missing_means(ends, runs):
+            shift_bias(end.use, missing, writer)
+    return plan, fitted, runs.feeds
+
+
+def _rewrite(
+    model: ir.Model,
+    sites: OnnxFound,
+    choices: Mapping[str, Choice],
+    config: SketchConfig,
+    weights: FittedWeights,
+) -> dict[str, Fitted]:
+    """Put a stand-in in the place of every weight that is chosen to be sketched; says what came of each."""
+    writer = GraphWriter(model)
+    fitted: dict[str, Fitted] = {}
+    sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
+    with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
+        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config), leave=False):
+            made = sketch_site(site, owner, choices, config, weights.ready)
+            assert made is not None
+            layer, came_of_it = made
+            assert isinstance(layer, SketchedLayer)
+            lower(sites.weights[site.name], layer, writer)
+            if site.name in weights.shifts:
+                for use in sites.weights[site.name].uses:
+                    shift_bias(use, weights.shifts[site.name], writer)
+            fitted |= came_of_it
+    return fitted

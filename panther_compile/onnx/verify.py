@@ -1,0 +1,350 @@
+"""Whether a file computes what a model, or another file, computes."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import sympy
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
+from panther_compile.errors import OnnxMismatchError, first_line
+from panther_compile.models.outputs import LOGITS
+from panther_compile.records import Closeness
+
+MASK = "attention_mask"  # name of the input (batch, length) that is 0 where a position is padding
+# Largest difference of an output, over its largest magnitude.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+RUNTIME_ERRORS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+# What a model raises for sizes that it cannot take.
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+
+
+def verify_export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    exported: ExportedProgram,
+    path: Path,
+) -> None:
+    """Compare the file with the model on the example inputs, and on random ones of other sizes.
+
+    Sizes that are equal in the example stay equal. A size that the model itself refuses is passed over.
+
+    Raises:
+        OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
+    """
+    session = load_session(path, "the model")
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    for case in _cases(leaves, exported):
+        new_args, new_kwargs = pytree.tree_unflatten(case, structure)
+        try:
+            output = model(*new_args, **new_kwargs)
+        except _REFUSALS:
+            if case is leaves:
+                raise
+            continue
+        _compare(session, case, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Two files on the same inputs.
+
+    Attributes:
+        errors: of each output of the last run the Frobenius norm of the difference over that of the source's,
+            where the source's is finite; of one that holds no floating numbers, the share of the entries that
+            differ. Outputs that are no tensors have none.
+        closeness: of the outputs of all runs together.
+    """
+
+    errors: dict[str, float]
+    closeness: Closeness
+
+
+def compare_files(source: Path, target: Path, feeds: Sequence[Mapping[str, Any]] = ()) -> Compared:
+    """Run two files of one interface on the same inputs, random ones unless some are given.
+
+    Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that.
+    Sizes that the file leaves free are all alike, the first of `_SIZES` that the source takes.
+
+    Args:
+        source: the dense file.
+        target: the sketched one.
+        feeds: batches, an array for each input; the last ones of them are run.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot load or run one of the files, or an output has another shape or
+            type, or is not finite where the source's is.
+    """
+    dense, sketched = load_session(source, str(source)), load_session(target, "the sketched model")
+    names = [one.name for one in dense.get_outputs()]
+    results, errors = OutputSums(), dict[str, float]()
+    for feed, wanted in _runs(dense, feeds, str(source)):
+        shapes = ", ".join(f"{array.shape}" for array in feed.values())
+        try:
+            found = sketched.run(names, feed)
+        except RUNTIME_ERRORS as error:
+            raise OnnxMismatchError(
+                f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {first_line(error)}"
+            ) from error
+        arrays = [
+            (name, mine, other)
+            for name, mine, other in zip(names, wanted, found, strict=True)
+            if isinstance(mine, np.ndarray) and isinstance(other, np.ndarray)
+        ]
+        errors = {
+            name: _relative_error(f"output {name!r} for inputs {shapes}", other, mine)
+            for name, mine, other in arrays
+        }
+        results.see(
+            [_pair(*one) for one in arrays if np.issubdtype(one[1].dtype, np.floating)], kept_in(feed)
+        )
+    inputs = f"{min(len(feeds), MOST_CALLS)} batches of the data" if feeds else "random inputs"
+    return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
+
+
+def _runs(
+    dense: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], what: str
+) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+    """Inputs, and what the dense file makes of them."""
+    if feeds:
+        yield from ((feed, dense.run(None, feed)) for feed in feeds[-MOST_CALLS:])
+    else:
+        yield _first_that_runs(dense, what)
+
+
+def _pair(name: str, wanted: Any, found: Any) -> Pair:
+    """Two outputs to be compared: logits, chances as their logarithms, or other numbers."""
+    target, guess = (torch.from_numpy(one.astype(np.float32)) for one in (wanted, found))
+    rows = target.flatten(0, -2) if target.dim() > 1 else target[None]
+    chances = rows.shape[-1] > 1 and rows.numel() > 0 and bool((rows >= 0).all())
+    if chances and bool(((rows.sum(-1) - 1).abs() < 1e-2).all()):
+        least = torch.finfo(torch.float32).tiny
+        return True, target.clamp_min(least).log(), guess.clamp_min(least).log()
+    return name == LOGITS, target, guess
+
+
+def kept_in(feed: Mapping[str, Any]) -> Tensor | None:
+    """The positions (batch, length) of a batch that are no padding; None without a mask."""
+    mask = feed.get(MASK)
+    return torch.from_numpy(mask) > 0 if mask is not None and mask.ndim == 2 else None
+
+
+_SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
+
+
+def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str, Any], list[Any]]:
+    """Random inputs that a file takes, and what it makes of them."""
+    sizes = _SIZES if any(not _is_fixed(one) for one in session.get_inputs()) else _SIZES[:1]
+    for size in sizes:
+        feed = _random_inputs(session, size, what)
+        try:
+            return feed, session.run(None, feed)
+        except RUNTIME_ERRORS as error:
+            last = error
+    raise OnnxMismatchError(
+        f"ONNX Runtime cannot run {what} on random inputs: {first_line(last)}; "
+        "verify=False writes the sketched model unchecked"
+    ) from last
+
+
+def _is_fixed(value: ort.NodeArg) -> bool:
+    return all(isinstance(size, int) for size in value.shape)
+
+
+def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[str, Any]:
+    """An array for each input."""
+    generator = np.random.default_rng(0)
+    feed = {}
+    for one in session.get_inputs():
+        shape = [axis if isinstance(axis, int) else size for axis in one.shape]
+        dtype = numpy_dtype(one)
+        if dtype is None:
+            raise OnnxMismatchError(
+                f"{what}: input {one.name!r} is a {one.type}, of which nothing random can be made; "
+                "verify=False writes the sketched model unchecked"
+            )
+        floating = np.issubdtype(dtype, np.floating)
+        values = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
+        feed[one.name] = np.asarray(values).astype(dtype)
+    return feed
+
+
+def numpy_dtype(value: ort.NodeArg) -> Any:
+    """The dtype of an input; None where NumPy has none for it."""
+    kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
+    return _DTYPES.get(kind[1]) if kind else None
+
+
+# By ONNX Runtime's names.
+_DTYPES: dict[str, Any] = {
+    "float": np.float32,
+    "double": np.float64,
+    "bool": np.bool_,
+    **{name: np.dtype(name) for name in ("float16", "int8", "int16", "int32", "int64")},
+    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+
+def _relative_error(what: str, found: Any, wanted: Any) -> float:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        given, asked = (f"{one.dtype} {one.shape}" for one in (found, wanted))
+        raise OnnxMismatchError(f"{what} is {given} in the sketched model, {asked} in the source")
+    if not np.issubdtype(wanted.dtype, np.floating):
+        return float(np.mean(found != wanted)) if wanted.size else 0.0
+    finite = np.isfinite(wanted)
+    found, wanted = found[finite].astype(np.float64), wanted[finite].astype(np.float64)
+    if not np.isfinite(found).all():
+        raise OnnxMismatchError(
+            f"{what} holds NaN or Inf in the sketched model, where the source's is finite"
+        )
+    distance, length = np.linalg.norm(found - wanted), np.linalg.norm(wanted)
+    return float(distance / length) if distance else 0.0
+
+
+def load_session(path: Path, what: str) -> ort.InferenceSession:
+    """A session on the CPU.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot load the file, which the message calls `what`.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(
+            f"ONNX Runtime cannot load {what}: {first_line(error)}; verify=False writes the file all the same"
+        ) from error
+
+
+def _cases(leaves: list[Any], exported: ExportedProgram) -> Iterator[list[Any]]:
+    """The example, then random inputs: of its sizes, smaller and larger."""
+    yield leaves
+    generator = torch.Generator().manual_seed(0)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    dynamic = _dynamic_sizes(exported, tensors)
+    for change in _CHANGES if dynamic else _CHANGES[:1]:
+        sizes = {symbol: min(max(change(n), low), high) for symbol, (n, low, high) in dynamic.items()}
+        shapes = iter(_shapes(exported, sizes))
+        yield [_redrawn(x, next(shapes), generator) if isinstance(x, Tensor) else x for x in leaves]
+
+
+_CHANGES: tuple[Callable[[int], int], ...] = (
+    lambda size: size,
+    lambda size: size - 1,
+    lambda size: size + 1,
+    lambda size: 2 * size + 1,
+)
+
+
+def _dynamic_sizes(exported: ExportedProgram, tensors: list[Tensor]) -> dict[Any, tuple[int, int, int]]:
+    """Of each symbol in the inputs' shapes: its value in the example, and its range."""
+    found: dict[Any, tuple[int, int, int]] = {}
+    for expected, given in zip(_input_values(exported), tensors, strict=True):
+        for size, known in zip(expected.shape, given.shape, strict=True):
+            symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+            if len(symbols) == 1:
+                (symbol,) = symbols
+                bounds = exported.range_constraints[symbol]
+                high = int(bounds.upper) if bounds.upper.is_Integer else 2**31
+                value = int(sympy.solve(size.node.expr - known, symbol)[0])
+                found[symbol] = (value, max(1, int(bounds.lower)), high)
+    return found
+
+
+def _shapes(exported: ExportedProgram, sizes: Mapping[Any, int]) -> Iterator[tuple[int, ...]]:
+    for value in _input_values(exported):
+        yield tuple(
+            int(size.node.expr.subs(sizes)) if isinstance(size, torch.SymInt) else size
+            for size in value.shape
+        )
+
+
+def _input_values(exported: ExportedProgram) -> Iterator[Tensor]:
+    """The tensors that stand for the inputs in the exported graph."""
+    names = set(exported.graph_signature.user_inputs)
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), Tensor):
+            yield node.meta["val"]
+
+
+def _redrawn(example: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A random tensor of a shape, of values that the example has: ids stay ids, masks stay masks.
+
+    The first entry along an axis stays the first, so that no row of a mask is empty.
+    """
+    result = example
+    for axis, size in enumerate(shape):
+        if size != example.shape[axis]:
+            places = torch.randint(example.shape[axis], (size,), generator=generator)
+            places[0] = 0
+            result = result.index_select(axis, places.to(example.device))
+    if not result.is_floating_point():
+        return result
+    factors = torch.rand(result.shape, generator=generator).to(result)
+    return result * (0.5 + factors / 2)
+
+
+def _compare(session: ort.InferenceSession, case: list[Any], wanted: list[Tensor]) -> None:
+    inputs = [leaf for leaf in case if isinstance(leaf, Tensor)]
+    names = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
+    shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in inputs)
+    if len(names) != len(inputs) or len(outputs) != len(wanted):
+        raise OnnxMismatchError(
+            f"the file has {len(names)} inputs and {len(outputs)} outputs, "
+            f"the model {len(inputs)} and {len(wanted)}"
+        )
+    feed = {name: _array(tensor) for name, tensor in zip(names, inputs, strict=True)}
+    try:
+        found = [torch.from_numpy(array) for array in session.run(outputs, feed)]
+    except RUNTIME_ERRORS as error:
+        raise OnnxMismatchError(f"ONNX Runtime cannot run inputs {shapes}: {first_line(error)}") from error
+    for name, one, other in zip(outputs, found, wanted, strict=True):
+        if one.shape != other.shape:
+            raise OnnxMismatchError(
+                f"output {name!r} has shape {tuple(one.shape)} for inputs {shapes}, "
+                f"the model's has {tuple(other.shape)}"
+            )
+        allowed, distance = TOLERANCE.get(other.dtype, 0.0), _distance(one, other)
+        if not distance <= allowed:
+            raise OnnxMismatchError(
+                f"output {name!r} differs by {distance:.1e} of its largest magnitude for inputs {shapes}, "
+                f"{allowed:.1e} is allowed; verify=False writes the file all the same"
+            )
+
+
+def _array(tensor: Tensor) -> Any:
+    """A tensor as ONNX Runtime takes it."""
+    if tensor.dtype == torch.bfloat16:
+        raise OnnxMismatchError(
+            "ONNX Runtime takes no bfloat16 inputs: verify=False writes the file unchecked"
+        )
+    return tensor.numpy(force=True)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest magnitude; NaN equals NaN, infinity the same infinity."""
+    found, wanted = found.double(), wanted.detach().cpu().double()
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    if bool(same.all()):
+        return 0.0
+    finite = wanted[wanted.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 0.0
+    return float((found - wanted)[~same].abs().max()) / (size or 1.0)

@@ -1,0 +1,143 @@
+"""Parameters and buffers of a rank's stages under the user's names: this rank's, or the whole model's."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from panther_compile.errors import CheckpointMismatchError
+from panther_compile.parallel.devices import Devices
+from panther_compile.parallel.pieces import whole_shape
+from panther_compile.parallel.stage_module import StageModule
+from panther_compile.parallel.tensor import join_shards
+from panther_compile.partition.shards.placements import Shard
+
+
+@dataclass(frozen=True)
+class Names:
+    """The user's names of a model's tensors.
+
+    Attributes:
+        first: every name of the model's state dict -> the first name of the same tensor.
+        rest: tensors that no stage holds, by first name.
+    """
+
+    first: Mapping[str, str]
+    rest: Mapping[str, Tensor]
+
+
+class Holder(Protocol):
+    """What holds the stages of a rank."""
+
+    devices: Devices
+    names: Names
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """By index."""
+
+    @property
+    def layouts(self) -> Mapping[str, Shard]:
+        """Of the parameters that the tp axis divides, by name."""
+
+
+def held_parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a stage under the user's names; tied ones once.
+
+    Args:
+        stage: `StageModule`, or the user's own model.
+    """
+    if isinstance(stage, StageModule):
+        yield from stage.held_parameters()
+    else:
+        yield from stage.named_parameters()
+
+
+def held_buffers(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of a stage under the user's names.
+
+    Args:
+        stage: `StageModule`, or the user's own model.
+    """
+    if isinstance(stage, StageModule):
+        yield from stage.held_buffers()
+    else:
+        yield from stage.named_buffers()
+
+
+def own_state(holder: Holder) -> dict[str, Tensor]:
+    """This rank's tensors as they are, under every name that the model has for them."""
+    own = _own_tensors(holder)
+    return {name: own[first].detach() for name, first in holder.names.first.items() if first in own}
+
+
+def full_state(holder: Holder) -> dict[str, Tensor]:
+    """The whole model's tensors, on the CPU of every rank; every rank has to call this."""
+    own = _own_tensors(holder)
+    whole = {name: _whole(holder, name, tensor.detach()).cpu() for name, tensor in own.items()}
+    parts: list[Any] = [None] * holder.devices.shape.pp
+    dist.all_gather_object(parts, whole, group=holder.devices.group("pp"))
+    found = {name: tensor.detach().cpu() for name, tensor in holder.names.rest.items()}
+    for part in parts:
+        found |= part
+    return {name: found[first] for name, first in holder.names.first.items()}
+
+
+@torch.no_grad()
+def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
+    """Copy parameters and buffers in: of the whole model, or what `own_state` gave on this rank.
+
+    Args:
+        holder: of this rank's stages.
+        state: under the user's names; names of other stages are passed over.
+
+    Raises:
+        CheckpointMismatchError: a tensor of this rank's stages is missing, or of another shape.
+    """
+    own = _own_tensors(holder)
+    for name, first in holder.names.first.items():
+        if first not in own:
+            continue
+        held, layout, shape = tuple(own[first].shape), holder.layouts.get(first), holder.devices.shape
+        wanted = whole_shape(own[first], layout, shape.tp)
+        if name not in state or tuple(state[name].shape) not in (wanted, held):
+            given = f"{tuple(state[name].shape)} is given" if name in state else "it is not given"
+            raise CheckpointMismatchError(
+                f"{name} of stage {', '.join(map(str, holder.stages))} has the shape {wanted}, and {given}"
+            )
+        value = state[name]
+        if layout is not None and tuple(value.shape) == wanted:
+            value = layout.local(value, shape.tp, holder.devices.tp)
+        for stage in holder.stages.values():
+            for key, tensor in (*held_parameters(stage), *held_buffers(stage)):
+                if key == first:
+                    tensor.copy_(_like(value, tensor))
+
+
+def _whole(holder: Holder, name: str, tensor: Tensor) -> Tensor:
+    """The tensor that all ranks of a stage have together."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    layout = holder.layouts.get(name)
+    return tensor if layout is None else join_shards(tensor, layout, holder.devices.group("tp"))
+
+
+def _own_tensors(holder: Holder) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank's stages by first name; of several copies, the last."""
+    own: dict[str, Tensor] = {}
+    for stage in holder.stages.values():
+        own |= dict(held_parameters(stage))
+        own |= dict(held_buffers(stage))
+    return own
+
+
+def _like(value: Tensor, tensor: Tensor) -> Tensor:
+    """A value in the layout of a tensor."""
+    if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        value = value.to(tensor.device)
+        return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return value

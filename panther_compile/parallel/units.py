@@ -1,0 +1,436 @@
+"""Units of a model: the parts that `fully_shard` gathers, and that are computed again, one at a time.
+
+    of a module tree     blocks of a list, and modules of at most 1 / 8 of the bytes, as high as they come
+    of a stage's graph   consecutive nodes, cut where few values are alive, of even bytes
+
+A unit has the parameters that only it reads; those that several read (tied embeddings) stay with what holds
+the units. No unit writes a tensor that it is given: it may have to be computed again from it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx, nn
+
+from panther_compile.errors import ConfigError
+from panther_compile.partition.graph.capture import attribute
+from panther_compile.partition.graph.recomputed import recomputed_region
+
+# A unit holds at most this share of the parameters' bytes, where the model can be divided so far.
+_SHARE = 1 / 8
+# Less than this part of that is left to the unit or the model around it.
+_TINY = 1 / 16
+# What a cut costs, and each value alive there beyond the fewest: against 8 times the sum of squared shares.
+_CUT, _ALIVE = 0.03, 0.01
+_UNIT = re.compile(r"unit_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module of the user's tree.
+
+    Attributes:
+        name: of the module.
+        bytes: of the parameters under it.
+        is_whole: whether no other unit is inside.
+        is_repeatable: whether it can be computed again from what it was given.
+    """
+
+    name: str
+    bytes: int
+    is_whole: bool
+    is_repeatable: bool
+
+
+def find_module_units(
+    model: nn.Module, graph_module: fx.GraphModule, names: Sequence[str] | None = None
+) -> list[Unit]:
+    """Modules of a model's tree to be units, in the order in which they run.
+
+    Args:
+        model: the user's.
+        graph_module: of `capture`, whose nodes say which modules they ran in.
+        names: of modules, to be units in place of those that are found.
+
+    Raises:
+        ConfigError: a name is no module's, or another module reads its parameters too.
+    """
+    nodes = list(graph_module.graph.nodes)
+    ran = _ran_in(nodes)
+    reads = _reads(model, nodes)
+    writes = _writes(nodes)
+    total = sum(map(_bytes, model.parameters()))
+    limit = total * _SHARE
+    found: list[Unit] = []
+
+    def is_closed(name: str, module: nn.Module) -> bool:
+        """Whether the module ran once, and nothing else reads its parameters."""
+        if name not in ran:
+            return False
+        places = ran[name]
+        return all(reads.get(id(parameter), set()) <= places for parameter in module.parameters())
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Find units in a module; bytes that they take."""
+        size = sum(map(_bytes, module.parameters()))
+        closed = bool(name) and is_closed(name, module)
+        if not size or (closed and size < limit * _TINY):
+            return 0
+        if closed and (size <= limit or (size <= total / 2 and _is_block(model, name, module))):
+            found.append(_unit(name, size, ran[name], writes, is_whole=True))
+            return size
+        taken = sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        if closed and size - taken > limit * _TINY:
+            found.append(_unit(name, size, ran[name], writes, is_whole=not taken))
+            return size
+        return taken
+
+    if names is None:
+        visit("", model)
+    modules = dict(model.named_modules())
+    for name in names or ():
+        if name not in modules:
+            raise ConfigError(f"units names {name!r}, which is no module of the model")
+        if not is_closed(name, modules[name]):
+            raise ConfigError(f"units names {name!r}, which does not run once, or shares parameters")
+        is_whole = not any(other.startswith(f"{name}.") for other in names or ())
+        size = sum(map(_bytes, modules[name].parameters()))
+        found.append(_unit(name, size, ran[name], writes, is_whole=is_whole))
+    order = {unit.name: (min(ran[unit.name]), -len(ran[unit.name])) for unit in found}
+    return sorted(found, key=lambda unit: order[unit.name])
+
+
+def _unit(
+    name: str, size: int, places: set[int], writes: Sequence[tuple[int, int]], *, is_whole: bool
+) -> Unit:
+    first = min(places)
+    outside = any(place in places and base < first for base, place in writes)
+    return Unit(name, size, is_whole, not outside)
+
+
+def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether a module is one of several in a list, and has no such list inside."""
+
+    def lists_several(other: nn.Module) -> bool:
+        held = [child for child in other.children() if next(child.parameters(), None) is not None]
+        return isinstance(other, (nn.ModuleList, nn.Sequential)) and len(held) > 1
+
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return lists_several(parent) and not any(map(lists_several, module.modules()))
+
+
+def _ran_in(nodes: Sequence[fx.Node]) -> dict[str, set[int]]:
+    """Modules that ran once -> the places of their nodes."""
+    ran: dict[str, set[int]] = {}
+    again: set[str] = set()
+    for place, node in enumerate(nodes):
+        if not node.op.startswith("call"):
+            continue
+        for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
+            if "@" in str(key) or "@" in name:
+                again.add(name.partition("@")[0])
+            ran.setdefault(name, set()).add(place)
+        if node.op == "call_module":
+            ran.setdefault(str(node.target), set()).add(place)
+            if len(ran[str(node.target)]) > 1:
+                again.add(str(node.target))
+    for name in again:
+        ran = {
+            other: places
+            for other, places in ran.items()
+            if other != name and not other.startswith(f"{name}.")
+        }
+    return ran
+
+
+def _reads(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, set[int]]:
+    """Parameter -> places of the nodes that read it."""
+    places = {node: place for place, node in enumerate(nodes)}
+    owned = dict(model.named_parameters(remove_duplicate=False))
+    reads: dict[int, set[int]] = {}
+    for node in nodes:
+        if node.op == "get_attr" and str(node.target) in owned:
+            held = reads.setdefault(id(owned[str(node.target)]), set())
+            held |= {places[user] for user in node.users}
+        if node.op == "call_module":
+            for parameter in model.get_submodule(str(node.target)).parameters():
+                reads.setdefault(id(parameter), set()).add(places[node])
+    return reads
+
+
+def _writes(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Places where a tensor in the graph was made, and where it is written in place."""
+    places = {node: place for place, node in enumerate(nodes)}
+    found = []
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if (
+                argument.alias_info is None
+                or not argument.alias_info.is_write
+                or not isinstance(value, fx.Node)
+            ):
+                continue
+            base = value
+            while _is_view(base) and isinstance(base.args[0], fx.Node):
+                base = base.args[0]
+            if base.op != "get_attr":
+                found.append((places[base], places[node]))
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function":
+        return False
+    if schema is None:
+        return "getitem" in str(node.target)
+    return any(result.alias_info is not None for result in schema.returns)
+
+
+# ---------------------------------------------------------------------------------------- of a graph
+
+
+def divide_graph(graph_module: fx.GraphModule, *, divide: bool) -> tuple[fx.GraphModule, frozenset[str]]:
+    """A stage as units that run one after the other.
+
+    Before:  x ──► linear ──► relu ──► linear_1 ──► out
+    After:   x ──► unit_0(linear, relu) ──► unit_1(linear_1) ──► out
+
+    Args:
+        graph_module: flat; left as it is.
+        divide: into even units; if False, only into what the user's own `checkpoint` calls compute again,
+            and what lies between.
+
+    Returns:
+        A graph of calls of `unit_0`, `unit_1`, ..., which holds what several of them read, and the names of
+        the units that the user's own model computes again.
+    """
+    nodes = list(graph_module.graph.nodes)
+    calls = [node for node in nodes if node.op.startswith("call")]
+    forced, regions = _regions(calls)
+    if not calls or not (divide or regions):
+        return graph_module, frozenset()
+    cuts = sorted({*forced, *(_choose_cuts(graph_module, nodes, calls, forced, regions) if divide else ())})
+    ends = [*cuts, len(calls)]
+    unit_of: dict[fx.Node, int] = {}
+    for place, call in enumerate(calls):
+        unit_of[call] = int(np.searchsorted(ends, place, side="right"))
+    for call in _made_of_parameters(calls, unit_of):
+        del unit_of[call]
+    own = {number for number, first in enumerate([0, *cuts]) if first in regions}
+    return _assemble(graph_module, nodes, unit_of, len(ends)), frozenset(f"unit_{number}" for number in own)
+
+
+def _made_of_parameters(calls: Sequence[fx.Node], unit_of: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Calls that read parameters alone, and whose results another unit needs: views of what is freed by then.
+
+    Args:
+        calls: in their order.
+        unit_of: unit of each.
+    """
+    alone: set[fx.Node] = set()
+    for call in calls:
+        given = call.all_input_nodes
+        if given and all(other.op == "get_attr" or other in alone for other in given):
+            alone.add(call)
+    outside: set[fx.Node] = set()
+    for call in reversed(calls):
+        if call in alone and any(
+            user in outside or unit_of.get(user, -1) != unit_of[call] for user in call.users
+        ):
+            outside.add(call)
+    return outside
+
+
+def _regions(calls: Sequence[fx.Node]) -> tuple[set[int], dict[int, int]]:
+    """Ends of the parts that the user's model computes again, and first -> last but one place of each."""
+    spans: dict[int, list[int]] = {}
+    for place, node in enumerate(calls):
+        number = recomputed_region(node)
+        if number is not None:
+            spans.setdefault(number, []).append(place)
+    regions = {min(places): max(places) + 1 for places in spans.values()}
+    return {end for span in regions.items() for end in span if 0 < end < len(calls)}, regions
+
+
+def _choose_cuts(
+    graph_module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    calls: Sequence[fx.Node],
+    forced: set[int],
+    regions: Mapping[int, int],
+) -> list[int]:
+    """Places before which a unit starts: few values alive, even bytes."""
+    place_of = {call: place for place, call in enumerate(calls)}
+    weight = _weights(graph_module, nodes, place_of)
+    if not weight.sum():
+        return []
+    done = np.concatenate([[0.0], np.cumsum(weight / weight.sum())])
+    alive = np.zeros(len(calls) + 1, dtype=int)
+    for node in nodes:
+        if node.op in ("get_attr", "output"):
+            continue
+        last = max((place_of.get(user, len(calls)) for user in node.users), default=-1)
+        alive[place_of.get(node, -1) + 1 : last + 1] += 1
+    open_ = np.ones(len(calls) + 1, dtype=bool)
+    for first, end in regions.items():
+        open_[first + 1 : end] = False
+    for base, place in _writes(calls):
+        open_[base + 1 : place + 1] = False
+    heavy = np.flatnonzero(weight > 0)
+    found = set(forced)
+    for first, last in pairwise(heavy.tolist()):
+        allowed = [place for place in range(first + 1, last + 1) if open_[place]]
+        if allowed:
+            found.add(min(allowed, key=lambda place: (alive[place], place)))
+    places = [0, *sorted(found), len(calls)]
+    return _cheapest(places, done, alive - alive[1:-1].min(initial=len(nodes)), forced)
+
+
+def _weights(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, int]) -> Any:
+    """Share of each call in the bytes of the parameters that it is the first to read, and alone."""
+    weight = np.zeros(len(place_of))
+    readers: dict[str, set[int]] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), set()).update(
+                place_of[user] for user in node.users if user in place_of
+            )
+        if node.op == "call_module":
+            held = graph_module.get_submodule(str(node.target)).parameters()
+            weight[place_of[node]] += sum(map(_bytes, held))
+    for name, places in readers.items():
+        tensor = attribute(graph_module, name)
+        if isinstance(tensor, nn.Parameter) and places:
+            weight[min(places)] += _bytes(tensor)
+    return weight
+
+
+def _cheapest(places: Sequence[int], done: Any, alive: Any, forced: set[int]) -> list[int]:
+    """The places at which squared shares of the units, and what is alive between them, add up to least."""
+    shares = done[list(places)]
+    best = np.zeros(len(places))
+    before = np.zeros(len(places), dtype=int)
+    start = 0
+    for number in range(1, len(places)):
+        costs = best[start:number] + (shares[number] - shares[start:number]) ** 2 / _SHARE
+        before[number] = start + int(np.argmin(costs))
+        best[number] = costs.min() + _CUT + _ALIVE * alive[places[number]]
+        if places[number] in forced:
+            start = number  # no unit may reach across
+    chosen, number = [], int(before[-1])
+    while number:
+        chosen.append(places[number])
+        number = int(before[number])
+    return chosen[::-1]
+
+
+def _assemble(
+    source: fx.GraphModule, nodes: Sequence[fx.Node], unit_of: Mapping[fx.Node, int], count: int
+) -> fx.GraphModule:
+    """A graph of calls of units."""
+    output = next(node for node in reversed(nodes) if node.op == "output")
+    users = {node: {unit_of.get(user, -1) for user in node.users} for node in nodes if node.op != "output"}
+    outer = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    tensors: dict[str, Any] = {}
+    several = _read_by_several(nodes, users)
+    for node in nodes:
+        if node.op == "placeholder":
+            made[node] = outer.node_copy(node)
+    for node in nodes:
+        if node.op == "get_attr" and (str(node.target) in several or -1 in users[node]):
+            made[node] = outer.node_copy(node)
+            tensors[str(node.target)] = attribute(source, str(node.target))
+    for node in nodes:
+        if node.op.startswith("call") and node not in unit_of:
+            made[node] = outer.node_copy(node, made.__getitem__)
+    for number in range(count):
+        own = [node for node in nodes if unit_of.get(node) == number]
+        given = list(dict.fromkeys(other for node in own for other in node.all_input_nodes if other in made))
+        returned = [node for node in own if users[node] - {number}]
+        tensors[f"unit_{number}"] = _unit_module(source, nodes, own, given, returned, number)
+        call = outer.call_module(f"unit_{number}", tuple(made[node] for node in given))
+        for place, node in enumerate(returned):
+            made[node] = outer.call_function(_take, (call, place))
+    outer.output(fx.node.map_arg(output.args[0], made.__getitem__))
+    return _module_of(source, tensors, outer, f"{type(source).__name__}Units")
+
+
+def _read_by_several(nodes: Sequence[fx.Node], users: Mapping[fx.Node, set[int]]) -> set[str]:
+    readers: dict[str, set[int]] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            readers.setdefault(str(node.target), set()).update(users[node])
+    return {name for name, units in readers.items() if len(units) > 1}
+
+
+def _unit_module(
+    source: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    own: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    returned: Sequence[fx.Node],
+    number: int,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in given}
+    tensors: dict[str, Any] = {}
+    needed = set(own) | {other for node in own for other in node.all_input_nodes if other.op == "get_attr"}
+    for node in nodes:
+        if node not in needed or node in copies:
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op in ("get_attr", "call_module"):
+            name = str(node.target)
+            is_module = node.op == "call_module"
+            tensors[name] = source.get_submodule(name) if is_module else attribute(source, name)
+    graph.output(tuple(copies[node] for node in returned))
+    return _module_of(source, tensors, graph, f"Unit{number}")
+
+
+def _module_of(
+    source: fx.GraphModule, tensors: Mapping[str, Any], graph: fx.Graph, name: str
+) -> fx.GraphModule:
+    graph.lint()
+    module = fx.GraphModule(dict(tensors), graph, class_name=name)
+    module.training = source.training
+    for key, _ in module.named_buffers():
+        owner, _, leaf = key.rpartition(".")
+        if key in tensors and leaf in source.get_submodule(owner)._non_persistent_buffers_set:
+            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+    return module
+
+
+def _take(results: Sequence[Any], place: int) -> Any:
+    """One of the values that a unit gives."""
+    return results[place]
+
+
+def graphs_within(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The units of a divided graph, and what holds them; of another the graph itself."""
+    for name in unit_names(graph_module):
+        unit = graph_module.get_submodule(name)
+        assert isinstance(unit, fx.GraphModule)
+        yield unit
+    yield graph_module
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def unit_names(graph_module: fx.GraphModule) -> list[str]:
+    """The units of a divided graph, in their order; none of another."""
+    return [
+        str(node.target)
+        for node in graph_module.graph.nodes
+        if node.op == "call_module" and _UNIT.fullmatch(str(node.target))
+    ]

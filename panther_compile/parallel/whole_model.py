@@ -1,0 +1,123 @@
+"""A whole model on each device: the user's own module tree, or with tensor parallelism its graph.
+
+    dp alone     the module that was given, in DDP or sharded in place: it is called as ever
+    tp           `GraphModel`: the graph in this rank's shards, called as the model is
+
+Either is called with any optimizer, GradScaler or hook of the user's own loop. `OneModule` is the loop over
+microbatches that `ParallelEngine.step` runs: gradients add up, and the last microbatch reduces them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from panther_compile.errors import ParallelError
+from panther_compile.parallel.losses import Loss, no_loss
+from panther_compile.parallel.microbatches import Batch, Share, take_rows
+from panther_compile.parallel.pipeline import reshard
+from panther_compile.parallel.stage_module import StageModule
+from panther_compile.partition.graph.capture import CallForm
+
+
+class GraphModel(nn.Module):
+    """One stage that is the whole model, called as the model is.
+
+    Attributes:
+        stage: of the graph, tensors in and tensors out.
+    """
+
+    def __init__(self, stage: StageModule, form: CallForm) -> None:
+        super().__init__()
+        self.stage = stage
+        self._form = form
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph.
+
+        Raises:
+            CaptureError: it is called with other arguments than the example's.
+        """
+        return self._form.unflatten(self.stage(*self._form.flatten(args, kwargs)))
+
+
+class OneModule:
+    """Runs one module over the microbatches of a step."""
+
+    def __init__(self, module: nn.Module, form: CallForm, loss: Loss | None) -> None:
+        """Take what the user may call himself.
+
+        Args:
+            module: the model, `GraphModel`, or either in DDP.
+            form: of the model's call.
+            loss: of one microbatch.
+        """
+        self.module = module
+        self._form = form
+        self._loss = loss
+
+    def train(self, batch: Batch, shares: Sequence[Share]) -> Tensor:
+        """Forward and backward of one microbatch after the other; the sum of their losses."""
+        assert self._loss is not None
+        losses = []
+        for number, (inputs, share) in enumerate(zip(batch.microbatches(), shares, strict=True)):
+            with nullcontext() if number == len(shares) - 1 else without_reduction(self.module):
+                output = self._call(inputs)
+                if share.rows is not None:
+                    tensors = take_rows(self._tensors(output), share.rows, batch.width)
+                    output = self._form.unflatten(tensors)
+                loss = no_loss(self._tensors(output)) if share.rows == 0 else self._loss(output, share)
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def forward(self, batch: Batch) -> list[tuple[Tensor, ...]]:
+        """Forward of one microbatch after the other."""
+        outputs = [tuple(self._tensors(self._call(inputs))) for inputs in batch.microbatches()]
+        reshard([self.module])
+        return outputs
+
+    def waits_for(self) -> str:
+        """Nothing: there is no schedule."""
+        return ""
+
+    def _call(self, inputs: Sequence[Tensor]) -> Any:
+        args, kwargs = self._form.call(inputs)
+        return self.module(*args, **kwargs)
+
+    def _tensors(self, output: Any) -> list[Tensor]:
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        if len(leaves) != len(self._form.out_tensors):
+            raise ParallelError(
+                f"the model gives {len(leaves)} tensors, and gave {len(self._form.out_tensors)} when the "
+                "partition read it"
+            )
+        return leaves
+
+
+@contextmanager
+def without_reduction(module: nn.Module) -> Iterator[None]:
+    """Backwards in here add to gradients of this rank only; the next one outside reduces them all.
+
+    Args:
+        module: DDP, or a module that is or holds one sharded by `fully_shard`, or neither.
+    """
+    held: AbstractContextManager[Any] = nullcontext()
+    if isinstance(module, DistributedDataParallel):
+        held = module.no_sync()
+    sharded = next((one for one in module.modules() if isinstance(one, FSDPModule)), None)
+    try:
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(False)
+            sharded.set_is_last_backward(False)
+        with held:
+            yield
+    finally:
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(True)
+            sharded.set_is_last_backward(True)

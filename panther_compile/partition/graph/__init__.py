@@ -1,0 +1,11 @@
+"""A model as a graph: what each node does, and what that takes.
+
+capture     model ──► FX graph under the user's names
+observe     what each node does: products, bytes, what it keeps and writes
+measure     seconds of each node on this device
+flow        the graph that is cut: seconds on vertices, bytes on edges  (no torch)
+flow_graph  an observed graph ──► flow.FlowGraph
+hardware    what a cluster is made of
+rates       what kinds of operations take on this device ──► hardware.Hardware
+recomputed  The user's own `torch.utils.checkpoint` calls, which an exporter would drop without a word
+"""

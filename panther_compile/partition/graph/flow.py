@@ -1,0 +1,151 @@
+"""The graph that is cut: seconds on its vertices, bytes on its edges. No torch in here.
+
+A vertex is one operation of the model, or several that must stay together. What one vertex hands others is
+a `Value`; several consumers across a cut receive it once, so bytes are counted by value and not by edge.
+`SOURCE` makes the model's inputs and `SINK` takes its outputs: they stand before the first stage and after
+the last, as devices hand on what they do not use.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import networkx as nx
+
+SOURCE, SINK = "(inputs)", "(outputs)"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor on its way from one vertex to others.
+
+    Attributes:
+        name: of the graph node that makes it.
+        producer: vertex, or SOURCE.
+        consumers: vertices, and SINK for an output of the model.
+        bytes: of one microbatch, sent forward.
+        gradient_bytes: sent backward; 0 where no gradient flows.
+        kept_bytes: on one device, where it lies there in shards between being sent; None if all of it.
+    """
+
+    name: str
+    producer: str
+    consumers: tuple[str, ...]
+    bytes: int
+    gradient_bytes: int = 0
+    kept_bytes: int | None = None
+
+    @property
+    def local_bytes(self) -> int:
+        """What one device keeps of it."""
+        return self.bytes if self.kept_bytes is None else self.kept_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A parameter or buffer: a stage that uses it holds it, once.
+
+    Attributes:
+        name: the user's.
+        bytes: of the tensor itself.
+        trained_bytes: of its gradient and its optimizer states.
+        gradient_bytes: of its gradient alone; what stages that share it must reduce.
+        vertices: that use it.
+        resident_bytes: of all this what a replica holds, where replicas share it; None for all.
+    """
+
+    name: str
+    bytes: int
+    trained_bytes: int
+    gradient_bytes: int
+    vertices: tuple[str, ...]
+    resident_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a device holds of all this."""
+        return self.bytes + self.trained_bytes if self.resident_bytes is None else self.resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a vertex costs, for one microbatch.
+
+    Attributes:
+        forward_seconds: of its operations.
+        backward_seconds: recomputation not included.
+        saved_bytes: kept from the forward for the backward.
+        selective_bytes: of results that selective checkpointing keeps.
+        selective_seconds: of the forward that it runs again.
+        loss_bytes: of what is saved, the part that the loss of the model keeps, which is not computed again.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    saved_bytes: int = 0
+    selective_bytes: int = 0
+    selective_seconds: float = 0.0
+    loss_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class FlowGraph:
+    """Work, values and holdings of a model.
+
+    Attributes:
+        work: of every vertex, in an order that respects the edges.
+        values: what the vertices hand one another.
+        holdings: parameters and buffers.
+        members: graph nodes of each vertex, in their order.
+        checkpoints: numbers of vertices from the front behind which a unit ends that is computed again; None
+            without activation checkpointing.
+    """
+
+    work: Mapping[str, Work]
+    values: tuple[Value, ...]
+    holdings: tuple[Holding, ...] = ()
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    checkpoints: tuple[int, ...] | None = None
+
+    @cached_property
+    def total(self) -> Work:
+        """The work of all vertices."""
+        return Work(
+            sum(work.forward_seconds for work in self.work.values()),
+            sum(work.backward_seconds for work in self.work.values()),
+            sum(work.saved_bytes for work in self.work.values()),
+            loss_bytes=sum(work.loss_bytes for work in self.work.values()),
+        )
+
+    @cached_property
+    def held(self) -> tuple[int, int, int]:
+        """Bytes that a device holds of all holdings, and of trained ones and their gradients."""
+        trained = [holding for holding in self.holdings if holding.gradient_bytes]
+        return (
+            sum(holding.memory_bytes for holding in self.holdings),
+            sum(holding.bytes for holding in trained),
+            sum(holding.gradient_bytes for holding in trained),
+        )
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        """The same as a networkx graph: `work` on nodes, `bytes` and `values` on edges."""
+        graph = nx.DiGraph()
+        graph.add_node(SOURCE, work=Work())
+        graph.add_nodes_from((vertex, {"work": work}) for vertex, work in self.work.items())
+        graph.add_node(SINK, work=Work())
+        for value in self.values:
+            for consumer in value.consumers:
+                edge = graph.get_edge_data(value.producer, consumer, {"bytes": 0, "values": ()})
+                graph.add_edge(
+                    value.producer,
+                    consumer,
+                    bytes=edge["bytes"] + value.bytes,
+                    values=(*edge["values"], value.name),
+                )
+        return graph

@@ -1,0 +1,348 @@
+"""What each node of a graph does: operations, bytes, what it keeps for the backward, what it writes.
+
+The graph runs once on fake tensors, so that nothing is computed and a model without data (meta device) will
+do; for real where a module kept whole looks at values. Every operation below a node is seen as it is
+dispatched.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from panther_compile.errors import CaptureError
+from panther_compile.factorization.cost import Stage
+from panther_compile.partition.graph.capture import Captured
+from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
+
+_SHAPE_READS = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "size",
+    "dim",
+    "numel",
+    "ndimension",
+    "element_size",
+    "stride",
+}
+# Kinds of operations that take their time in different ways; "other" are sums, norms, copies and the like.
+KINDS = (
+    "product",
+    "convolution",
+    "grouped convolution",
+    "attention",
+    "pointwise",
+    "random",
+    "other",
+    "view",
+)
+_ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a node, as it was dispatched.
+
+    Attributes:
+        kind: of `KINDS`.
+        macs: multiply-adds.
+        bytes: read and written; 0 of a view.
+    """
+
+    kind: str
+    macs: float
+    bytes: float
+
+
+@dataclass
+class Observed:
+    """One node.
+
+    Attributes:
+        value: what it returned, a fake tensor or anything else.
+        products: its operations without views; activations and weights in bytes.
+        operations: the same with views, by kind.
+        backward: operations of its backward; only of `observe_backward`.
+        saved_bytes: kept for the backward, if no node before keeps it already.
+        gradients: inputs that a gradient flows to, vectors not counted; 0 if nothing is to differentiate.
+        writes: storages that it writes in place.
+        touches: storages of its inputs and outputs.
+        fixed: whether it is a number that the example's shapes alone decide.
+        selected: whether selective checkpointing keeps its result: every second product, and attention.
+    """
+
+    value: Any = None
+    products: list[Stage] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    backward: list[Operation] = field(default_factory=list)
+    saved_bytes: int = 0
+    gradients: int = 0
+    writes: frozenset[int] = frozenset()
+    touches: frozenset[int] = frozenset()
+    fixed: bool = False
+    selected: bool = False
+
+
+def observe(captured: Captured) -> dict[fx.Node, Observed]:
+    """Run the graph once and take notes."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        inputs = [fake.from_tensor(value) for value in captured.example]
+    try:
+        return _run(captured, inputs, fake)
+    # Modules kept whole run the user's code, which may raise anything where values are asked for.
+    except Exception as error:
+        if any(value.device.type == "meta" for value in captured.example):
+            raise CaptureError(f"the graph does not run on the meta device: {error}") from error
+        with buffers_kept(captured.graph_module):
+            return _run(captured, captured.example, None)
+
+
+def _run(
+    captured: Captured, inputs: Sequence[Tensor], fake: FakeTensorMode | None
+) -> dict[fx.Node, Observed]:
+    observer = _Observer(captured.graph_module, fake)
+    keep = saved_tensors_hooks(observer.keep, lambda tensor: tensor)
+    around = fake or nullcontext()
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
+        observer.run(*inputs)
+    _select(observer.notes)
+    return observer.notes
+
+
+def _select(notes: Mapping[fx.Node, Observed]) -> None:
+    """Every second product, from the first, and attention, as torchtitan's selective checkpointing does."""
+    products = 0
+    for node, note in notes.items():
+        if not note.gradients or not isinstance(note.value, Tensor):
+            continue
+        kinds = {one.kind for one in note.operations if one.macs}
+        if node.target in _ATTENTION or "attention" in kinds:
+            note.selected = True
+        elif kinds:
+            products += 1
+            note.selected = products % 2 == 1
+
+
+class _Observer(fx.Interpreter):
+    """Runs the graph node by node; the notes of the current one are open for those who watch."""
+
+    def __init__(self, graph_module: fx.GraphModule, fake: FakeTensorMode | None) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.notes: dict[fx.Node, Observed] = {}
+        self.current = Observed()
+        self.parameters = set[int]()
+        self._fake = fake
+        self._fetched: dict[int, Tensor] = {}
+        self._kept = set[int]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        self.current = self.notes[n] = Observed()
+        inputs = [self.env[node] for node in n.all_input_nodes]
+        used = _tensors(inputs)
+        before = [tensor._version for tensor in used]
+        result = super().run_node(n)
+        made = _tensors(result)
+        note = self.current
+        note.value = result
+        if isinstance(result, Tensor):
+            n.meta["tensor"] = result
+        note.touches = frozenset(storage(tensor) for tensor in (*used, *made))
+        note.writes = frozenset(
+            storage(tensor)
+            for tensor, version in zip(used, before, strict=True)
+            if tensor._version != version
+        ) | _running_statistics(n, self.env)
+        if n.op not in ("placeholder", "get_attr") and any(tensor.requires_grad for tensor in made):
+            held = n.op == "call_module" and any(
+                parameter.requires_grad for parameter in self.submodules[str(n.target)].parameters()
+            )
+            matrices = sum(tensor.requires_grad and tensor.dim() > 1 for tensor in used)
+            note.gradients = max(1, matrices + held)
+        note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
+        if n.target in _ATTENTION:
+            # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
+            macs = sum(product.macs for product in note.products)
+            note.products = [Stage(macs, sum(map(_bytes, (*used, *made))), 0)]
+            note.operations = [Operation("attention", macs, note.products[0].activations)]
+            note.saved_bytes = sum(map(_bytes, (*used[:3], *made))) if note.gradients else 0
+        return result
+
+    def fetch_attr(self, target: str) -> Any:
+        """A parameter or buffer, as a fake tensor of which there is one for each real one."""
+        real = super().fetch_attr(target)
+        if not isinstance(real, Tensor) or self._fake is None:
+            value = real
+        else:
+            if id(real) not in self._fetched:
+                self._fetched[id(real)] = self._fake.from_tensor(real)
+            value = self._fetched[id(real)]
+        if isinstance(value, Tensor):
+            self.parameters.add(storage(value))
+        return value
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count what the current node saves for the backward; parameters are held anyway."""
+        key = storage(tensor)
+        if (
+            key not in self._kept
+            and key not in self.parameters
+            and not isinstance(tensor, torch.nn.Parameter)
+        ):
+            self._kept.add(key)
+            self.current.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        if node.op == "call_function" and node.target is getattr:
+            return node.args[1] in _SHAPE_READS
+        if node.op == "call_method" and node.target in _SHAPE_READS:
+            return True
+        inputs = node.all_input_nodes
+        return (
+            node.op == "call_function" and bool(inputs) and all(self.notes[other].fixed for other in inputs)
+        )
+
+
+class _Operations(TorchDispatchMode):
+    """Writes each dispatched operation into the notes of the current node; views are free."""
+
+    def __init__(self, observer: "_Observer | _BackwardObserver") -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        known = {storage(tensor) for tensor in inputs}
+        is_view = bool(outputs) and all(storage(tensor) in known for tensor in outputs)
+        note = self._observer.current
+        if func.namespace in ("prim", "prims"):
+            return result
+        if is_view and not func._schema.is_mutable:
+            note.operations.append(Operation("view", 0.0, 0.0))
+        else:
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **kwargs, out_val=result) if count else 0
+            is_held = [
+                isinstance(tensor, torch.nn.Parameter) or storage(tensor) in self._observer.parameters
+                for tensor in inputs
+            ]
+            moved = [_bytes(tensor) for tensor in inputs]
+            weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
+            activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
+            note.products.append(Stage(flops / 2, activations, weights))
+            note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights))
+        return result
+
+
+class _BackwardObserver(NodeByNode):
+    """Takes notes of the backward of each node."""
+
+    def __init__(self, graph_module: fx.GraphModule, notes: Mapping[fx.Node, Observed]) -> None:
+        super().__init__(graph_module)
+        self.current = Observed()
+        self.parameters = frozenset[int]()
+        self._notes = notes
+
+    def backward_of(self, node: fx.Node, call: Callable[[], object]) -> None:
+        """Take notes of what is dispatched."""
+        self.current = Observed()
+        with _Operations(self):
+            call()
+        note = self._notes[node]
+        note.backward = self.current.operations
+        if node.target in _ATTENTION:
+            # Scores are computed again, then two products for each of the forward's.
+            note.backward = [Operation("attention", 2.5 * one.macs, 2 * one.bytes) for one in note.operations]
+
+
+def observe_backward(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
+    """Run the backward of each node on its own and take notes of its operations.
+
+    Args:
+        captured: the model; its buffers stay as they are.
+        notes: of `observe`; added to.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        _run_backward(captured, notes, fake)
+    # As in `observe`: of the user's code in modules kept whole.
+    except Exception as error:
+        if any(value.device.type == "meta" for value in captured.example):
+            raise CaptureError(f"the backward does not run on the meta device: {error}") from error
+        with buffers_kept(captured.graph_module):
+            _run_backward(captured, notes, None)
+
+
+def _run_backward(captured: Captured, notes: Mapping[fx.Node, Observed], fake: FakeTensorMode | None) -> None:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake or nullcontext():
+        inputs = [
+            (fake.from_tensor(value) if fake else value).detach().requires_grad_(value.requires_grad)
+            for value in captured.example
+        ]
+        _BackwardObserver(captured.graph_module, notes).run(*inputs)
+
+
+def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
+    """Write numbers that hang on shapes alone into their users, so that no cut has to send them."""
+    graph = captured.graph_module.graph
+    for node in reversed(list(graph.nodes)):
+        note = notes[node]
+        if not note.fixed or node.op == "output":
+            continue
+        value = tuple(note.value) if isinstance(note.value, torch.Size) else note.value
+        for user in list(node.users):
+            substitutes = {other: value if other is node else other for other in user.all_input_nodes}
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), substitutes.__getitem__)
+        graph.erase_node(node)
+    captured.graph_module.recompile()
+
+
+def storage(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return tensor.untyped_storage()._cdata
+
+
+def _kind(func: Any, args: tuple[Any, ...]) -> str:
+    """Of `KINDS`, by what torch says of an operation."""
+    name = str(func.overloadpacket)
+    if func.overloadpacket in flop_registry:
+        if "attention" in name:
+            return "attention"
+        if "convolution" not in name:
+            return "product"
+        return "convolution" if args[9 if "backward" in name else 8] == 1 else "grouped convolution"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    return "pointwise" if torch.Tag.pointwise in func.tags else "other"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _running_statistics(node: fx.Node, env: Mapping[fx.Node, Any]) -> frozenset[int]:
+    """A batch norm in training writes its running statistics without saying so in its schema."""
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
+        return frozenset()
+    return frozenset(storage(env[other]) for other in node.args[3:5] if isinstance(other, fx.Node))

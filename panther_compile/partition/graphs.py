@@ -1,0 +1,190 @@
+"""A model read once, and its flow graph as one device sees it, for any number of devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+from panther_compile.partition.graph.capture import Captured, capture, example_arguments
+from panther_compile.partition.graph.flow import FlowGraph
+from panther_compile.partition.graph.flow_graph import (
+    Costs,
+    build_flow_graph,
+    find_constants,
+    shared_parameters,
+)
+from panther_compile.partition.graph.measure import Measured, measure_nodes
+from panther_compile.partition.graph.observe import Observed, fold_shapes, observe, observe_backward
+from panther_compile.partition.options import AUTO
+from panther_compile.partition.replicas import StateSharding, share_states
+from panther_compile.partition.shards.collectives import place_collectives
+from panther_compile.partition.shards.device_flow import per_device_flow
+from panther_compile.partition.shards.label import find_sharding_plan
+from panther_compile.partition.shards.problem import ALL_REDUCE, Prices, Problem, Ring, build_problem
+from panther_compile.partition.shards.rules import KnownRules
+from panther_compile.partition.shards.sharding_plan import ShardingPlan
+from panther_compile.partition.stages.units import find_units, recompute_units
+
+# What the memory of the whole model costs when shards are chosen, in times of what all its work and an
+# all-reduce of every tensor take: one price after the other where it is short, the last to save all it can.
+_PRICES = (Prices(), Prices(1.0, 1.0), Prices(1000.0, 1000.0))
+# The first one where sequences are asked for.
+_SEQUENCES = Prices(kept=10.0)
+
+
+_Recomputed = tuple[FlowGraph, int]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The model, and its flow graph with tied parameters free or kept together; of `read_graphs`."""
+
+    captured: Captured
+    notes: Mapping[fx.Node, Observed]
+    costs: Costs
+    constants: tuple[fx.Node, ...]
+    persistent: frozenset[str]
+    flows: Mapping[str, FlowGraph]
+    sequence_parallel: bool | str = "auto"
+    _known: KnownRules = field(default_factory=KnownRules)
+    _per_device_flows: dict[tuple[Ring, Prices], tuple[FlowGraph, ...]] = field(default_factory=dict)
+    _shared: dict[tuple[object, ...], tuple[tuple[FlowGraph, int, int], ...]] = field(default_factory=dict)
+    _recomputed: dict[tuple[Ring, Prices, str], tuple[tuple[FlowGraph, int], ...]] = field(
+        default_factory=dict
+    )
+
+    def prices(self, tp: int) -> tuple[Prices, ...]:
+        """Of memory when sharding, in the order to be tried."""
+        if tp == 1:
+            return _PRICES[:1]
+        return (_SEQUENCES, *_PRICES[1:]) if self.sequence_parallel is True else _PRICES
+
+    def per_device_flows(self, ring: Ring, prices: Prices) -> tuple[FlowGraph, ...]:
+        """The flow graphs as one device of a stage sees them, before the stages are known."""
+        if ring.tp == 1:
+            return tuple(self.flows.values())
+        if (ring, prices) not in self._per_device_flows:
+            problem, plan = self.shard(ring, prices)
+            placed = place_collectives(problem, plan)
+            self._per_device_flows[ring, prices] = tuple(
+                per_device_flow(problem, plan, flow, placed) for flow in self.flows.values()
+            )
+        return self._per_device_flows[ring, prices]
+
+    def shard(
+        self, ring: Ring, prices: Prices, stage_of: Mapping[str, int] | None = None
+    ) -> tuple[Problem, ShardingPlan]:
+        """How the model is sharded over the devices of a stage, before and after the stages are known."""
+        flow = next(iter(self.flows.values()))
+        seconds = sum(one.seconds for one in flow.work.values())
+        seconds += sum(ring.seconds(ALL_REDUCE, one.bytes) for one in flow.values)
+        memory = sum(one.saved_bytes for one in flow.work.values())
+        memory += sum(one.bytes + one.trained_bytes for one in flow.holdings)
+        problem = build_problem(
+            self.captured,
+            self.notes,
+            self.costs,
+            ring,
+            self.constants,
+            stage_of,
+            sequence=bool(self.sequence_parallel),
+            prices=Prices(*(price * seconds / max(memory, 1) for price in (prices.kept, prices.held))),
+            known=self._known,
+        )
+        return problem, find_sharding_plan(problem)
+
+    @cached_property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """Where units end in each flow graph."""
+        return tuple(find_units(flow) for flow in self.flows.values())
+
+    def recomputed_flows(self, ring: Ring, prices: Prices, kind: str) -> tuple[_Recomputed, ...]:
+        """The flow graphs of a device with activation checkpointing, and the bytes of the largest unit."""
+        key = ring, prices, kind
+        if key not in self._recomputed:
+            flows = self.per_device_flows(ring, prices)
+            self._recomputed[key] = tuple(
+                recompute_units(flow, units, kind) for flow, units in zip(flows, self.units, strict=True)
+            )
+        return self._recomputed[key]
+
+    def shared_flows(
+        self, ring: Ring, prices: Prices, kind: str, sharding: StateSharding
+    ) -> tuple[tuple[FlowGraph, int, int], ...]:
+        """The same with what one replica holds, and bytes of units computed again and of units gathered."""
+        key = ring, prices, kind, sharding.kind, sharding.sharers, sharding.master_weights
+        if key not in self._shared:
+            found = []
+            flows = self.recomputed_flows(ring, prices, kind)
+            for (flow, recomputed), units in zip(flows, self.units, strict=True):
+                shared, gathered = share_states(flow, sharding, units)
+                found.append((shared, recomputed, gathered))
+            self._shared[key] = tuple(found)
+        return self._shared[key]
+
+
+def read_graphs(
+    model: nn.Module,
+    example_inputs: Any,
+    boundaries: Sequence[str],
+    costs: Costs,
+    tied: str = "auto",
+    profile: bool | Mapping[str, float] = False,
+    sequence_parallel: bool | str = "auto",
+) -> Graphs:
+    """Read the model and weigh its graph.
+
+    Args:
+        model: left as it is.
+        example_inputs: of one microbatch.
+        boundaries: modules to keep whole.
+        costs: how seconds and bytes are counted; what is measured is added to them.
+        tied: see `partition_model`.
+        profile: likewise.
+        sequence_parallel: likewise.
+    """
+    captured = capture(model, *example_arguments(example_inputs), boundaries=boundaries)
+    notes: dict[fx.Node, Observed] = observe(captured)
+    fold_shapes(captured, notes)
+    if costs.hardware.rates and costs.training:
+        observe_backward(captured, notes)
+    if profile is True:
+        costs = replace(costs, measured=measure_nodes(captured, training=costs.training))
+    elif isinstance(profile, Mapping):
+        costs = replace(costs, measured=Measured(profile))
+    constants = tuple(find_constants(captured, notes))
+    persistent = frozenset(model.state_dict(keep_vars=True))
+    flows = _weigh(captured, notes, costs, tied)
+    return Graphs(captured, notes, costs, constants, persistent, flows, sequence_parallel)
+
+
+def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
+    """The same model with other costs, as of other hardware; its graph is not read again."""
+    tied = AUTO if len(graphs.flows) > 1 else next(iter(graphs.flows))
+    flows = _weigh(graphs.captured, graphs.notes, costs, tied)
+    return Graphs(
+        graphs.captured,
+        graphs.notes,
+        costs,
+        graphs.constants,
+        graphs.persistent,
+        flows,
+        graphs.sequence_parallel,
+        graphs._known,
+    )
+
+
+def _weigh(
+    captured: Captured, notes: Mapping[fx.Node, Observed], costs: Costs, tied: str
+) -> dict[str, FlowGraph]:
+    """The flow graph with tied parameters free, and with their users kept together."""
+    free = build_flow_graph(captured, notes, costs)
+    several = shared_parameters(free)
+    flows = {}
+    if tied != "together" or not several:
+        flows["shared"] = free
+    if tied != "shared" and several:
+        flows["together"] = build_flow_graph(captured, notes, costs, together=several)
+    return flows

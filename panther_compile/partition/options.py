@@ -1,0 +1,215 @@
+"""What the user asked for, and the strategies among which the planner chooses for a mesh."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from panther_compile.errors import MeshError
+from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link
+from panther_compile.partition.records import Mesh
+from panther_compile.partition.replicas import StateSharding, find_replica_links, find_shardings
+from panther_compile.partition.stages.chains import StageRequest
+from panther_compile.partition.stages.mesh_search import PipelineShape
+from panther_compile.partition.stages.schedule import Action, count_in_flight, order_actions
+from panther_compile.partition.stages.units import RECOMPUTE
+
+AUTO = "auto"
+_MICROBATCHES_PER_STAGE = 4
+# Stages of fewer operations are not compared, where a device may have one or several.
+_OPERATIONS_OF_A_STAGE = 8
+_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # compared where none is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What is chosen for a mesh.
+
+    Attributes:
+        sharding: of states, over the replicas.
+        recompute: of `units.RECOMPUTE`.
+        schedule: its name.
+        stages_per_device: 1 unless interleaved.
+    """
+
+    sharding: StateSharding
+    recompute: str
+    schedule: str
+    stages_per_device: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the user asked for, the mesh aside.
+
+    Attributes:
+        hardware: of the cluster.
+        memory_bytes: of each device.
+        microbatches: of a step, through each replica; None for four for each device of the pipeline.
+        global_batch: samples of a step over all replicas, in place of microbatches.
+        samples: of a microbatch.
+        schedule: its name, or "auto".
+        stages_per_device: for "interleaved"; None for 2, or for what is faster with "auto".
+        training: whether there is a backward.
+        recompute: of `units.RECOMPUTE`, or "auto".
+        data_parallel: of `replicas.DATA_PARALLEL`, or "auto".
+        shard_size: replicas that share states; None for what is faster.
+        master_weights: whether float32 copies of the parameters are among the states.
+    """
+
+    hardware: Hardware
+    memory_bytes: int
+    microbatches: int | None = None
+    global_batch: int | None = None
+    samples: int = 1
+    schedule: str = "1f1b"
+    stages_per_device: int | None = None
+    training: bool = True
+    recompute: str = "none"
+    data_parallel: str = AUTO
+    shard_size: int | None = None
+    master_weights: bool = False
+
+    def microbatches_of(self, mesh: Mesh) -> int:
+        """Of one step, through each replica."""
+        if self.global_batch is not None:
+            return self.global_batch // (mesh.dp * self.samples)
+        return _MICROBATCHES_PER_STAGE * mesh.pp if self.microbatches is None else self.microbatches
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuse what cannot be divided into microbatches or replicas, and what the schedule cannot run."""
+        batch = self.global_batch
+        if batch is not None and (
+            not isinstance(batch, int) or batch < 1 or batch % (mesh.dp * self.samples)
+        ):
+            raise MeshError(
+                f"global_batch={batch!r} is not divisible by dp={mesh.dp} x {self.samples} samples of a "
+                "microbatch"
+            )
+        count = self.microbatches_of(mesh)
+        if not isinstance(count, int) or count < 1:
+            raise MeshError(f"microbatches={count!r}; it must be a whole number, 1 or more")
+        per_device = self.stages_per_device
+        if self.schedule == "interleaved" and (
+            count % mesh.pp or (per_device is not None and per_device < 1)
+        ):
+            raise MeshError(
+                f"interleaved runs microbatches in groups of pp={mesh.pp}, on at least one stage a "
+                f"device; microbatches={count} and stages_per_device={per_device or 2} do not fit"
+            )
+        if self.shard_size is not None and (self.shard_size < 1 or mesh.dp % self.shard_size):
+            raise MeshError(f"shard_size={self.shard_size} does not divide dp={mesh.dp}")
+
+    def strategies(self, mesh: Mesh, operations: int) -> Iterator[Strategy]:
+        """Those that a mesh and the user's choices leave.
+
+        Args:
+            mesh: that passes `check`.
+            operations: vertices of the graph, of which each stage needs one.
+        """
+        shardings = list(
+            find_shardings(
+                mesh.dp,
+                self.hardware,
+                mesh.pp * mesh.tp,
+                self.data_parallel,
+                self.shard_size,
+                master_weights=self.master_weights,
+            )
+        )
+        kinds = RECOMPUTE if self.recompute == AUTO else (self.recompute,)
+        for schedule, stages_per_device in self._schedules(mesh, operations):
+            for recompute in kinds if self.training else kinds[:1]:
+                for sharding in shardings if self.training else shardings[:1]:
+                    yield Strategy(sharding, recompute, schedule, stages_per_device)
+
+    def _schedules(self, mesh: Mesh, operations: int) -> Iterator[tuple[str, int]]:
+        if self.schedule == "interleaved":
+            yield self.schedule, self.stages_per_device or 2
+        elif self.schedule != AUTO:
+            yield self.schedule, 1
+        else:
+            for schedule, count in _SCHEDULES:
+                fits = mesh.pp * count * _OPERATIONS_OF_A_STAGE <= operations
+                fits = fits and self.microbatches_of(mesh) % mesh.pp == 0
+                if count == 1 or (mesh.pp > 1 and fits and self.stages_per_device in (None, count)):
+                    yield schedule, count
+
+    def orders(self, mesh: Mesh, strategy: Strategy) -> tuple[tuple[Action, ...], ...]:
+        """What each device of the pipeline does."""
+        return order_actions(
+            strategy.schedule,
+            mesh.pp,
+            self.microbatches_of(mesh),
+            stages_per_device=strategy.stages_per_device,
+            training=self.training,
+        )
+
+    def request(self, mesh: Mesh, strategy: Strategy, whole_bytes: int) -> StageRequest:
+        """The stages that a mesh asks for; a device's memory is divided evenly over its stages.
+
+        Args:
+            mesh: of the devices.
+            strategy: for it.
+            whole_bytes: that a device needs besides what its stages hold, for units.
+        """
+        pipeline = self.pipeline(mesh, strategy)
+        memory = max(1, self.memory_bytes - whole_bytes) // strategy.stages_per_device
+        return StageRequest(pipeline.links, pipeline.in_flight, memory_bytes=memory)
+
+    def pipeline(self, mesh: Mesh, strategy: Strategy) -> PipelineShape:
+        """The pipeline of a mesh."""
+        stages, microbatches = mesh.pp * strategy.stages_per_device, self.microbatches_of(mesh)
+        return PipelineShape(
+            links=_stage_links(self.hardware, mesh, stages),
+            in_flight=_in_flight(
+                strategy.schedule, mesh.pp, microbatches, strategy.stages_per_device, self.training
+            ),
+            memory_bytes=self.memory_bytes // strategy.stages_per_device,
+            microbatches=microbatches,
+            devices=mesh.pp,
+            sharding=strategy.sharding,
+            replica_links=find_replica_links(self.hardware, mesh, strategy.sharding.sharers),
+        )
+
+    def shared_link(self, mesh: Mesh) -> Link:
+        """The slowest link between devices that share a stage."""
+        return _slowest(
+            self.hardware,
+            (
+                (mesh.rank(dp, pp), mesh.rank(dp, pp, mesh.tp - 1))
+                for dp in range(mesh.dp)
+                for pp in range(mesh.pp)
+            ),
+        )
+
+
+@lru_cache(maxsize=256)
+def _in_flight(
+    schedule: str, devices: int, microbatches: int, stages_per_device: int, training: bool
+) -> tuple[int, ...]:
+    """Microbatches that each stage holds at once."""
+    stages = devices * stages_per_device
+    if not training:
+        return (1,) * stages
+    if schedule == "1f1b":  # without counting, as there may be a thousand stages
+        return tuple(min(microbatches, stages - stage) for stage in range(stages))
+    if schedule == "interleaved":  # the most are held before the first backwards, in a few groups
+        microbatches = min(microbatches, 4 * devices)
+    orders = order_actions(schedule, devices, microbatches, stages_per_device=stages_per_device)
+    return count_in_flight(orders, stages)
+
+
+@lru_cache(maxsize=256)
+def _stage_links(hardware: Hardware, mesh: Mesh, stages: int) -> tuple[Link, ...]:
+    """The slowest link, over the replicas, from each stage to the next."""
+    between = []
+    for stage in range(min(stages - 1, mesh.pp)):
+        first, second = stage % mesh.pp, (stage + 1) % mesh.pp
+        pairs = ((mesh.rank(dp, first), mesh.rank(dp, second)) for dp in range(mesh.dp))
+        between.append(NO_LINK if first == second else _slowest(hardware, pairs))
+    return tuple(between[stage % mesh.pp] for stage in range(stages - 1))
+
+
+def _slowest(hardware: Hardware, pairs: Iterator[tuple[int, int]]) -> Link:
+    links = {hardware.link(*pair) for pair in pairs}
+    return min(links, key=lambda link: link.bytes_per_second)

@@ -1,0 +1,298 @@
+"""The best strategy and cuts for a mesh, and the best mesh for a number of devices."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import inf
+from typing import TypeVar
+
+from panther_compile.errors import MeshError, StageCountError, StageMemoryError
+from panther_compile.partition.assemble import DevicePlan, assemble, stages_of
+from panther_compile.partition.graph.flow import FlowGraph
+from panther_compile.partition.graphs import Graphs
+from panther_compile.partition.options import PlanOptions, Strategy
+from panther_compile.partition.records import Mesh
+from panther_compile.partition.replicas import share_states
+from panther_compile.partition.result import Partition
+from panther_compile.partition.shards.collectives import place_collectives
+from panther_compile.partition.shards.describe import Sharding, describe_shards, explain_whole
+from panther_compile.partition.shards.device_flow import per_device_flow
+from panther_compile.partition.shards.problem import Prices, Ring
+from panther_compile.partition.stages.ends import StageCuts, choose_cuts, least_memory
+from panther_compile.partition.stages.mesh_search import Expectation, Outline, find_meshes
+from panther_compile.partition.stages.units import recompute_units
+from panther_compile.reporting.progress import ProgressBar
+
+# Candidates that are expected to do less than the best that was cut, by this factor, are not cut. One that is
+# not expected to fit is cut only if it is expected to do more than that.
+_CLOSE = 1.2
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A mesh and a strategy, and what is expected of them."""
+
+    mesh: Mesh
+    strategy: Strategy
+    expected: Expectation
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What fits before what does not, the fastest first."""
+        return self.expected.room >= 1, self.expected.per_second
+
+
+def search_meshes(
+    name: str, graphs: Graphs, options: PlanOptions, devices: int, *, progress: bool | None = None
+) -> Partition:
+    """The best partition over all meshes of so many devices, and strategies for them.
+
+    Args:
+        name: of the model.
+        graphs: of `read_graphs`.
+        options: of the user.
+        devices: to divide.
+        progress: show progress bars; None shows them on a terminal.
+
+    Raises:
+        MeshError: no mesh can run the model.
+        StageMemoryError: it fits into none.
+    """
+    left_out: list[tuple[Mesh, str]] = []
+    meshes: list[Mesh] = []
+    operations = max(len(flow.work) for flow in graphs.flows.values())
+    for mesh in find_meshes(devices, options.hardware):
+        if mesh.pp > 1 and mesh.pp * (options.stages_per_device or 1) > operations:
+            left_out.append((mesh, f"the graph has {operations} operations to divide between the stages"))
+            continue
+        try:
+            options.check(mesh)
+        except MeshError as error:
+            left_out.append((mesh, str(error)))
+            continue
+        meshes.append(mesh)
+    outline = Outline(next(iter(graphs.flows.values())))
+    candidates = [
+        one for mesh in _bar(meshes, "meshes", progress) for one in _expect(graphs, options, outline, mesh)
+    ]
+    if not candidates:
+        reasons = "".join(f"\n  {mesh}: {reason}" for mesh, reason in left_out)
+        raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
+    best = _cut_candidates(name, graphs, options, candidates, progress=progress)
+    if best is None:
+        roomiest = max(candidates, key=lambda one: one.expected.room)
+        raise StageMemoryError(_explain_memory(name, graphs, options, roomiest.mesh, roomiest.strategy))
+    return replace(best, left_out=tuple(left_out))
+
+
+def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
+    """The best partition for one mesh, over the strategies that the options leave.
+
+    Raises:
+        StageCountError: more stages than places to cut.
+        StageMemoryError: no strategy fits.
+    """
+    outline = Outline(next(iter(graphs.flows.values())))
+    candidates = list(_expect(graphs, options, outline, mesh))
+    best = _cut_candidates(name, graphs, options, candidates)
+    if best is None:
+        roomiest = max(candidates, key=lambda one: one.expected.room)
+        raise StageMemoryError(_explain_memory(name, graphs, options, mesh, roomiest.strategy))
+    return best
+
+
+def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) -> Iterator[_Candidate]:
+    """What is expected of each strategy, at the first price of memory at which it fits."""
+    ring = Ring(mesh.tp, options.shared_link(mesh))
+    tried = graphs.prices(mesh.tp)
+    operations = max(len(flow.work) for flow in graphs.flows.values())
+    enough = set[tuple[str, int]]()  # schedules for which computing more again cannot help
+    for (schedule, per_device, _), strategies in groupby(
+        options.strategies(mesh, operations),
+        key=lambda one: (one.schedule, one.stages_per_device, one.recompute),
+    ):
+        if (schedule, per_device) in enough:
+            continue
+        found = []
+        for strategy in strategies:
+            for prices in dict.fromkeys((tried[0], tried[-1])):
+                plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
+                whole = options.memory_bytes - (plan.request.memory_bytes or 0) * per_device
+                pipeline = options.pipeline(mesh, strategy)
+                expected = outline.expect(plan.flow, pipeline, whole, len(plan.units))
+                if expected.room >= 1:
+                    break
+            found.append(_Candidate(mesh, strategy, expected))
+        yield from found
+        if max(found, key=lambda one: one.expected.per_second).expected.room >= 1.2:
+            enough.add((schedule, per_device))
+
+
+def _cut_candidates(
+    name: str,
+    graphs: Graphs,
+    options: PlanOptions,
+    candidates: list[_Candidate],
+    *,
+    progress: bool | None = None,
+) -> Partition | None:
+    """The fastest, of those worth cutting; of a mesh and schedule the first that fits."""
+    best, reached = None, 0.0
+    done = set[tuple[Mesh, str, int]]()
+    ranked = sorted(candidates, key=lambda one: one.rank, reverse=True)
+    for one in _bar(ranked, "cuts", progress):
+        close = _CLOSE if one.expected.room >= 1 else 1.0
+        shape = one.mesh, one.strategy.schedule, one.strategy.stages_per_device
+        lost = one.expected.per_second * close < reached
+        if lost or shape in done or (one.expected.hopeless and len(ranked) > 1):
+            continue
+        found = _partition(name, graphs, options, one.mesh, one.strategy)
+        if found is None:
+            continue
+        done.add(shape)
+        if found.microbatches_per_second > reached:
+            best, reached = found, found.microbatches_per_second
+    return best
+
+
+def _bar(items: list[_Item], text: str, progress: bool | None) -> Iterable[_Item]:
+    hidden = None if progress is None else not progress  # None hides it where there is no terminal
+    return ProgressBar(items, desc=text, disable=hidden, leave=False)
+
+
+def _partition(
+    name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy
+) -> Partition | None:
+    """The best partition for one mesh and strategy; None if none was found that fits into the memory."""
+    found = (_fit(name, graphs, options, mesh, strategy, prices) for prices in graphs.prices(mesh.tp))
+    return next((partition for partition in found if partition is not None), None)
+
+
+def _plan(
+    graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, ring: Ring, prices: Prices
+) -> list[DevicePlan]:
+    """The flow graphs of a device, before stages are known, with what the strategy makes of them."""
+    flows = graphs.shared_flows(ring, prices, strategy.recompute, strategy.sharding)
+    return [
+        _device_plan(options, mesh, strategy, flow, units, recomputed, gathered)
+        for (flow, recomputed, gathered), units in zip(flows, graphs.units, strict=True)
+    ]
+
+
+def _device_plan(
+    options: PlanOptions,
+    mesh: Mesh,
+    strategy: Strategy,
+    flow: FlowGraph,
+    units: tuple[int, ...],
+    recomputed: int,
+    gathered: int,
+) -> DevicePlan:
+    whole = recomputed + gathered
+    if mesh.pp == 1:  # the loss is gone before any unit is whole or computed again
+        whole = max(0, whole - flow.total.loss_bytes)
+    request = options.request(mesh, strategy, whole)
+    return DevicePlan(strategy, flow, request, units, recomputed, gathered)
+
+
+def _fit(
+    name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, prices: Prices
+) -> Partition | None:
+    """The best partition whose shards are chosen at some prices of memory; None if it does not fit."""
+    stages = mesh.pp * strategy.stages_per_device
+    ring = Ring(mesh.tp, options.shared_link(mesh))
+    plans = _plan(graphs, options, mesh, strategy, ring, prices)
+    divisible = [
+        (whole, plan)
+        for whole, plan in zip(graphs.flows.values(), plans, strict=True)
+        if len(plan.flow.work) >= stages
+    ]
+    if not divisible:
+        largest = max(len(plan.flow.work) for plan in plans)
+        hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
+        raise StageCountError(
+            f"{stages} stages are asked for (pp {mesh.pp} x {strategy.stages_per_device} a device), and the "
+            f"graph of {name} has {largest} operations to divide between them{hint}"
+        )
+    found = []
+    for whole, plan in divisible:
+        cuts = choose_cuts(plan.flow, plan.request)
+        if cuts is None:
+            continue
+        sharding = None
+        if mesh.tp > 1:
+            flow, sharding = _shard_stages(graphs, whole, cuts, ring, prices)
+            flow, recomputed = recompute_units(flow, plan.units, strategy.recompute)
+            flow, gathered = share_states(flow, strategy.sharding, plan.units)
+            plan = _device_plan(options, mesh, strategy, flow, plan.units, recomputed, gathered)
+        partition = assemble(
+            name,
+            graphs.captured,
+            plan,
+            cuts,
+            options,
+            mesh,
+            constants=graphs.constants,
+            persistent=graphs.persistent,
+            sharding=sharding,
+        )
+        if partition.device_memory_bytes <= options.memory_bytes:
+            found.append(partition)
+    return min(found, key=lambda partition: partition.step_seconds, default=None)
+
+
+def _shard_stages(
+    graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring, prices: Prices
+) -> tuple[FlowGraph, Sharding]:
+    """The shards once the stages are known, which hand each other whole tensors."""
+    _, stage_of = stages_of(flow, cuts)
+    problem, plan = graphs.shard(ring, prices, stage_of)
+    placed = place_collectives(problem, plan)
+    sharding = Sharding(
+        plan=plan,
+        shards=describe_shards(problem, plan, placed),
+        whole=explain_whole(problem, plan),
+        collectives=tuple(one.collective for one in placed),
+        sequence=tuple(step for step in plan.steps if plan.steps[step].on_sequence),
+        sequence_fits=any(map(problem.sequence_shard, problem.graph_module.graph.nodes)),
+    )
+    return per_device_flow(problem, plan, flow, placed), sharding
+
+
+def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> str:
+    """Which stage does not fit, by how much, and what would help."""
+    ring, prices = Ring(mesh.tp, options.shared_link(mesh)), graphs.prices(mesh.tp)[-1]
+    limit = options.memory_bytes / strategy.stages_per_device
+
+    def needed(mesh: Mesh, strategy: Strategy, options: PlanOptions) -> tuple[float, int, int]:
+        """Bytes of the largest stage, its number, and the number of stages; inf if they cannot be cut."""
+        plans = _plan(graphs, options, mesh, strategy, ring, prices)
+        plan = max(plans, key=lambda one: len(one.flow.work))
+        if plan.request.count > len(plan.flow.work):
+            return inf, 0, plan.request.count
+        smallest, stage = least_memory(plan.flow, plan.request)
+        whole = (plan.recomputed_bytes + plan.gathered_bytes) / strategy.stages_per_device
+        return smallest + whole, stage, plan.request.count
+
+    smallest, stage, count = needed(mesh, strategy, options)
+    lines = [
+        f"{name} does not fit: cut into {count} stages as leanly as can be, stage {stage} takes "
+        f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
+        f"{limit / 2**30:.3g} GiB of its device"
+    ]
+    if mesh.dp > 1:
+        lines[0] += f" ({strategy.sharding})"
+    if strategy.recompute != "full" and options.training:
+        lean, _, _ = needed(mesh, replace(strategy, recompute="full"), options)
+        fits = "which fits" if lean <= limit else "which is still too much"
+        lines.append(f"  recompute=True would take {lean / 2**30:.3g} GiB, {fits}")
+    for factor in (2, 4, 8):
+        more = replace(mesh, pp=mesh.pp * factor)
+        lean, _, _ = needed(more, strategy, replace(options, microbatches=None))
+        if lean <= limit:
+            lines.append(f"  pp={more.pp} would take {lean / 2**30:.3g} GiB a device, which fits")
+            break
+    lines.append("  a smaller microbatch saves activations; sketchify(model, ratio=...) saves parameters")
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Meshes for a number of devices, and what each is expected to do before any is cut. No torch in here.
+
+The expectation takes the model for a line of vertices on which work, memory and saved activations are spread
+alike. With H bytes of parameters, gradients and states, S of activations and k_i microbatches in flight, a
+device of M bytes has room for a share
+
+    x_i  <=  M / (H + k_i S)
+
+of the model in stage i. The shares are made equal where there is room, and each cut goes where the fewest
+bytes cross within a quarter of a stage from there. What comes of it orders the meshes, and nothing else.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from panther_compile.partition.graph.flow import FlowGraph
+from panther_compile.partition.graph.hardware import Hardware, Link
+from panther_compile.partition.records import Mesh
+from panther_compile.partition.replicas import ReplicaLinks, StateSharding, count_replica_seconds
+from panther_compile.partition.stages.cut import CutNetwork
+
+_SIZES_OF_TP = (1, 2, 4, 8)
+_WINDOW = 0.25  # of a stage, to either side of where a cut is expected
+
+Floats = NDArray[np.float64]
+
+
+def find_meshes(devices: int, hardware: Hardware) -> Iterator[Mesh]:
+    """Every way to divide devices into dp x pp x tp, where tp stays within a node."""
+    for tp in _SIZES_OF_TP:
+        if devices % tp == 0 and hardware.devices_per_node % tp == 0:
+            for pp in range(1, devices // tp + 1):
+                if devices // tp % pp == 0:
+                    yield Mesh(dp=devices // tp // pp, pp=pp, tp=tp)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """What a mesh makes of the stages.
+
+    Attributes:
+        links: between each stage and the next.
+        in_flight: microbatches that each stage holds at once.
+        memory_bytes: that a stage may take.
+        microbatches: of a step, through each replica.
+        devices: along the pipeline.
+        sharding: how replicas share states.
+        replica_links: between them.
+    """
+
+    links: tuple[Link, ...]
+    in_flight: tuple[int, ...]
+    memory_bytes: int
+    microbatches: int
+    devices: int
+    sharding: StateSharding
+    replica_links: ReplicaLinks
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a mesh is expected to do.
+
+    Attributes:
+        per_second: microbatches, over all replicas.
+        room: for so many models of this kind; below 1 it is not expected to fit.
+        hopeless: it cannot fit, however it is cut.
+    """
+
+    per_second: float
+    room: float
+    hopeless: bool
+
+
+class Outline:
+    """The ends that stages of a model may have in its own order."""
+
+    def __init__(self, flow: FlowGraph) -> None:
+        network = CutNetwork(flow)
+        self._forward_bytes, self._backward_bytes = network.crossing_bytes(
+            network.order_prefixes(), nested=True
+        )
+
+    def expect(self, flow: FlowGraph, pipeline: PipelineShape, whole_bytes: int, units: int) -> Expectation:
+        """What to expect of a mesh.
+
+        Args:
+            flow: the graph with the work and holdings of one device; its values are those of the outline.
+            pipeline: of the mesh.
+            whole_bytes: that a device holds for a while of units that are computed again, or gathered.
+            units: in the whole model.
+        """
+        (held, parameters, gradients), saved = flow.held, flow.total.saved_bytes
+        memory = pipeline.memory_bytes - whole_bytes * pipeline.devices // len(pipeline.in_flight)
+        most = max(0, memory) / np.maximum(1.0, held + np.array(pipeline.in_flight) * saved)
+        hopeless = (held + saved) / len(most) > memory
+        shares = _level(most) if most.sum() >= 1 else np.full(len(most), 1 / len(most))
+        seconds = self._slowest(flow, shares, pipeline.links)
+        turns = pipeline.microbatches * len(most) // pipeline.devices + pipeline.devices - 1
+        extra = count_replica_seconds(
+            pipeline.sharding,
+            pipeline.replica_links,
+            parameter_bytes=parameters / pipeline.devices,
+            gradient_bytes=gradients / pipeline.devices,
+            forward_seconds=flow.total.forward_seconds / pipeline.devices,
+            backward_seconds=flow.total.backward_seconds / pipeline.devices,
+            units=units // pipeline.devices,
+        )
+        seconds += (extra.forward + extra.backward) * pipeline.devices / len(most)
+        step = turns * seconds + extra.tail
+        return Expectation(
+            pipeline.sharding.replicas * pipeline.microbatches / step, float(most.sum()), hopeless
+        )
+
+    def _slowest(self, flow: FlowGraph, shares: Floats, links: Sequence[Link]) -> float:
+        """Seconds of the slowest stage for one microbatch."""
+        work = np.concatenate(([0.0], np.cumsum([one.seconds for one in flow.work.values()])))
+        crossing = self._forward_bytes + self._backward_bytes
+        window, ends = _WINDOW * shares.min() * work[-1], [0]
+        for place in np.cumsum(shares)[:-1] * work[-1]:
+            first, last = np.searchsorted(work, (place - window, place + window))
+            first = max(int(first), ends[-1])
+            ends.append(first + int(crossing[first : max(int(last), first + 1)].argmin()))
+        ends.append(len(work) - 1)
+        transfers = [
+            link.seconds(self._forward_bytes[end]) + link.seconds(self._backward_bytes[end])
+            for link, end in zip(links, ends[1:-1], strict=True)
+        ]
+        at_ends = np.array([0.0, *transfers, 0.0])
+        return float((np.diff(work[ends]) + at_ends[:-1] + at_ends[1:]).max())
+
+
+def _level(most: Floats) -> Floats:
+    """Shares that sum to 1, each at most so much, the largest as small as can be."""
+    rising = np.sort(most)
+    below = np.concatenate(([0.0], np.cumsum(rising)[:-1]))
+    levels = (1 - below) / np.arange(len(most), 0, -1)
+    level = next(
+        (level for level, cap in zip(levels.tolist(), rising.tolist(), strict=True) if level <= cap),
+        rising[-1],
+    )
+    return np.minimum(most, level)

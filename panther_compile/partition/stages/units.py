@@ -1,0 +1,99 @@
+"""Units of a model: what is computed again at once, and gathered at once where replicas share states.
+
+No torch in here. The vertices in their own order are cut into runs so that what activation checkpointing
+takes is least: the tensors alive between units, which are kept, and all that the largest unit saves, which is
+there while its backward runs,
+
+    sum over ends of  bytes alive  +  max over units of  bytes saved.
+
+For a limit on the second term the first is least by a dynamic program over the ends; the limits tried are
+equal shares of all that is saved.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph
+from panther_compile.partition.stages.cut import CutNetwork
+
+RECOMPUTE = ("none", "selective", "full")
+_MOST_UNITS = 256
+
+
+def find_units(flow: FlowGraph) -> tuple[int, ...]:
+    """Where units end, as numbers of vertices from the front; the last is the number of all."""
+    network = CutNetwork(flow)
+    alive, _ = network.crossing_bytes(network.order_prefixes(), nested=True)
+    sizes = [work.saved_bytes - work.loss_bytes for work in flow.work.values()]
+    saved, largest = [0, *accumulate(sizes)], max(sizes, default=0)
+    found: dict[tuple[int, ...], float] = {}
+    count = 1
+    while count <= min(_MOST_UNITS, len(flow.work)):
+        ends = _fewest_bytes(alive.tolist(), saved, max(largest, -(-saved[-1] // count)))
+        starts = (0, *ends[:-1])
+        most = max((saved[end] - saved[start] for start, end in zip(starts, ends, strict=True)), default=0)
+        found[ends] = sum(alive[start] for start in starts) + most
+        count = max(count + 1, round(count * 1.25))
+    return min(found, key=found.__getitem__, default=())
+
+
+def _fewest_bytes(alive: Sequence[float], saved: Sequence[int], most: int) -> tuple[int, ...]:
+    """The ends of units none of which saves more, with the fewest bytes alive where they start."""
+    best, came_from = [0.0], [0]
+    queue = deque([0])  # starts within reach, the cheapest first
+    costs = [alive[0]]  # of everything up to a start, what is alive there included
+    for end in range(1, len(saved)):
+        while saved[end] - saved[queue[0]] > most:
+            queue.popleft()
+        best.append(costs[queue[0]])
+        came_from.append(queue[0])
+        costs.append(best[end] + alive[end])
+        while queue and costs[queue[-1]] >= costs[end]:
+            queue.pop()
+        queue.append(end)
+    ends, end = [], len(saved) - 1
+    while end > 0:
+        ends.append(end)
+        end = came_from[end]
+    return tuple(reversed(ends))
+
+
+def recompute_units(flow: FlowGraph, units: Sequence[int], kind: str) -> tuple[FlowGraph, int]:
+    """The same model with activation checkpointing, and the bytes of the unit that is computed again.
+
+    What a unit reads of others is kept, once; with "selective" also the results of every second product and
+    of attention in it. The rest is computed again in the backward.
+
+    Args:
+        flow: without checkpointing.
+        units: of `find_units`.
+        kind: of RECOMPUTE.
+    """
+    if kind == "none":
+        return flow, 0
+    selective = kind == "selective"
+    unit_of: dict[str, int] = {SOURCE: -1}
+    vertices = tuple(flow.work)
+    for number, (start, end) in enumerate(pairwise((0, *units))):
+        unit_of |= dict.fromkeys(vertices[start:end], number)
+    kept = {vertex: work.loss_bytes + work.selective_bytes * selective for vertex, work in flow.work.items()}
+    again = [0] * len(units)
+    for vertex, one in flow.work.items():
+        again[unit_of[vertex]] += max(0, one.saved_bytes - kept[vertex])
+    for value in flow.values:
+        readers = (one for one in value.consumers if one != SINK and unit_of[one] != unit_of[value.producer])
+        first = min(readers, key=unit_of.__getitem__, default=None)
+        if first is not None:
+            kept[first] += value.local_bytes
+    work = {
+        vertex: replace(
+            one,
+            backward_seconds=one.backward_seconds
+            + (one.selective_seconds if selective else one.forward_seconds),
+            saved_bytes=kept[vertex],
+        )
+        for vertex, one in flow.work.items()
+    }
+    return replace(flow, work=work, checkpoints=tuple(units)), max(again, default=0)

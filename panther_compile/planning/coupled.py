@@ -1,0 +1,272 @@
+"""Layers that can be narrowed together, as one unit of a plan.
+
+    up (n, I), down (O, n)  ──►  k of the n features between them, and each of the two as it is or of low rank
+
+How many features stay and which ranks go with that is found together: for each price of a number the ways to
+narrow and to factorize that lose least, the price included.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from panther_compile.factorization import cost
+from panther_compile.factorization.candidates import Candidate, LinearCandidate
+from panther_compile.factorization.pivot import pivoted_numbers
+from panther_compile.records import Choice, LayerPlan, Unit
+
+SCHEME = "narrow"
+_PRICES = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Layers that write features which one other layer reads, and nothing else does.
+
+    Attributes:
+        writers: of the features: one layer, or two whose features are multiplied one by one.
+        reader: of them.
+        heads: that the reader's features are divided into; 1 where features pass one by one.
+        shared: heads of the reader for each head of the writer (grouped-query attention).
+        width: features of a head, or all of them.
+        padded: whether what is between needs the dense widths.
+    """
+
+    writers: tuple[str, ...]
+    reader: str
+    heads: int
+    shared: int
+    width: int
+    padded: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The writers, then the reader."""
+        return (*self.writers, self.reader)
+
+    @property
+    def name(self) -> str:
+        """Of the unit that they make."""
+        return " > ".join(self.names)
+
+    def heads_of(self, name: str) -> int:
+        """Heads of one of the layers."""
+        return self.heads if name == self.reader else self.heads // self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLosses:
+    """What narrowing a link and factorizing its layers does to the result.
+
+    Attributes:
+        link: the layers.
+        kept: features of a head `(g,)`, int64, descending; all of them first.
+        narrowed: what is lost to the features left out `(g,)`, float64.
+        members: what is lost to a rank of 0, 1, ... of each layer, the others as they are
+            `(g, layers, r + 1)`, float64; ranks that a layer has not, and those that are full, are infinite.
+        total: what is lost without the link.
+    """
+
+    link: Link
+    kept: Tensor
+    narrowed: Tensor
+    members: Tensor
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to store a link.
+
+    Attributes:
+        kept: features of each head.
+        ranks: of each layer; None is not factorized.
+        numbers: stored, the reader's bias left out.
+        loss: see `LinkLosses`.
+    """
+
+    kept: int
+    ranks: tuple[int | None, ...]
+    numbers: int
+    loss: float
+
+
+class LinkCandidate(Candidate):
+    """The ways to store a link that no other beats, by rising numbers; their places count as ranks.
+
+    Args:
+        losses: of the link.
+        shapes: of the dense weights (O, I), the writers' first.
+        bias: whether the writers have biases, which are narrowed too.
+        step: ranks are multiples of this, if given.
+        slow: whether also layers are factorized that are slower for that; None: none are factorized.
+        device: that they run on.
+    """
+
+    scheme = SCHEME
+
+    def __init__(
+        self,
+        losses: LinkLosses,
+        shapes: Sequence[tuple[int, int]],
+        *,
+        bias: bool,
+        step: int | None = None,
+        slow: bool | None = False,
+        device: cost.Device = cost.CPU,
+    ) -> None:
+        self.link, self.shapes, self.bias = losses.link, tuple(shapes), bias
+        self._slow, self._device = slow, device
+        self.ways = self._best_ways(losses, step)
+        self.max_rank = len(self.ways)
+        lost = torch.tensor([way.loss for way in self.ways], dtype=torch.float64)
+        self.energies = (1.0 - lost / max(losses.total, 1e-300)).clamp_min(0.0)
+
+    def numbers(self, rank: int) -> int:
+        """See `Candidate.numbers`; biases of writers are counted."""
+        return self.ways[rank - 1].numbers
+
+    def macs(self, rank: int) -> int:
+        """One multiply-add per stored weight, or nearly so."""
+        return self.ways[rank - 1].numbers
+
+    def member_numbers(self, way: Way, member: int) -> int:
+        """Of one layer, the reader's bias left out."""
+        return self._numbers(member, way.kept, way.ranks[member])
+
+    def _narrow_shape(self, member: int, kept: int) -> tuple[int, int]:
+        outputs, inputs = self.shapes[member]
+        features = self.link.heads_of(self.link.names[member]) * kept
+        return (outputs, features) if member == len(self.shapes) - 1 else (features, inputs)
+
+    def _numbers(self, member: int, kept: int, rank: int | None) -> int:
+        outputs, inputs = self._narrow_shape(member, kept)
+        numbers = outputs * inputs if rank is None else pivoted_numbers(outputs, inputs, rank)
+        if not self.link.padded and kept < self.link.width:
+            numbers += kept  # which features they are
+        return numbers + (outputs if self.bias and member < len(self.shapes) - 1 else 0)
+
+    def _best_ways(self, losses: LinkLosses, step: int | None) -> tuple[Way, ...]:
+        dense = sum(outputs * inputs for outputs, inputs in self.shapes)
+        unit = losses.total / dense
+        found: dict[tuple[int, tuple[int | None, ...]], Way] = {}
+        prices = torch.logspace(-7, 2, _PRICES, dtype=torch.float64).tolist()
+        for place, kept in enumerate(losses.kept.tolist()):
+            options = [self._options(losses, place, kept, member, step) for member in range(len(self.shapes))]
+            for price in prices if all(map(len, options)) else ():
+                chosen = [min(one, key=lambda way: way[1] + price * unit * way[0]) for one in options]
+                ranks = tuple(rank for _, _, rank in chosen)
+                loss = float(losses.narrowed[place]) + sum(loss for _, loss, _ in chosen)
+                numbers = sum(numbers for numbers, _, _ in chosen)
+                found.setdefault((kept, ranks), Way(kept, ranks, numbers, loss))
+        front: list[Way] = []
+        for way in sorted(found.values(), key=lambda way: (way.numbers, way.loss)):
+            if not front or way.loss < front[-1].loss:
+                front.append(way)
+        return tuple(front)
+
+    def _options(
+        self, losses: LinkLosses, place: int, kept: int, member: int, step: int | None
+    ) -> list[tuple[int, float, int | None]]:
+        """(numbers, loss, rank) of one layer at so many features."""
+        whole = kept == self.link.width
+        found: list[tuple[int, float, int | None]] = []
+        if not whole:
+            found.append((self._numbers(member, kept, None), 0.0, None))
+        if self._slow is None or (self.link.padded and not whole):
+            return found
+        shape = self._narrow_shape(member, kept)
+        lost = losses.members[place, member].tolist()
+        every = step or cost.rank_step(LinearCandidate(*shape, "pivoted"), self._device)
+        for rank in range(every, len(lost), every):
+            if lost[rank] < float("inf") and (self._slow or self._is_fast(member, shape, rank)):
+                found.append((self._numbers(member, kept, rank), lost[rank], rank))
+        return found
+
+    def _is_fast(self, member: int, shape: tuple[int, int], rank: int) -> bool:
+        positions = self._device.positions
+        dense = cost.dense_stages(self.shapes[member], 1, (1, 1), positions)
+        factors = cost.sketched_stages("pivoted", (rank,), shape, 1, (1, 1), positions)
+        return cost.seconds(dense, self._device) >= cost.WORTHWHILE * cost.seconds(factors, self._device)
+
+
+Pool = Sequence[tuple[Unit, str]]
+
+
+def join(
+    pool: Pool, links: Sequence[LinkLosses], *, step: int | None, slow: bool | None
+) -> list[tuple[Unit, str]]:
+    """The units with kinds, in which each link that is wholly among them is one unit in place of its layers.
+
+    Args:
+        pool: units of matrices among others.
+        links: by which layers are narrowed.
+        step: see `LinkCandidate`.
+        slow: likewise.
+    """
+    units = {unit.name: unit for unit, _ in pool}
+    whole = [one for one in links if set(one.link.names) <= set(units)]
+    joined = {name for one in whole for name in one.link.names}
+    rest = [(unit, kind) for unit, kind in pool if unit.name not in joined]
+    return rest + [(_joint(one, units, step, slow), SCHEME) for one in whole]
+
+
+def _joint(losses: LinkLosses, units: Mapping[str, Unit], step: int | None, slow: bool | None) -> Unit:
+    members = [units[name] for name in losses.link.names]
+    shapes = [(unit.shape[0], unit.shape[1]) for unit in members]
+    device = members[0].device or cost.CPU
+    bias = members[0].bias_numbers > 0
+    candidate = LinkCandidate(losses, shapes, bias=bias, step=step, slow=slow, device=device)
+    return Unit(
+        losses.link.name,
+        shapes[-1],
+        sum(unit.dense_numbers for unit in members),
+        members[-1].bias_numbers,
+        (candidate,),
+        None,  # the candidate has only ways that are fast enough
+    )
+
+
+def split(lines: Sequence[LayerPlan], joined: Pool, pool: Pool) -> Iterator[LayerPlan]:
+    """The lines, with one for each layer in place of one for a link.
+
+    Args:
+        lines: of the joined units.
+        joined: see `join`.
+        pool: the units before they were joined.
+    """
+    units = {unit.name: (unit, kind) for unit, kind in pool}
+    joint = {unit.name: unit.candidates[0] for unit, kind in joined if kind == SCHEME}
+    for line in lines:
+        if line.name not in joint:
+            yield line
+            continue
+        candidate = joint[line.name]
+        assert isinstance(candidate, LinkCandidate)
+        for place, name in enumerate(candidate.link.names):
+            unit, kind = units[name]
+            choice = None if line.choice is None else _part(line.choice, candidate, unit, place)
+            yield replace(
+                line,
+                name=name,
+                kind=kind,
+                shape=unit.shape,
+                dense_numbers=unit.dense_numbers,
+                choice=choice,
+            )
+
+
+def _part(choice: Choice, candidate: LinkCandidate, unit: Unit, member: int) -> Choice:
+    """What becomes of one layer; apart from the others if no features are left out."""
+    link, way = candidate.link, candidate.ways[choice.rank - 1]
+    rank = way.ranks[member]
+    last = member == len(link.names) - 1
+    numbers = candidate.member_numbers(way, member) + (unit.bias_numbers if last else 0)
+    if way.kept == link.width:
+        assert rank is not None
+        return replace(choice, scheme="pivoted", rank=rank, ranks=(rank,), stored_numbers=numbers)
+    features = link.heads_of(unit.name) * way.kept
+    ranks = (features,) if rank is None else (features, rank)
+    return replace(choice, rank=way.kept, ranks=ranks, stored_numbers=numbers, link=link.names)

@@ -1,0 +1,474 @@
+"""Choose a scheme and a rank for every weight under one budget of stored numbers.
+
+Maximise  Σᵤ log Eᵤ(rᵤ)  subject to  Σᵤ numbersᵤ(rᵤ) ≤ ratio · Σᵤ denseᵤ,
+
+where E(r) is the share of a weight's squared Frobenius norm that rank r keeps. The product of the
+energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016):
+unlike their sum it is blind to the scale of a layer and starves none. Solved by bisection on the Lagrange
+multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
+"""
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.config import Selector, SketchConfig, selects
+from panther_compile.factorization import cost
+from panther_compile.factorization.candidates import Candidate, LinearCandidate
+from panther_compile.kinds.parts import parts_of, units_of
+from panther_compile.planning.coupled import SCHEME, LinkLosses, join, split
+from panther_compile.planning.sites import Found
+from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
+from panther_compile.reporting.progress import ProgressBar
+
+# A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
+FLOOR, CEILING = 0.3, 0.95
+# How closely the budget is met, as a share of the dense numbers, before single ranks are added.
+TOLERANCE = 0.005
+# Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
+_ASSUMED_DECAY = -0.5
+_BISECTIONS = 80
+FINEST = -1  # in place of a multiple: the one of `cost.finest_step`
+# A sketch, or a whole model, that was timed and gained less than this is not worth its error.
+PAYS = 1.05
+TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """How a budget is divided.
+
+    Attributes:
+        name: "energy" maximises the product of the kept energies; "sensitivity" minimises the sum of what
+            is lost, weighted; "uniform" gives every weight its own share.
+        damage: for "sensitivity", what losing a weight altogether does to the result, by unit.
+    """
+
+    name: str
+    damage: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, unit: Unit, candidate: Candidate) -> Tensor:
+        """What each rank is worth (max_rank,)."""
+        energies = _energies(candidate)
+        if self.name == "sensitivity":
+            return self.damage.get(unit.name, 0.0) * energies
+        return energies.clamp_min(1e-30).log()
+
+
+Clock = Callable[[str, Choice], Timed | None]
+"""From the name of a unit and a way to store it, how that ran; None where no input is known."""
+
+WholeClock = Callable[[Mapping[nn.Module, nn.Module]], WholeTimes]
+"""From the stand-ins of the dense layers, how the whole model ran with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSites(Found):
+    """Sites with clocks: what a plan would sketch is timed, and stays dense where it does not pay.
+
+    Attributes:
+        clock: of single layers.
+        whole: of the model.
+        returned: lines of units that stay dense for that, by their names.
+    """
+
+    clock: Clock
+    whole: WholeClock
+    returned: Mapping[str, LayerPlan] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
+
+    unit: Unit
+    kind: str
+    numbers: Tensor
+    values: Tensor
+    ways: tuple[tuple[Candidate, int], ...]
+
+
+def make_plan(
+    found: Found,
+    config: SketchConfig,
+    route: str,
+    *,
+    values: Mapping[str, Tensor] | None = None,
+    allocation: Allocation = Allocation("energy"),
+    links: Sequence[LinkLosses] = (),
+) -> SketchPlan:
+    """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
+
+    Args:
+        found: what may be sketched, and what may not; `TimedSites` have what the plan would sketch timed.
+        config: the options.
+        route: how the sites were found, for the report.
+        values: singular values of matrices in the metric of data, by unit, in place of their own.
+        allocation: how a budget is divided.
+        links: layers that may be narrowed together, in place of being sketched apart.
+    """
+    values = {} if values is None else values
+    budgets = config.ratios()
+    pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
+    owners: dict[str, str] = {}
+    for site, owner in ProgressBar(found.sites, desc="plan", disable=hides_progress(config), leave=False):
+        place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
+        parts = parts_of(site, owner)
+        energies = budgets[place][1] < 1.0 and not set(parts) <= set(values)
+        units = _with_tied(units_of(parts, config, energies=energies), site)
+        units = tuple(_with_values(unit, values.get(unit.name)) for unit in units)
+        pools[place].extend((unit, site.kind) for unit in units)
+        owners.update({unit.name: site.name for unit in units})
+    lines = list(found.skipped)
+    timed = found if isinstance(found, TimedSites) else None
+    for pool, (_, ratio) in zip(pools, budgets, strict=True):
+        slow = config.allow_slower if timed is None else None
+        joined = join(pool, _allowed(links, timed), step=config.round_rank_to, slow=slow)
+        planned = _plan_pool(joined, ratio, config, allocation, timed)
+        lines.extend(split(planned, joined, pool))
+    rank = {name: place for place, name in enumerate(found.order)}
+    lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
+    return SketchPlan(tuple(lines), _ratio_text(config), route)
+
+
+def _allowed(links: Sequence[LinkLosses], timed: TimedSites | None) -> list[LinkLosses]:
+    """Where time counts, those that surely run faster, and of which nothing has to be dense."""
+    if timed is None:
+        return list(links)
+    returned = set(timed.returned)
+    return [one for one in links if not one.link.padded and returned.isdisjoint(one.link.names)]
+
+
+def _plan_pool(
+    pool: Sequence[tuple[Unit, str]],
+    ratio: float,
+    config: SketchConfig,
+    allocation: Allocation,
+    found: TimedSites | None,
+) -> tuple[LayerPlan, ...]:
+    """Plan a budget, and again without the units whose sketch does not pay, until all that is left do."""
+    returned = {} if found is None else found.returned
+    slow = {unit.name: returned[unit.name] for unit, _ in pool if unit.name in returned}
+    while True:
+        rest = [(unit, kind) for unit, kind in pool if unit.name not in slow]
+        on_cuda = config.device is not None and torch.device(config.device).type == "cuda"
+        lines = plan_units(
+            rest, ratio, config.round_rank_to, config.allow_slower, allocation, on_cuda=on_cuda
+        )
+        if found is None:
+            return lines
+        timed = [judged(line, found.clock) for line in lines]
+        lost = {
+            new.name: new for line, new in zip(lines, timed, strict=True) if line.choice and not new.choice
+        }
+        if not lost:
+            return (*timed, *slow.values())
+        slow |= lost
+
+
+def judged(line: LayerPlan, clock: Clock) -> LayerPlan:
+    """The line with what was measured; dense if the sketch does not pay."""
+    if line.choice is None or line.choice.scheme == SCHEME:  # narrow layers are dense ones of fewer features
+        return line
+    timed = clock(line.name, line.choice)
+    if timed is None:
+        return replace(line, reason="the example never reached it")
+    if timed.speedup >= PAYS:
+        return replace(line, reason=f"measured {timed.speedup:.2f}x")
+    inputs = ", ".join(map(str, timed.inputs))
+    reason = f"{TIMED}: its sketch ran at {timed.speedup:.2f} of the dense speed on {inputs}"
+    return replace(line, choice=None, reason=reason)
+
+
+def picks(selector: Selector, site: Site) -> bool:
+    """Whether a selector of `config.ratio` is for a site."""
+    return any(selects(selector, site.module, name) for name in (site.name, *site.aliases))
+
+
+def _with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
+    """The units, the first of which also counts the biases of the layers tied to the site."""
+    biases = [module._parameters.get("bias") for _, module in site.tied]
+    numbers = sum(bias.numel() for bias in biases if bias is not None)
+    return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units
+
+
+def _with_values(unit: Unit, values: Tensor | None) -> Unit:
+    """The unit with other singular values for its matrix."""
+    if values is None:
+        return unit
+    candidates = tuple(
+        LinearCandidate(one.out_features, one.in_features, one.scheme, singular_values=values.cpu())
+        if isinstance(one, LinearCandidate)
+        else one
+        for one in unit.candidates
+    )
+    return replace(unit, candidates=candidates)
+
+
+def hides_progress(config: SketchConfig) -> bool:
+    """Whether no progress bar is to be shown: asked not to, or not on a terminal."""
+    return not sys.stderr.isatty() if config.progress is None else not config.progress
+
+
+def _ratio_text(config: SketchConfig) -> str:
+    if isinstance(config.ratio, int | float):
+        return f"{config.ratio:g}"
+    return ", ".join(
+        f"{selector if isinstance(selector, str) else getattr(selector, '__name__', selector)}: {ratio:g}"
+        for selector, ratio in config.ratio.items()
+    )
+
+
+def plan_units(
+    units: Sequence[tuple[Unit, str]],
+    ratio: float,
+    round_rank_to: int | None,
+    allow_slower: bool,
+    allocation: Allocation = Allocation("energy"),
+    *,
+    on_cuda: bool = False,
+) -> tuple[LayerPlan, ...]:
+    """One line for each (unit, kind of layer): how it is stored under a common budget.
+
+    Units whose sketch would not be smaller, or would be slower, stay dense and leave the budget.
+
+    Args:
+        units: the weights that share the budget.
+        ratio: in (0, 1]; 1 leaves everything dense.
+        round_rank_to: ranks are multiples of this; None picks `cost.rank_step`, and `cost.finest_step` where
+            the budget would else be missed by more than 0.5 %, for k x k kernels only if need be.
+        allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
+        allocation: how the budget is divided.
+        on_cuda: whether ranks are rounded for CUDA wherever the weights are.
+    """
+    limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower, on_cuda) for unit, _ in units}
+    lines: dict[str, LayerPlan] = {}
+    sketched: list[tuple[Unit, str]] = []
+    for unit, kind in units:
+        reason = "ratio is 1" if ratio == 1.0 else limits[unit.name].why_dense
+        if reason is None:
+            sketched.append((unit, kind))
+        else:
+            lines[unit.name] = _line(unit, kind, None, reason)
+    dense = sum(unit.dense_numbers + unit.tied_numbers for unit, _ in sketched)
+    budget = math.floor(ratio * dense) - sum(unit.tied_numbers for unit, _ in sketched)
+
+    def all_options(step: int | None) -> list[_Options]:
+        found = []
+        for unit, kind in sketched:
+            limit = limits[unit.name]
+            # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
+            fits = [one for one in (step, FINEST) if limit.least_numbers(one) <= limit.share]
+            found.append(_options(unit, kind, limit, ratio, fits[0] if fits else 1, allocation))
+        return found
+
+    options = all_options(round_rank_to)
+    if allocation.name == "uniform":
+        chosen = [_at(option, math.floor(ratio * option.unit.dense_numbers)) for option in options]
+    else:
+        chosen = _lagrange(options, budget)
+    chosen = _fill(options, chosen, budget)
+    enough = math.ceil(budget - TOLERANCE * budget / ratio)
+    if round_rank_to is None and _spent(options, chosen) < enough:
+        finer = all_options(FINEST)
+        # First without the kernels of k x k, which run in blocks of 16 channels.
+        in_blocks = [any(cost.rank_step(c) == cost.TILE for c in unit.candidates) for unit, _ in sketched]
+        mixed = [o if tiled else fine for o, fine, tiled in zip(options, finer, in_blocks, strict=True)]
+        numbers = [int(o.numbers[i]) for o, i in zip(options, chosen, strict=True)]
+        for options in (mixed, finer):
+            start = [_at(option, spent) for option, spent in zip(options, numbers, strict=True)]
+            chosen = _fill(options, start, budget, enough)
+            if _spent(options, chosen) >= enough:
+                break
+    for choice, option in zip(chosen, options, strict=True):
+        lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
+    return tuple(lines[unit.name] for unit, _ in units)
+
+
+class _Limits:
+    """The largest worthwhile rank of each candidate of a unit, or why there is none.
+
+    Attributes:
+        ranks: 0 where no rank of the candidate is worthwhile.
+        device: the class that ranks are rounded for.
+        share: what the weight alone may store if it takes just its part of the budget.
+        why_dense: None if the unit can be sketched.
+    """
+
+    def __init__(
+        self, unit: Unit, ratio: float, round_rank_to: int | None, allow_slower: bool, on_cuda: bool
+    ) -> None:
+        self.device = cost.CUDA if on_cuda and unit.device is not None else unit.device
+        self.ranks = {
+            candidate: candidate.max_rank if allow_slower else _fast_rank(unit, candidate)
+            for candidate in unit.candidates
+        }
+        self.share = math.floor(ratio * unit.dense_numbers) - unit.bias_numbers
+        self.why_dense = self._reason(unit, round_rank_to)
+
+    def least_numbers(self, step: int | None) -> int:
+        """What the smallest rank stores that is a multiple of the step; None is the usual step."""
+        numbers = []
+        for candidate, limit in self.ranks.items():
+            first = _step(candidate, step, self.device)
+            if limit:
+                numbers.append(candidate.numbers(first if first <= limit else 1))
+        return min(numbers)
+
+    def _reason(self, unit: Unit, round_rank_to: int | None) -> str | None:
+        if not unit.candidates:
+            single = min(unit.shape[:2]) == 1
+            return "its weight has a single row or column" if single else "no scheme fits this layer"
+        smallest = min(candidate.numbers(1) for candidate in unit.candidates)
+        weight_numbers = unit.dense_numbers - unit.bias_numbers
+        if smallest > CEILING * weight_numbers:
+            return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
+        if smallest > self.share:
+            return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
+        affordable = {candidate: candidate.largest_rank(self.share) for candidate in unit.candidates}
+        if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
+            least = 0 if round_rank_to is None else self.least_numbers(round_rank_to)
+            if least <= self.share:
+                return None
+            return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
+        best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
+        return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
+
+
+def _step(candidate: Candidate, asked: int | None, device: cost.Device | None) -> int:
+    """Ranks are multiples of this; those of a link are the places of its ways."""
+    if candidate.scheme == SCHEME:
+        return 1
+    if asked == FINEST:
+        return cost.finest_step(candidate, device)
+    return cost.rank_step(candidate, device) if asked is None else asked
+
+
+def _fast_rank(unit: Unit, candidate: Candidate) -> int:
+    """The largest rank that is predicted to be worthwhile; time rises with the rank."""
+    low, high = 0, candidate.max_rank
+    while low < high:
+        middle = (low + high + 1) // 2
+        fast = _speedup(unit, candidate, middle) >= cost.WORTHWHILE
+        low, high = (middle, high) if fast else (low, middle - 1)
+    return low
+
+
+def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
+    if unit.device is None:
+        return math.inf
+    shape = unit.cost_shape or unit.shape
+    return cost.speedup(candidate, rank, shape, groups=unit.groups, stride=unit.stride, device=unit.device)
+
+
+def _options(
+    unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None, allocation: Allocation
+) -> _Options:
+    """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
+    found: list[tuple[int, float, Candidate, int]] = []
+    for candidate, limit in limits.ranks.items():
+        step = _step(candidate, round_rank_to, limits.device)
+        ranks = range(step, limit + 1, step) or range(1, limit + 1)
+        values_of_ranks = allocation.value(unit, candidate).tolist()
+        found.extend(
+            (candidate.numbers(rank) + unit.bias_numbers, values_of_ranks[rank - 1], candidate, rank)
+            for rank in ranks
+        )
+    found.sort(key=lambda way: (way[0], -way[1], way[2].macs(way[3])))
+    share = ratio * unit.dense_numbers
+    affordable = [way for way in found if way[0] <= share] or found[:1]
+    floor = min(FLOOR * share, affordable[-1][0])
+    front: list[tuple[int, float, Candidate, int]] = []
+    for way in found:
+        inside = floor <= way[0] <= CEILING * unit.dense_numbers
+        if inside and (not front or way[1] > front[-1][1]):
+            front.append(way)
+    front = front or affordable[-1:]
+    numbers, values, candidates, ranks_found = zip(*front, strict=True)
+    return _Options(
+        unit,
+        kind,
+        torch.tensor(numbers, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        tuple(zip(candidates, ranks_found, strict=True)),
+    )
+
+
+def _energies(candidate: Candidate) -> Tensor:
+    energies = candidate.energies
+    if energies is None:
+        decay = torch.arange(1, candidate.max_rank + 1, dtype=torch.float64).pow(_ASSUMED_DECAY)
+        energies = decay.cumsum(0) / decay.sum()
+    return energies
+
+
+def _lagrange(options: list[_Options], budget: int) -> list[int]:
+    """The best choice of each unit at the smallest price per number that keeps within the budget."""
+
+    def at_price(price: float) -> list[int]:
+        return [int((o.values - price * o.numbers).argmax()) for o in options]
+
+    low, high = -80.0, 20.0  # natural logarithm of the price
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _spent(options, at_price(math.exp(middle))) > budget:
+            low = middle
+        else:
+            high = middle
+    return at_price(math.exp(high))
+
+
+def _fill(options: list[_Options], chosen: list[int], budget: int, enough: float = math.inf) -> list[int]:
+    """Spend what is left, up to `enough`: always the step to a next option that gains most per number."""
+    chosen = list(chosen)
+    left = budget - _spent(options, chosen)
+    steps = [_next_step(o, i, place) for place, (o, i) in enumerate(zip(options, chosen, strict=True))]
+    heap = [step for step in steps if step is not None]
+    heapq.heapify(heap)
+    while heap and budget - left < enough:
+        _, numbers, place = heapq.heappop(heap)
+        if numbers > left:
+            continue
+        left -= numbers
+        chosen[place] += 1
+        step = _next_step(options[place], chosen[place], place)
+        if step is not None:
+            heapq.heappush(heap, step)
+    return chosen
+
+
+def _next_step(option: _Options, index: int, place: int) -> tuple[float, int, int] | None:
+    """(minus the gain per number, numbers, place) of the step to the next option, if there is one."""
+    if index + 1 == len(option.ways):
+        return None
+    numbers = int(option.numbers[index + 1] - option.numbers[index])
+    gain = float(option.values[index + 1] - option.values[index])
+    return -gain / numbers, numbers, place
+
+
+def _spent(options: list[_Options], chosen: list[int]) -> int:
+    return sum(int(o.numbers[i]) for o, i in zip(options, chosen, strict=True))
+
+
+def _at(option: _Options, numbers: int) -> int:
+    """The last option that stores at most `numbers`; the first one if none does."""
+    return max(0, int((option.numbers <= numbers).sum()) - 1)
+
+
+def _line(unit: Unit, kind: str, way: tuple[Candidate, int] | None, reason: str) -> LayerPlan:
+    if way is None:
+        return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, reason)
+    candidate, rank = way
+    choice = Choice(
+        candidate.scheme,
+        rank,
+        candidate.ranks(rank),
+        candidate.numbers(rank) + unit.bias_numbers,
+        candidate.error(rank),
+    )
+    return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, choice, reason)

@@ -1,0 +1,391 @@
+"""Find what can be sketched in a model, and say of everything else why it is left alone."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from panther_compile.config import Selector, SketchConfig, selectors, selects
+from panther_compile.errors import ConfigTypeError, SelectorError, WeightError, WrappedModelError
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.match import is_adapter
+from panther_compile.kinds.registry import find_kind
+from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.planning.trace import Reading
+from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
+
+_HEAD = "output head: left alone unless included"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The sites of a model, each with its kind, the layers left alone, and the order of all their names."""
+
+    sites: tuple[tuple[Site, Kind], ...]
+    skipped: tuple[LayerPlan, ...]
+    order: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    name: str
+    module: nn.Module
+    kind: str
+    owner: Kind
+    aliases: tuple[str, ...]
+
+
+def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Found:
+    """Match every module of the tree once.
+
+    A module that several names reach is one site; modules that share a weight are one site, with the
+    others `tied` to it. Parts of a site, such as the output projection of an attention, are not sites.
+
+    Args:
+        model: any module.
+        config: the selectors and limits.
+        reading: what the model's graph tells, if it has one.
+
+    Raises:
+        SelectorError: a selector matches no layer that could be sketched.
+    """
+    names = _Names(model)
+    targets = list(_targets(model, names))
+    sketched = [(names.first(layer), layer) for layer in outermost(model)]
+    _check_selectors(targets, sketched, config)
+    users = _users_of_weights(model)
+    head = _output_head(model, targets)
+    adapters = [name for name, module in model.named_modules() if is_adapter(module)]
+    reasons = {
+        target.name: _not_selected(target, config)
+        or _part_of_adapter(target, adapters)
+        or _left_alone_by_default(target, head, config)
+        or target.owner.why_not(target.module)
+        or _read_directly(target, reading)
+        for target in targets
+    }
+    sites: list[tuple[Site, Kind]] = []
+    skipped = [_stays_sketched(name, layer) for name, layer in sketched]
+    for group in _tied_groups(targets):
+        leader = next((target for target in group if _can_lead(target, group)), None)
+        why = {
+            target.name: reasons[target.name]
+            or _unsafe_tie(target, group, leader, reasons, users)
+            or _too_small(target, config)
+            for target in group
+        }
+        if leader is None or any(why.values()):
+            skipped.extend(_stays_dense(t.name, t.module, t.kind, why[t.name] or "") for t in group)
+        else:
+            others = tuple((other.name, other.module) for other in group if other is not leader)
+            site = Site(leader.name, leader.module, leader.kind, others, leader.aliases)
+            sites.append((site, leader.owner))
+    known = {target.name for target in targets} | {name for name, _ in sketched}
+    return Found(tuple(sites), tuple(skipped), tuple(name for name in names.in_order() if name in known))
+
+
+def without_uncalled(found: Found, uncalled: frozenset[str]) -> Found:
+    """The same, with the sites left alone whose weights the model uses without calling them, see `read_run`.
+
+    A sketch of them would be multiplied out in every call.
+    """
+    sites: list[tuple[Site, Kind]] = []
+    skipped: list[LayerPlan] = []
+    for site, owner in found.sites:
+        layers = ((site.name, site.module), *site.tied)
+        names = [(name, one) for name, layer in layers for one in weight_names(layer)]
+        read = next((one for name, one in names if f"{name}.{one}" in uncalled), None)
+        if read is None:
+            sites.append((site, owner))
+        else:
+            reason = f"forward uses its {read} directly, and never called the layer on the data"
+            skipped.extend(_stays_dense(name, layer, site.kind, reason) for name, layer in layers)
+    return replace(found, sites=tuple(sites), skipped=(*found.skipped, *skipped))
+
+
+def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
+    """The same, without the layer that was seen to make the logits, unless it is included or the only one."""
+    asked = [
+        site
+        for site, _ in found.sites
+        for name in (site.name, *site.aliases)
+        if any(selects(selector, site.module, name) for selector in selectors(config.include))
+    ]
+    gone = [site for site, _ in found.sites if site.name == head and site not in asked]
+    if not gone or len(found.sites) == 1:
+        return found
+    sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
+    layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
+    skipped = [_stays_dense(name, layer, site.kind, _HEAD) for name, layer, site in layers]
+    return replace(found, sites=sites, skipped=(*found.skipped, *skipped))
+
+
+def check_module(model: object) -> None:
+    """Check that this is a plain, unwrapped module.
+
+    Raises:
+        ConfigTypeError: it is no module.
+        WrappedModelError: it, or a part of it, is wrapped in DDP, FSDP or torch.compile.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+    advice = {
+        "DistributedDataParallel": "sketch model.module first, then wrap the result",
+        "DataParallel": "sketch model.module first, then wrap the result",
+        "FullyShardedDataParallel": "sketch the plain model first, then wrap the result",
+        "FSDPModule": "sketch the plain model first, then call fully_shard on the result",
+        "OptimizedModule": "sketch the model that was compiled (model._orig_mod), then compile the result",
+        "ScriptModule": "sketch the plain model first, then script or trace the result",
+    }
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in advice and base.__module__.startswith("torch."):
+                where = f"its part {name}" if name else "the model"
+                raise WrappedModelError(f"{where} is a {base.__name__}: {advice[base.__name__]}")
+
+
+def check_weights(found: Found, *, meta_allowed: bool) -> None:
+    """Check the weights of all sites.
+
+    Raises:
+        WeightError: one holds NaN or Inf, or has no data and that is not allowed.
+    """
+    layers = [layer for site, _ in found.sites for layer in ((site.name, site.module), *site.tied)]
+    for layer_name, layer in layers:
+        for name, parameter in layer.named_parameters():
+            where = f"{layer_name}.{name}" if layer_name else name
+            if parameter.is_meta:
+                if meta_allowed:
+                    continue
+                raise WeightError(f"{where} is on the meta device: load the weights before sketching")
+            if not bool(torch.isfinite(parameter).all()):
+                bad = int((~torch.isfinite(parameter)).sum())
+                raise WeightError(f"{where} holds {bad:,} NaN or Inf among {parameter.numel():,} numbers")
+
+
+def weight_names(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a dense layer that are matrices or kernels, not biases."""
+    named = _filled_parameters(module).items()
+    return tuple(name for name, parameter in named if not name.endswith("bias") and parameter.dim() > 1)
+
+
+def _filled_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have a shape: those of a lazy layer get theirs with the first batch."""
+    named = module.named_parameters()
+    return {name: p for name, p in named if not isinstance(p, UninitializedTensorMixin)}
+
+
+class _Names:
+    """The names under which modules are registered in a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first = {module: name for name, module in model.named_modules()}
+        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in self._first:
+            for key, child in module._modules.items():
+                if child is not None:
+                    self._places[child].append((module, key))
+
+    def in_order(self) -> Iterator[str]:
+        """The first name of each module, in the order of the model."""
+        return iter(self._first.values())
+
+    def first(self, module: nn.Module) -> str:
+        """The name that `named_modules` gives it."""
+        return self._first[module]
+
+    def all(self, module: nn.Module, below: tuple[nn.Module, ...] = ()) -> Iterator[str]:
+        """Every name, also those through a container that several names reach."""
+        if module is self._model:
+            yield ""
+        elif module not in below:  # a module may be registered inside itself
+            for parent, key in self._places[module]:
+                for name in self.all(parent, (*below, module)):
+                    yield f"{name}.{key}" if name else key
+
+
+def _targets(
+    module: nn.Module, names: _Names, name: str = "", seen: set[int] | None = None
+) -> Iterator[_Target]:
+    """Every module of a known kind, parents before children, each once, without their parts."""
+    seen = set() if seen is None else seen
+    if id(module) in seen or isinstance(module, SketchedLayer):
+        return
+    seen.add(id(module))
+    owner = find_kind(module)
+    if owner is not None:
+        seen.update(id(part) for part in module.modules())
+        aliases = tuple(alias for alias in names.all(module) if alias != name)
+        yield _Target(name, module, owner.matches(module) or "", owner, aliases)
+        return
+    for child_name, child in module.named_children():
+        yield from _targets(child, names, f"{name}.{child_name}" if name else child_name, seen)
+
+
+def _check_selectors(
+    targets: list[_Target], sketched: Sequence[tuple[str, nn.Module]], config: SketchConfig
+) -> None:
+    """Raise SelectorError for a selector that matches no layer, neither dense nor sketched before."""
+    options = {"include": selectors(config.include), "exclude": selectors(config.exclude)}
+    if not isinstance(config.ratio, float | int):
+        options["ratio"] = tuple(config.ratio)
+    for option, given in options.items():
+        for selector in given:
+            known = any(_any((selector,), target) for target in targets)
+            if targets and not known and not any(selects(selector, m, name) for name, m in sketched):
+                names = ", ".join(target.name for target in targets[:5])
+                raise SelectorError(
+                    f"{option}: {selector!r} matches none of the {len(targets)} layers that could be "
+                    f"sketched ({names}{', ...' if len(targets) > 5 else ''})"
+                )
+
+
+def _not_selected(target: _Target, config: SketchConfig) -> str | None:
+    if _any(selectors(config.exclude), target):
+        return "excluded"
+    if config.include is not None and not _asked_for(target, config):
+        return "not included"
+    if not _any(tuple(selector for selector, _ in config.ratios()), target):
+        return "matches no selector of ratio"
+    return None
+
+
+def _left_alone_by_default(target: _Target, head: nn.Module | None, config: SketchConfig) -> str | None:
+    if _asked_for(target, config):
+        return None
+    if target.owner.unless_included is not None:
+        return target.owner.unless_included
+    if target.module is head:
+        return _HEAD
+    return None
+
+
+def _part_of_adapter(target: _Target, adapters: Sequence[str]) -> str | None:
+    for name in adapters:
+        if target.name.startswith(f"{name}." if name else ""):
+            return f"part of the PEFT adapter {name or 'that the model is'}: call merge_and_unload() first"
+    return None
+
+
+def _read_directly(target: _Target, reading: Reading) -> str | None:
+    if not target.name:
+        return None  # the model is the layer itself, and its own forward was read
+    for name in weight_names(target.module):
+        full = f"{target.name}.{name}"
+        if full in reading.direct:
+            if full in reading.opaque:
+                return f"forward uses its {name} directly; torch.export.export(model, args) may show a layer"
+            return f"forward uses its {name} directly: sketch torch.fx.symbolic_trace(model) instead"
+    return None
+
+
+def _asked_for(target: _Target, config: SketchConfig) -> bool:
+    return _any(selectors(config.include), target)
+
+
+def _any(given: tuple[Selector, ...], target: _Target) -> bool:
+    names = (target.name, *target.aliases)
+    return any(selects(selector, target.module, name) for selector in given for name in names)
+
+
+def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
+    """The layer that makes the model's output, if it is told apart from the others.
+
+    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
+    the number of features, and it is not one of a list of equal blocks.
+    """
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        named = model.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(named, nn.Module):
+            return named
+    linears = [target for target in targets if target.owner.may_be_head]
+    if len(linears) < 2:
+        return None
+    last = linears[-1]
+    parents = last.name.split(".")[:-1]
+    prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
+    in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
+    weight = last.module.weight
+    assert isinstance(weight, Tensor)
+    vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
+    return None if in_blocks or same_width else last.module
+
+
+def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Which modules hold each parameter: by the parameter's id."""
+    users = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append((name, module))
+    return users
+
+
+def _tied_groups(targets: list[_Target]) -> list[list[_Target]]:
+    """The targets, those that have one weight in common together."""
+    groups: dict[int, list[_Target]] = {}
+    for target in targets:
+        weight = target.module._parameters.get("weight")
+        groups.setdefault(id(target.module if weight is None else weight), []).append(target)
+    return list(groups.values())
+
+
+def _can_lead(target: _Target, group: list[_Target]) -> bool:
+    """Whether all others of the group can use the factors of this one's stand-in."""
+    others = (other for other in group if other is not target)
+    return all(target.owner.can_share(target.module, other.module) for other in others)
+
+
+def _unsafe_tie(
+    target: _Target,
+    group: list[_Target],
+    leader: _Target | None,
+    reasons: dict[str, str | None],
+    users: dict[int, list[tuple[str, nn.Module]]],
+) -> str | None:
+    """Why a weight that others use must stay dense, or None."""
+    parts = {id(part) for part in target.module.modules()}
+    parts.update(id(other.module) for other in group)
+    for name, parameter in target.module.named_parameters():
+        if name in weight_names(target.module):
+            for user, module in users[id(parameter)]:
+                if id(module) not in parts:
+                    return f"its {name} is shared with {user or 'the model itself'}, which stays dense"
+    for other in group:
+        if other is target:
+            continue
+        if other.owner.unless_included is not None and reasons[other.name] is not None:
+            return f"tied to {other.name}, an {other.kind}: left alone unless both are included"
+        if reasons[other.name] is not None:
+            return f"its weight is tied to {other.name}, which stays dense ({reasons[other.name]})"
+        if leader is None and target.owner is other.owner and target.owner.why_no_ties is not None:
+            return f"its weight is shared with {other.name}; {target.owner.why_no_ties}"
+        if leader is None:
+            return f"its weight is tied to {other.name}, a {other.kind}"
+    return None
+
+
+def _too_small(target: _Target, config: SketchConfig) -> str | None:
+    named = _filled_parameters(target.module)
+    numbers = sum(named[name].numel() for name in weight_names(target.module))
+    if numbers == 0:
+        return "empty: its weight holds no numbers"
+    if numbers < config.min_params:
+        return f"small: {numbers:,} numbers, min_params is {config.min_params:,}"
+    return None
+
+
+def _stays_dense(name: str, module: nn.Module, kind: str, reason: str) -> LayerPlan:
+    named = _filled_parameters(module)
+    shapes = [tuple(named[weight].shape) for weight in weight_names(module)]
+    numbers = sum(parameter.numel() for parameter in named.values())
+    return LayerPlan(name, kind, shapes[0] if shapes else (), numbers, None, reason)
+
+
+def _stays_sketched(name: str, layer: SketchedLayer) -> LayerPlan:
+    return LayerPlan(name, type(layer).__name__, (), layer.stored_numbers, None, ALREADY_SKETCHED)

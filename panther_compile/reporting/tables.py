@@ -1,0 +1,85 @@
+"""Tables for people: what `print(plan)` and `print(report)` show."""
+
+import html
+import io
+from collections.abc import Sequence
+
+
+def render_table(
+    title: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    footer: Sequence[str],
+    *,
+    width: int = 160,
+) -> str:
+    """A table as text.
+
+    Args:
+        title: above the table.
+        columns: (heading, "left" or "right") of each.
+        rows: the cells.
+        footer: lines below the table.
+        width: in characters; longer cells are folded.
+    """
+    # rich takes 0.1 s to import, which only those who print a table should pay.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for heading, justify in columns:
+        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    # Plain whatever the terminal or FORCE_COLOR says: no escape codes, no markup or emoji read into names.
+    console = Console(file=text, width=width, color_system=None, markup=False, emoji=False)
+    console.print(table)
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return "\n".join([*lines, *footer])
+
+
+def render_html(
+    title: str,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    footer: Sequence[str],
+    *,
+    above: Sequence[str] = (),
+    bars: Sequence[float | None] = (),
+    bar_column: str = "",
+) -> str:
+    """A table as HTML, for notebooks.
+
+    Args:
+        title: above the table.
+        columns: (heading, "left" or "right") of each.
+        rows: the cells.
+        footer: lines below the table.
+        above: lines between title and table.
+        bars: a share in [0, 1] for each row, drawn behind its cell of one column; None draws none.
+        bar_column: the heading of that column.
+    """
+    drawn = dict(enumerate(bars))
+    body = []
+    for number, row in enumerate(rows):
+        cells = []
+        for (heading, side), cell in zip(columns, row, strict=True):
+            part = drawn.get(number) if heading == bar_column else None
+            filled = (
+                "" if part is None else f";background:linear-gradient(90deg,#9cf {min(part, 1):.1%},#eee 0)"
+            )
+            cells.append(f'<td style="text-align:{side}{filled}">{html.escape(cell)}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(f'<th style="text-align:{side}">{html.escape(heading)}</th>' for heading, side in columns)
+    before, after = ("<br>".join(map(html.escape, lines)) for lines in (above, footer))
+    return (
+        f"<div><b>{html.escape(title)}</b><div>{before}</div><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table><small>{after}</small></div>"
+    )
+
+
+def share(part: float, whole: float) -> str:
+    """A ratio with three digits, or a dash where there is nothing to compare with."""
+    return f"{part / whole:.3f}" if whole else "-"

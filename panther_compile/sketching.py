@@ -1,0 +1,385 @@
+"""The stages of `sketchify`, in their order: prepare, learn, plan, fit, replace."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from os import PathLike
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from panther_compile.calibration.calibrate import Studied, fit_model, study_model
+from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
+from panther_compile.calibration.verdict import keep_verdict
+from panther_compile.config import Selector, SketchConfig
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    NoTargetError,
+)
+from panther_compile.healing.healer import heal, keep_report
+from panther_compile.healing.report import HealReport, heal_report
+from panther_compile.kinds.parts import NOTHING_READY, Ready, sketch_site
+from panther_compile.kinds.registry import wanted
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.models.batches import Call, Data, record_calls, run_dense
+from panther_compile.models.substitute import copied, copy_with, replace_inside
+from panther_compile.models.surroundings import undisturbed
+from panther_compile.models.watched import copy_sharing
+from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.planning.fastest import fastest
+from panther_compile.planning.plan import TIMED, TimedSites, hides_progress, make_plan
+from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
+from panther_compile.planning.sites import Found, check_module, check_weights, find_sites, without_uncalled
+from panther_compile.planning.timing import time_sites
+from panther_compile.planning.trace import clone_structure, read_graph, read_run
+from panther_compile.records import (
+    NEVER_REACHED,
+    RECORD_ATTRIBUTE,
+    Closeness,
+    Fitted,
+    RatioCurve,
+    SketchPlan,
+    SketchRecord,
+    keep_record,
+)
+from panther_compile.reporting.progress import ProgressBar
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The module given, the module tree to work on (its own, or a clone of it), and what was found in it."""
+
+    given: nn.Module
+    model: nn.Module
+    found: Found
+    route: str
+    reads_weights: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The replacements of the dense layers, and how they were made.
+
+    Attributes:
+        new: by the dense layer.
+        plan: that was carried out.
+        fitted: what came of each weight, by the name of its unit.
+        unreached: units that no data reached.
+        healed: what healing did.
+        small: a copy of the model that holds them, if one was made to be evaluated.
+        curve: of the search for the ratio.
+    """
+
+    new: dict[nn.Module, nn.Module]
+    plan: SketchPlan
+    fitted: dict[str, Fitted]
+    unreached: tuple[str, ...]
+    healed: HealReport | None = None
+    calibrated: bool = False
+    small: nn.Module | None = None
+    curve: RatioCurve | None = None
+
+
+def read_config(ratio: float | Mapping[Selector, float] | None, options: Mapping[str, Any]) -> SketchConfig:
+    """The options, checked; raises ConfigError or ConfigTypeError."""
+    known = {field.name for field in fields(SketchConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigTypeError(
+            f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}"
+        )
+    return SketchConfig(**options) if ratio is None else SketchConfig(ratio=ratio, **options)
+
+
+def check_data(
+    config: SketchConfig, data: Data | None, resume: str | PathLike[str] | None, example: Any
+) -> None:
+    """Raise ConfigError for options that need data where there is none."""
+    for option, given in (("refine", config.refine != "none"), ("resume", resume is not None)):
+        if given and data is None:
+            raise ConfigError(f"{option}= needs data=, inputs of the model to fit it to")
+    check_example(config, example, data)
+
+
+def check_example(config: SketchConfig, example: Any, data: Data | None) -> None:
+    """Raise ConfigError unless there is a batch to time layers on, where they are timed and only there."""
+    if config.objective != "latency" and example is not None:
+        raise ConfigError(f"example_inputs= is for objective='latency', got objective={config.objective!r}")
+    if config.objective == "latency" and example is None and data is None:
+        raise ConfigError("objective='latency' needs example_inputs=, a batch to time the layers on")
+
+
+@undisturbed()
+def prepare(
+    model: nn.Module, config: SketchConfig, example: Any = None, *, meta_allowed: bool = False
+) -> Prepared:
+    """Check the model, lift the functional calls of a graph, find the sites, and time them on an example."""
+    exported = isinstance(model, ExportedProgram)
+    if exported and config.inplace:
+        raise ConfigError("inplace=True conflicts with an ExportedProgram: a new module comes of it")
+    if exported:
+        model = model.module()  # type: ignore[attr-defined, operator]
+    check_module(model)
+    given = model
+    if isinstance(model, fx.GraphModule):
+        model = copied(clone_structure, model)
+        lift_functional(model)  # type: ignore[arg-type]
+    reading = read_graph(model)
+    found = find_sites(model, config, reading)
+    check_weights(found, meta_allowed=meta_allowed)
+    if example is not None:
+        found = time_sites(model, found, example)
+    route = "torch.export graph" if exported else reading.route
+    return Prepared(given, model, found, route, bool(reading.direct))
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """All that is known of a model before layers are planned, whatever the ratio.
+
+    Attributes:
+        prepared: the model and its sites.
+        config: the options, with what `output` was found to be.
+        inputs: what layers are fitted to, and sketch and model are compared on.
+        calls: those of the fit; empty for the weights alone.
+        output: what the model's result is taken for, in words.
+        studied: what the calls show of the model; None without any.
+    """
+
+    prepared: Prepared
+    config: SketchConfig
+    inputs: Inputs
+    calls: Sequence[Call]
+    output: str
+    studied: Studied | None
+
+
+@undisturbed()
+def learn(
+    prepared: Prepared,
+    config: SketchConfig,
+    data: Data | str | None,
+    resume: str | PathLike[str] | None,
+    example: Any,
+) -> Learnt:
+    """Read data, or make inputs up, and study the dense model on them.
+
+    Where time counts and no example was given, layers are timed on the first batch.
+    """
+    inputs = read_inputs(prepared.model, prepared.found, data, config)
+    calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
+    prepared = replace(prepared, found=found)
+    studied = _study(prepared, config, calls, resume) if calls else None
+    if studied is not None and config.objective == "latency" and example is None:
+        studied = replace(studied, found=time_sites(prepared.model, studied.found, calls[0]))
+    if studied is not None:
+        prepared = replace(prepared, found=studied.found)
+    return Learnt(prepared, config, inputs, calls, output, studied)
+
+
+def _study(
+    prepared: Prepared, config: SketchConfig, calls: Sequence[Call], resume: str | PathLike[str] | None
+) -> Studied:
+    if any(parameter.is_inference() for parameter in prepared.model.parameters()):
+        raise ConfigTypeError(
+            f"{type(prepared.model).__name__} was made under torch.inference_mode(), which rules out the "
+            "gradients that data= needs: make it outside"
+        )
+    uncalled = read_run(copy_sharing(prepared.model, {}), lambda model: run_dense(model, calls[0], 0))
+    prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
+    if not prepared.found.sites:
+        plan_sites(prepared, config)  # says why
+    return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume)
+
+
+@undisturbed()
+def make(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
+    """Plan, fit and sketch at the ratio of the options, and heal."""
+    made = fit(prepared, config, studied)
+    if studied is not None and config.refine != "none":
+        return replace(made, healed=_refine(prepared.model, made.new, studied.calls, config))
+    return made
+
+
+def fit(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
+    """Plan, fit and sketch; where time counts, what is faster as a whole."""
+    if not isinstance(prepared.found, TimedSites):
+        return _fit_once(prepared, config, studied)
+
+    def fit_found(found: Found) -> Made:
+        counts = isinstance(found, TimedSites)
+        given = config if counts else replace(config, objective="size")
+        known = None if studied is None else replace(studied, found=found)
+        return _fit_once(replace(prepared, found=found), given, known)
+
+    made, times = fastest(prepared.found, fit_found)
+    return made if times is None else replace(made, plan=replace(made.plan, seconds=times.fastest))
+
+
+def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
+    unreached: tuple[str, ...] = ()
+    note = ""
+    if studied is None:
+        plan, ready = plan_sites(prepared, config), NOTHING_READY
+    else:
+        calibrated = fit_model(studied, config)
+        plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
+        note = calibrated.note
+        _check_plan(prepared, plan, config)
+    new, fitted = _sketch(prepared.found, plan, config, ready)
+    fitted |= {name: replace(one, note=note) for name, one in fitted.items() if note}
+    fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
+    return Made(new, plan, fitted, unreached, calibrated=studied is not None)
+
+
+def search(learnt: Learnt, wanted: RatioCurve, evaluate: Evaluate) -> Made:
+    """What passes at the smallest ratio, in the copy of the model that was measured."""
+    passing: list[Made] = []
+    prepared = learnt.prepared
+
+    def score_at(ratio: float) -> float:
+        made = make(prepared, replace(learnt.config, ratio=ratio), learnt.studied)
+        if passing and _stored(made.plan) > _stored(passing[0].plan):
+            raise NoTargetError(f"ratio {ratio:g} leaves layers dense that larger ratios make smaller")
+        with undisturbed():
+            small = copy_model(prepared.model, made.new)
+        turn_off_nested_tensors(small)
+        score = measured(evaluate, small, f"the model of ratio {ratio:g}")
+        if wanted.passes(score):
+            passing[:] = [replace(made, small=small)]  # a later one is of a smaller ratio
+        return score
+
+    curve = search_ratio(score_at, wanted.dense_score, wanted.max_drop)
+    return replace(passing[0], curve=curve)
+
+
+def _stored(plan: SketchPlan) -> int:
+    """Stored numbers of all that could be sketched, whether it is or not."""
+    return sum(line.stored_numbers for line in plan.layers)
+
+
+def plan_sites(prepared: Prepared, config: SketchConfig) -> SketchPlan:
+    """The plan by the weights alone; raises NoTargetError if it sketches nothing that it was asked to."""
+    plan = make_plan(prepared.found, config, prepared.route)
+    _check_plan(prepared, plan, config)
+    return plan
+
+
+def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> None:
+    """Raise NoTargetError, with the reasons, if the plan sketches nothing that it was asked to."""
+    found = prepared.found
+    dense_on_purpose = any(ratio == 1.0 for _, ratio in config.ratios())
+    if not found.sites or not (plan.sketched or dense_on_purpose):
+        slow = tuple(line for line in plan.layers if line.reason.startswith(TIMED))
+        lines = (slow or plan.layers)[:10]
+        reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in lines)
+        more = f"\n  and {len(plan.layers) - len(lines)} more" if len(plan.layers) > len(lines) else ""
+        sought = f"wanted {wanted()}"
+        if slow:
+            sought = "no layer has a sketch of this ratio that is faster here"
+        elif prepared.reads_weights:
+            sought += "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
+        raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {sought}{reasons}{more}")
+
+
+def _sketch(
+    found: Found, plan: SketchPlan, config: SketchConfig, ready: Ready
+) -> tuple[dict[nn.Module, nn.Module], dict[str, Fitted]]:
+    """The stand-in of every dense layer that the plan sketches, and what came of each weight."""
+    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    new: dict[nn.Module, nn.Module] = {}
+    fitted: dict[str, Fitted] = {}
+    for site, owner in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
+        made = sketch_site(site, owner, choices, config, ready)
+        if made is None:
+            continue
+        layer, came_of_it = made
+        fitted |= came_of_it
+        new[site.module] = layer
+        for _, other in site.tied:
+            assert isinstance(layer, SketchedLayer)
+            new[other] = owner.share(layer, other)
+    return new, fitted
+
+
+def _refine(
+    dense: nn.Module, new: Mapping[nn.Module, nn.Module], calls: Sequence[Call], config: SketchConfig
+) -> HealReport:
+    """Heal the new layers, where they are in a copy of the dense model."""
+    healed = heal(
+        copy_model(dense, new),
+        teacher=dense,
+        data=calls,
+        steps=config.refine_steps,
+        method=config.refine,
+        output=config.output,
+        seed=config.seed,
+        progress=config.progress,
+        inplace=True,
+    )
+    return heal_report(healed)
+
+
+def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
+    """The user's model with the new layers, and the record of what was done."""
+    prepared, config = learnt.prepared, learnt.config
+    with undisturbed():
+        closeness, made = _judge(learnt, made)
+        if config.inplace:
+            result = _replace_in_place(model, prepared, made.new)
+        else:
+            result = copy_model(prepared.model, made.new) if made.small is None else made.small
+    turn_off_nested_tensors(result)
+    earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
+    keep_record(result, SketchRecord.after(earlier, made.plan, made.fitted, made.curve))
+    if made.healed is not None:
+        keep_report(result, made.healed)
+    source = learnt.inputs.source if made.calibrated else "weights"
+    keep_verdict(result, closeness, fitted_to=source, output=learnt.output)
+    if made.unreached:
+        warnings.warn(
+            f"data never reached {', '.join(made.unreached)}: sketched from the weights alone; give "
+            "data that does, or exclude what is not needed",
+            stacklevel=3,
+        )
+    return result
+
+
+def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
+    """How close the outputs are; where nobody asked for the fit, the closer one of it and of none."""
+    prepared, config = learnt.prepared, learnt.config
+
+    def closeness(one: Made) -> Closeness:
+        return learnt.inputs.closeness(prepared.model, one.new, learnt.calls, config)
+
+    judged = [(closeness(made), made)]
+    if learnt.inputs.optional and made.curve is None:
+        plain = make(prepared, config, None)
+        judged.insert(0, (closeness(plain), plain))
+    return min(judged, key=lambda one: one[0].share)
+
+
+def _replace_in_place(model: nn.Module, prepared: Prepared, new: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The last step, so that whatever fails before leaves the model as it was."""
+    if prepared.model is not model:  # a graph: its clone was lifted, and the layers are the clone's
+        names = {module: name for name, module in prepared.model.named_modules()}
+        lift_functional(model)  # type: ignore[arg-type]
+        new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
+    return replace_inside(model, new)
+
+
+def copy_model(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """The copy with the replacements, checked to hold them all."""
+    result = copied(lambda given: copy_with(given, new), model, "; inplace=True needs no copy")
+    wanted = type(new.get(model, model))
+    alike = isinstance(result, fx.GraphModule if issubclass(wanted, fx.GraphModule) else wanted)
+    if not alike or not set(result.modules()).issuperset(new.values()):
+        raise ConfigTypeError(
+            f"a deep copy of {type(model).__name__} does not hold the new layers: its own __deepcopy__ "
+            "or __getstate__ made others; inplace=True needs no copy"
+        )
+    return result

@@ -1,0 +1,178 @@
+"""LoRA of PEFT on sketched layers, by the names of the dense ones."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import panther_compile as pc
+
+peft = pytest.importorskip("peft")
+init_lora_from_dense = pytest.importorskip("panther_compile.integrations.adapters").init_lora_from_dense
+pytestmark = pytest.mark.integrations
+
+WIDTHS = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+IDS = torch.arange(3, 23).reshape(2, 10)
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**WIDTHS, num_key_value_heads=2, initializer_range=0.1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=4, initializer_range=0.1)
+    ).eval()
+
+
+def sketch(model, ratio=0.5, **options):
+    return pc.sketchify(model, ratio, **OPTIONS, **options)
+
+
+def adapt(small, targets=("q_proj", "v_proj"), rank=4, **options):
+    options = {"target_modules": list(targets), "lora_alpha": 2 * rank} | options
+    return peft.get_peft_model(copy.deepcopy(small), peft.LoraConfig(r=rank, **options)).eval()
+
+
+def disturb(model):
+    """Adapters that matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("build", "targets"),
+    [(llama, ("q_proj", "v_proj", "down_proj")), (gpt2, ("c_attn", "c_proj"))],
+)
+def test_lora_by_the_dense_names_merges_exactly(build, targets):
+    small = sketch(build())
+    tuned = adapt(small, targets, fan_in_fan_out=build is gpt2)
+    assert torch.equal(logits(tuned), logits(small))  # it starts as the sketch
+    disturb(tuned)
+    wanted = logits(tuned)
+    assert error(wanted, logits(small)) > 0.01
+    tuned.merge_adapter()
+    assert error(logits(tuned), wanted) < 1e-5
+    tuned.unmerge_adapter()
+    assert torch.equal(logits(tuned), wanted)
+    merged = tuned.merge_and_unload(safe_merge=True)
+    assert error(logits(merged), wanted) < 1e-5
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    sketched = [m for m in merged.modules() if isinstance(m, pc.SketchedLinear)]
+    assert sketched  # of a larger rank, and still low
+
+
+def test_only_the_adapters_are_trained():
+    tuned = adapt(sketch(llama())).train()
+    tuned(IDS, labels=IDS).loss.backward()
+    trained = {name for name, p in tuned.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in tuned.named_parameters() if "lora_" in name}
+    assert len(trained) == 8
+
+
+def test_merged_models_are_saved_and_loaded(tmp_path):
+    merged = disturb(adapt(sketch(llama()))).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(merged))
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+def test_adapters_are_saved_and_loaded(way, tmp_path):
+    small = sketch(llama())
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if way == "get_peft_model":
+        tuned = disturb(peft.get_peft_model(copy.deepcopy(small), config)).eval()
+        tuned.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path)
+    else:
+        tuned = copy.deepcopy(small)
+        tuned.add_adapter(config)
+        disturb(tuned).eval().save_pretrained(tmp_path)
+        again = copy.deepcopy(small)
+        again.load_adapter(str(tmp_path))
+    assert torch.equal(logits(again.eval()), logits(tuned))
+
+
+def test_an_adapter_of_the_dense_model_fits_the_sketch(tmp_path):
+    model = llama()
+    tuned = disturb(adapt(model))
+    tuned.save_pretrained(tmp_path)
+    small = sketch(model, 0.8)
+    again = peft.PeftModel.from_pretrained(small, tmp_path).eval()
+    assert error(logits(again), logits(tuned)) < error(logits(sketch(model, 0.8)), logits(tuned))
+
+
+def test_narrow_layers_are_adapted_between_their_widths(tmp_path):
+    data = [torch.randint(0, 99, (4, 16)) for _ in range(4)]
+    small = sketch(llama(), data=data)
+    narrow = [m for m in small.modules() if type(m).__name__ == "NarrowLinear"]
+    assert {layer.padded for layer in narrow} == {True, False}
+    tuned = disturb(adapt(small, ("v_proj", "o_proj", "up_proj", "down_proj")))
+    wanted = logits(tuned)
+    assert error(wanted, logits(small)) > 0.01
+    merged = tuned.merge_and_unload()
+    assert error(logits(merged), wanted) < 1e-5
+    merged.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(merged))
+
+
+def test_it_starts_from_what_the_sketch_left_out():
+    model = llama()
+    data = [torch.randint(0, 99, (4, 16)) for _ in range(4)]
+    small = sketch(model)
+    distances = [error(logits(small), logits(model))]
+    for given in (None, data):
+        tuned = adapt(small, ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj"), rank=8)
+        init_lora_from_dense(tuned, model, data=given)
+        distances.append(error(logits(tuned), logits(model)))
+    assert distances[1] < 0.9 * distances[0]
+    assert distances[2] < distances[1]
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_an_adapter_of_full_rank_is_the_dense_layer(build):
+    model = build()
+    names = ("q_proj",) if build is llama else ("c_attn",)
+    small = copy.deepcopy(model)
+    for name, layer in list(small.named_modules()):
+        if name.endswith(names):
+            kind = pc.SketchedLinear if build is llama else type(pc.sketchify(layer, 0.5, **OPTIONS))
+            small.set_submodule(name, kind.from_dense(layer, ratio=0.5))
+    tuned = adapt(small, names, rank=64)
+    init_lora_from_dense(tuned, model)
+    assert error(logits(tuned), logits(model)) < 1e-5
+    merged = tuned.merge_and_unload()
+    assert error(logits(merged), logits(model)) < 1e-5
+    assert not any(isinstance(m, pc.SketchedLinear) for m in merged.modules())  # dense stores less
+
+
+def test_what_cannot_be_is_refused():
+    model = llama()
+    small = sketch(model)
+    with pytest.raises(pc.PantherError, match="init_lora_weights='pissa' changes the weight"):
+        adapt(small, init_lora_weights="pissa")
+    with pytest.raises(ValueError, match="use_dora"):
+        adapt(small, use_dora=True)
+    with pytest.raises(pc.PantherError, match="no sketched layer"):
+        init_lora_from_dense(adapt(model), model)
+    with pytest.raises(pc.PantherError, match="wanted a dense layer"):
+        init_lora_from_dense(adapt(small), small)

@@ -1,0 +1,88 @@
+"""A dense state dict in a sketched model: refused by name, or projected when asked."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 48)
+        self.attention = nn.MultiheadAttention(48, 4, batch_first=True, add_bias_kv=True)
+        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
+        self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 7)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.norm(x + self.down(self.up(x).relu())))
+
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_dense_state_dict_is_refused_by_name():
+    model = Model().eval()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    with pytest.raises(pc.PantherError, match=r"attention.in_proj_weight \(144, 48\).*project_state_dict"):
+        small.load_state_dict(model.state_dict())
+    with pytest.raises(pc.PantherError, match=r"up\.weight \(96, 48\).*a SketchedLinear: load"):
+        small.load_state_dict({"up.weight": model.up.weight}, strict=False)
+
+
+@pytest.mark.parametrize("include", [None, "*"])
+def test_what_the_sketch_holds_already_is_projected_onto_itself(include):
+    small = pc.sketchify(Model().eval(), 0.5, include=include, **OPTIONS)
+    state = pc.project_state_dict(small, pc.densify(small).state_dict())
+    again = copy.deepcopy(small)
+    again.load_state_dict(state)
+    torch.testing.assert_close(again(IDS), small(IDS), rtol=1e-4, atol=1e-5)
+
+
+def test_a_fine_tuned_sibling_is_followed():
+    model = Model().eval()
+    sibling = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in sibling.parameters():
+            if parameter.dim() == 2:  # as fine-tuning changes weights: at a low rank
+                outer = torch.randn(len(parameter), 1) @ torch.randn(1, parameter.shape[1])
+                parameter += 0.5 * outer * parameter.norm() / outer.norm()
+            else:
+                parameter += 0.1 * torch.randn_like(parameter)
+    data = [torch.randint(0, 50, (8, 12)) for _ in range(4)]
+    small = pc.sketchify(model, 0.7, data=data, narrow=False, **OPTIONS)
+    followed = {}
+    for name, base in (("alone", None), ("with base", model.state_dict())):
+        followed[name] = copy.deepcopy(small)
+        followed[name].load_state_dict(pc.project_state_dict(small, sibling.state_dict(), base=base))
+    wanted = sibling(IDS)
+    assert error(followed["with base"](IDS), wanted) < 0.8 * error(small(IDS), wanted)
+    assert torch.equal(followed["alone"].head.weight, sibling.head.weight)
+    assert torch.equal(followed["alone"].attention.bias_k, sibling.attention.bias_k)
+
+
+def test_what_cannot_follow_is_named():
+    model = Model().eval()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    state = model.state_dict()
+    del state["norm.weight"]
+    with pytest.raises(pc.PantherError, match=r"has no norm\.weight"):
+        pc.project_state_dict(small, state)
+    with pytest.raises(pc.PantherError, match="no sketched layer"):
+        pc.project_state_dict(model, model.state_dict())
+    data = [torch.randint(0, 50, (8, 12)) for _ in range(4)]
+    narrow = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    if any(type(m).__name__ == "NarrowLinear" for m in narrow.modules()):
+        with pytest.raises(pc.PantherError, match="left out"):
+            pc.project_state_dict(narrow, model.state_dict())

@@ -1,0 +1,45 @@
+"""Loading by a device map, as accelerate dispatches it: the CPU, "auto", and layers left on disk."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import panther_compile as pc
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.integrations
+
+IDS = torch.arange(20).reshape(2, 10)
+ON_DISK = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", ON_DISK], ids=["cpu", "auto", "disk"])
+def test_a_device_map_gives_the_same_model(device_map, tmp_path):
+    config = LlamaConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    small = pc.sketchify(model, 0.5, min_params=0, allow_slower=True, progress=False)
+    small.save_pretrained(tmp_path / "small", max_shard_size="20KB")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", device_map=device_map, offload_folder=tmp_path / "offloaded"
+    )
+    placed = {p.device.type for p in again.model.layers[1].parameters()}
+    assert placed == ({"meta"} if device_map is ON_DISK else {"cpu"})
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, small(IDS).logits)
+        again.save_pretrained(tmp_path / "saved again")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved again")
+        assert torch.equal(loaded(IDS).logits, small(IDS).logits)

@@ -1,0 +1,87 @@
+"""diffusers: models with sketched layers are saved and loaded, alone and in a pipeline."""
+
+import copy
+
+import pytest
+import torch
+
+import panther_compile as pc
+
+diffusers = pytest.importorskip("diffusers")
+pytestmark = pytest.mark.integrations
+
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+
+
+def unet():
+    torch.manual_seed(0)
+    return diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    ).eval()
+
+
+def run(model):
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(x.to(model.dtype), 5).sample
+
+
+def test_a_model_comes_back(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    kinds = {type(layer).__name__ for layer in small.modules()}
+    assert {"SketchedLinear", "SketchedConv2d"} <= kinds
+    small.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    assert [type(m) for m in again.modules()] == [type(m) for m in small.modules()]
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in small.state_dict().items())
+    torch.testing.assert_close(run(again), run(small), rtol=1e-5, atol=1e-5)
+    half = diffusers.UNet2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    again.train()(torch.randn(1, 3, 8, 8), 5).sample.sum().backward()
+    again.save_pretrained(tmp_path / "once more")
+    torch.testing.assert_close(
+        run(diffusers.UNet2DModel.from_pretrained(tmp_path / "once more")), run(small), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_shared_factors_come_back(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    by_shape = {}
+    for layer in small.modules():
+        if isinstance(layer, pc.SketchedLinear):
+            layer.down = by_shape.setdefault(layer.down.weight.shape, layer).down
+    data = [{"sample": torch.randn(2, 3, 8, 8), "timestep": 5} for _ in range(2)]
+    small = pc.heal(small, teacher=unet(), data=data, steps=1)
+    small.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    assert len(list(again.parameters())) == len(list(small.parameters()))
+    torch.testing.assert_close(run(again), run(small), rtol=1e-5, atol=1e-5)
+
+
+def test_a_pipeline_comes_back(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    pipeline = diffusers.DDPMPipeline(small, diffusers.DDPMScheduler(num_train_timesteps=20))
+    pipeline.save_pretrained(tmp_path)
+    again = diffusers.DDPMPipeline.from_pretrained(tmp_path)
+    images = [
+        one(generator=torch.Generator().manual_seed(3), num_inference_steps=2, output_type="np").images
+        for one in (pipeline, again)
+    ]
+    torch.testing.assert_close(torch.as_tensor(images[1]), torch.as_tensor(images[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_densified_model_is_saved_as_a_dense_one(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    dense = pc.densify(copy.deepcopy(small))
+    dense.save_pretrained(tmp_path)
+    assert "panther_compile" not in (tmp_path / "config.json").read_text()
+    torch.testing.assert_close(
+        run(diffusers.UNet2DModel.from_pretrained(tmp_path)), run(dense), rtol=1e-5, atol=1e-5
+    )

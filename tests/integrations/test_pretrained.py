@@ -1,0 +1,263 @@
+"""`save_pretrained` and `from_pretrained` give a sketched model back, error 0."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    pipeline,
+)
+from zoo import ZOO, call, generate, tensors
+
+import panther_compile as pc
+
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+PRETRAINED = sorted(name for name, entry in ZOO.items() if "transformers" in type(entry.build()).__module__)
+WIDTHS = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+IDS = torch.arange(20).reshape(2, 10)
+
+
+def llama(**options):
+    config = LlamaConfig(**WIDTHS, num_key_value_heads=2, initializer_range=0.1, **options)
+    return LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=4, n_positions=64)).eval()
+
+
+def sketch(model, ratio=0.5, **options):
+    return pc.sketchify(model, ratio, **OPTIONS, **options)
+
+
+def assert_same(found, wanted, inputs):
+    """Bit for bit the same tensors, and results that differ by no more than where they lie in memory."""
+    state, others = wanted.state_dict(), found.state_dict()
+    assert list(state) == list(others)
+    assert all(torch.equal(value, others[name]) for name, value in state.items())
+    with torch.no_grad():
+        pairs = zip(tensors(call(found, inputs)), tensors(call(wanted, inputs)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def types(model):
+    return {name: type(module).__name__ for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_model_comes_back(name, tmp_path):
+    entry = ZOO[name]
+    small = sketch(entry.build(), 0.6)
+    small.save_pretrained(tmp_path)
+    again, loading = type(small).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert types(again) == types(small)
+    assert_same(again, small, entry.inputs())
+    assert pc.sketch_report(again) == pc.sketch_report(small)
+    if entry.generate is not None:
+        assert torch.equal(generate(again, entry), generate(small, entry))
+
+
+def test_it_comes_back_from_shards_in_another_dtype(tmp_path):
+    small = sketch(llama())
+    small.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wanted = small.bfloat16().state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in half.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_narrow_layers_come_back(build, tmp_path):
+    small = sketch(build(), data=[torch.randint(0, 99, (4, 16)) for _ in range(4)])
+    assert any("Narrow" in kind for kind in types(small).values())
+    small.save_pretrained(tmp_path)
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), small, (IDS,))
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_shared_factors_come_back(build, tmp_path):
+    small = sketch(build())
+    layers = [m for m in small.modules() if isinstance(m, pc.SketchedLinear)]
+    by_shape = {}
+    for layer in layers:
+        layer.down = by_shape.setdefault(layer.down.weight.shape, layer).down
+    assert len(by_shape) < len(layers) - 2
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(again, small, (IDS,))
+    assert len(list(again.parameters())) == len(list(small.parameters()))  # one parameter where it was one
+    again.save_pretrained(tmp_path / "once more")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "once more"), small, (IDS,))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_embeddings_and_a_tied_head_come_back(tie, tmp_path):
+    small = sketch(llama(tie_word_embeddings=tie), include="*")
+    assert isinstance(small.get_input_embeddings(), pc.SketchedEmbedding)
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(again, small, (IDS,))
+    tied = again.lm_head.up.weight is again.model.embed_tokens.codes.weight
+    assert tied is tie
+    again.tie_weights()
+    small.tie_weights()
+    assert_same(again, small, (IDS,))
+
+
+def test_a_body_comes_back_from_a_model_with_a_head_and_a_head_is_put_on_a_body(tmp_path):
+    config = BertConfig(**WIDTHS, max_position_embeddings=64)
+    small = sketch(BertForMaskedLM(config).eval())
+    small.save_pretrained(tmp_path / "masked")
+    small.bert.save_pretrained(tmp_path / "body")
+    body = AutoModel.from_pretrained(tmp_path / "masked", add_pooling_layer=False)
+    assert_same(body, small.bert, (IDS,))
+    for source in ("masked", "body"):
+        classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / source, num_labels=3)
+        found, wanted = classifier.bert(IDS)[0], small.bert(IDS)[0]
+        assert torch.equal(found, wanted)
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+
+class OwnModel(PreTrainedModel):
+    """A model of the user's, with an attention of torch and convolutions."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.patches = nn.Conv2d(3, 32, 4, 4)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.layer = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 5)
+        self.post_init()
+
+    def forward(self, pixel_values):
+        x = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.layer(x).relu().mean(1))
+
+
+@pytest.mark.parametrize("attention", ["exact", "favor"])
+def test_convolutions_and_attention_of_torch_come_back(attention, tmp_path):
+    small = sketch(OwnModel(OwnConfig()).eval(), attention=attention)
+    assert {"SketchedMultiheadAttention", "SketchedConv2d"} <= set(types(small).values())
+    small.save_pretrained(tmp_path)
+    assert_same(OwnModel.from_pretrained(tmp_path), small, (torch.randn(2, 3, 16, 16),))
+
+
+def test_a_model_that_was_loaded_is_an_ordinary_one(tmp_path):
+    sketch(llama()).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again.train()(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in again.parameters())
+    copy.deepcopy(again).half().float()  # transformers refuses both of a quantised model
+    again.resize_token_embeddings(120)
+    again.save_pretrained(tmp_path)
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), again.eval(), (IDS,))
+    dense = again.dequantize()
+    assert "SketchedLinear" not in types(dense).values()
+    torch.testing.assert_close(
+        dense(IDS).logits, AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_densified_model_is_saved_as_a_dense_one(tmp_path):
+    small = sketch(llama())
+    small.save_pretrained(tmp_path)
+    dense = pc.densify(small)
+    dense.save_pretrained(tmp_path)
+    assert "panther_compile" not in (tmp_path / "config.json").read_text()
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), dense, (IDS,))
+
+
+def test_a_model_loaded_by_load_sketched_is_saved_too(tmp_path):
+    small = sketch(llama())
+    pc.save_sketched(small, tmp_path / "ours")
+    pc.load_sketched(llama(), tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "theirs"), small, (IDS,))
+
+
+def test_a_pipeline_takes_the_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(99)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    small = sketch(llama())
+    for part in (small, tokenizer):
+        part.save_pretrained(tmp_path)
+    texts = [
+        pipeline("text-generation", model=model, tokenizer=tokenizer)(
+            "w5 w6 w7", max_new_tokens=5, do_sample=False
+        )
+        for model in (str(tmp_path), small)
+    ]
+    assert texts[0] == texts[1]
+
+
+REFUSED = """
+import sys
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError:
+    print("refused")
+import panther_compile
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("loaded")
+"""
+
+
+def test_without_the_import_it_is_refused_by_name(tmp_path):
+    sketch(llama()).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.split() == ["refused", "loaded"], done.stderr
+    assert "got panther_compile" in done.stderr  # the name to import
+
+
+def test_a_folder_of_another_size_is_refused(tmp_path):
+    sketch(llama()).save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    config.intermediate_size = 80
+    with pytest.raises(pc.PantherError, match=r"mlp.gate_proj.*another size|another size.*mlp.gate_proj"):
+        LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    sketch(llama()).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(pc.PantherError, match="upgrade it"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_weights_file_loads_by_hand(tmp_path):
+    small = sketch(gpt2())
+    small.save_pretrained(tmp_path)
+    missing, unexpected = sketch(gpt2()).load_state_dict(
+        load_file(tmp_path / "model.safetensors"), strict=False
+    )
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied

@@ -1,0 +1,96 @@
+"""Each kind of layer through every route: what a kind answers is all that the library knows of it."""
+
+import pytest
+import torch
+from kinds import routes
+from kinds.routes import Made
+from torch import nn
+
+from panther_compile.layers.conv1d import SketchedConv1d
+from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
+
+KINDS = {
+    "Conv1d": (
+        lambda: Made(
+            nn.Conv1d(12, 24, 5, stride=2, padding=2),
+            nn.Conv1d(24, 24, 3, dilation=2, padding="same", padding_mode="circular"),
+            nn.Conv1d(24, 24, 3, groups=2, padding=1, bias=False),
+            nn.Conv1d(24, 16, 1),
+        ),
+        (3, 12, 40),
+        (SketchedConv1d,),
+        "Conv",
+    ),
+    "ConvTranspose1d": (
+        lambda: Made(
+            nn.ConvTranspose1d(12, 16, 4, stride=2, padding=1),
+            nn.ConvTranspose1d(16, 16, 3, stride=3, output_padding=1, dilation=2, groups=2),
+            nn.ConvTranspose1d(16, 12, 3, bias=False),
+        ),
+        (3, 12, 10),
+        (SketchedConvTranspose1d,),
+        "ConvTranspose",
+    ),
+    "ConvTranspose2d": (
+        lambda: Made(
+            nn.ConvTranspose2d(12, 16, (4, 3), stride=2, padding=1),
+            nn.ConvTranspose2d(16, 16, 3, stride=(1, 2), output_padding=(0, 1), groups=2),
+            nn.ConvTranspose2d(16, 12, 2, dilation=2, bias=False),
+        ),
+        (2, 12, 5, 6),
+        (SketchedConvTranspose2d,),
+        "ConvTranspose",
+    ),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def case(request):
+    build, shape, layer_types, op_type = KINDS[request.param]
+    torch.manual_seed(0)
+    # Inputs of few directions, as those of trained models are: data then tells more than the weights.
+    mixing = torch.randn(shape[1], 3)
+    batches = [
+        torch.einsum("cr,nr...->nc...", mixing, torch.randn(8, 3, *shape[2:]))
+        + 0.05 * torch.randn(8, *shape[1:])
+        for _ in range(4)
+    ]
+    return build, batches[0][: shape[0]], batches, layer_types, op_type
+
+
+def test_weights_alone_saved_and_skeleton(case, tmp_path):
+    build, x, _, layer_types, _ = case
+    small = routes.by_weights(build(), x, layer_types)
+    routes.saved_and_loaded(small, build(), x, tmp_path / "saved")
+    routes.as_skeleton(build, small)
+
+
+def test_data_and_healing(case):
+    build, x, batches, layer_types, _ = case
+    model = build()
+    routes.by_data(model, batches, x, layer_types)
+    routes.healed(model, batches, x)
+
+
+def test_latency(case):
+    build, x, _, _, _ = case
+    routes.by_latency(build(), x)
+
+
+def test_graphs_and_backend(case):
+    build, x, _, layer_types, _ = case
+    routes.traced(build(), x, layer_types)
+    assert routes.compiled(build(), x, layer_types) > 1e-4  # it was sketched
+
+
+def test_onnx(case, tmp_path):
+    build, x, _, _, op_type = case
+    model = build()
+    small = routes.by_weights(model, x, case[3])
+    routes.exported(small, x, tmp_path / "small.onnx")
+    routes.onnx_sketched(model, x, tmp_path, op_type)
+
+
+def test_partition(case):
+    build, x, _, layer_types, _ = case
+    routes.partitioned(routes.by_weights(build(), x, layer_types), x)

@@ -1,0 +1,115 @@
+"""nn.LSTM and nn.GRU: the same as torch's at full rank, and through every route when included."""
+
+import pytest
+import torch
+from kinds import routes
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import panther_compile as pc
+from panther_compile.kinds.registry import kind_of
+from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
+
+OPTIONS = {
+    "one": {},
+    "stack": {"num_layers": 2, "batch_first": True},
+    "both ways": {"bidirectional": True, "num_layers": 2},
+    "no bias": {"bias": False, "batch_first": True},
+    "projected": {"proj_size": 5, "bidirectional": True, "num_layers": 2},
+}
+CASES = [(make, name) for make in (nn.LSTM, nn.GRU) for name in OPTIONS]
+CASES.remove((nn.GRU, "projected"))
+
+
+def opened(layer):
+    """The replacement with dense parts: torch's arithmetic, weight by weight."""
+    kind = kind_of(layer)
+    return kind.assemble(layer, kind.parts(layer))
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found[1], wanted[1])), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_parts_compute_what_torch_computes(make, name):
+    dense = make(7, 9, **OPTIONS[name])
+    layer = opened(dense)
+    shape = (3, 6, 7) if dense.batch_first else (6, 3, 7)
+    x = torch.randn(shape)
+    assert_same(layer(x), dense(x))
+    _, state = dense(x)
+    assert_same(layer(x, state), dense(x, state))
+    assert_same(layer(x[0]), dense(x[0]))
+    assert layer.dense_numbers == sum(p.numel() for p in dense.parameters())
+    again = layer.to_dense()
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in dense.named_parameters())
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
+@pytest.mark.parametrize("given", [True, False])
+def test_packed_sequences(make, name, given):
+    dense = make(7, 9, **OPTIONS[name])
+    layer = opened(dense)
+    x = torch.randn(5, 4, 7)
+    packed = pack_padded_sequence(x, torch.tensor([2, 5, 1, 4]), enforce_sorted=False)
+    state = dense(x.transpose(0, 1) if dense.batch_first else x)[1] if given else None
+    found, wanted = layer(packed, state), dense(packed, state)
+    assert_same((pad_packed_sequence(found[0])[0], found[1]), (pad_packed_sequence(wanted[0])[0], wanted[1]))
+
+
+class Tagger(nn.Module):
+    def __init__(self, make=nn.LSTM):
+        super().__init__()
+        self.recurrent = make(24, 32, num_layers=2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.out(self.recurrent(x)[0])
+
+
+@pytest.fixture(params=[(nn.LSTM, SketchedLSTM), (nn.GRU, SketchedGRU)], ids=["LSTM", "GRU"])
+def case(request, monkeypatch):
+    make, layer_type = request.param
+    monkeypatch.setitem(routes.OPTIONS, "include", ["recurrent"])
+    mixing = torch.randn(4, 24)
+    return lambda: Tagger(make), [torch.randn(8, 6, 4) @ mixing for _ in range(3)], layer_type
+
+
+def test_left_alone_unless_included():
+    reasons = {line.name: line.reason for line in pc.plan_sketch(Tagger(), 0.5, **routes.OPTIONS).layers}
+    assert "step by step" in reasons["recurrent"]
+
+
+def test_weights_alone_saved_skeleton_and_partition(case, tmp_path):
+    build, batches, layer_type = case
+    small = routes.by_weights(build(), batches[0], layer_type)
+    assert isinstance(small.recurrent.hh_l0_reverse, pc.SketchedLinear)
+    routes.saved_and_loaded(small, build(), batches[0], tmp_path / "saved")
+    routes.as_skeleton(build, small)
+    routes.traced(build(), batches[0], layer_type)
+    routes.partitioned(small, batches[0])
+
+
+def test_data_and_healing(case):
+    build, batches, layer_type = case
+    model = build()
+    routes.by_data(model, batches, batches[0], layer_type)
+    routes.healed(model, batches, batches[0])
+
+
+def test_exported(case, tmp_path):
+    build, batches, layer_type = case
+    small = routes.by_weights(build(), batches[0], layer_type)
+    routes.exported(small, batches[0], tmp_path / "small.onnx")
+
+
+def test_compiled(case):
+    build, batches, _ = case
+    small = pc.sketchify(build(), 0.6, **routes.OPTIONS).eval()
+    with torch.no_grad():
+        torch._dynamo.reset()
+        found = torch.compile(small, backend="panther", options={"inner": "eager"})(batches[0])
+        torch.testing.assert_close(found, small(batches[0]), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,191 @@
+"""Units of fully_shard and of activation checkpointing: even, exact, and as little in memory as promised."""
+
+import pytest
+import torch
+import zoo
+from parallel import sharding_jobs
+from torch import nn
+
+from panther_compile import partition_model
+from panther_compile.errors import CaptureError
+from panther_compile.parallel.activation_checkpointing import is_narrowing
+from panther_compile.parallel.units import divide_graph, find_module_units, graphs_within, unit_names
+
+DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
+SLOW = pytest.mark.slow
+
+
+def test_units_are_blocks_of_the_module_tree():
+    model, inputs = zoo.ZOO["llama"].build(), zoo.ZOO["llama"].inputs()
+    part = partition_model(model, inputs, mesh={"dp": 2}, hardware="cpu")
+    found = find_module_units(model, part.captured.graph_module)
+    names = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    assert [unit.name for unit in found] == names
+    assert all(unit.is_whole and unit.is_repeatable for unit in found)
+
+
+def test_shared_parameters_are_in_no_unit():
+    """GPT-2's embedding is its head too: it stays with the model."""
+    model, inputs = zoo.ZOO["gpt2"].build(), zoo.ZOO["gpt2"].inputs()
+    part = partition_model(model, inputs, mesh={"dp": 2}, hardware="cpu")
+    names = [unit.name for unit in find_module_units(model, part.captured.graph_module)]
+    assert names == ["transformer.wpe", "transformer.h.0", "transformer.h.1"]
+
+
+class Twice(nn.Module):
+    """A module that runs twice, and one that writes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.writing, self.last = (
+            nn.Linear(8, 8),
+            nn.Sequential(nn.ReLU(True), nn.Linear(8, 8)),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, x):
+        return self.last(self.writing(self.twice(self.twice(x))))
+
+
+def test_what_runs_twice_is_no_unit_and_what_writes_its_input_is_not_repeated():
+    model = Twice()
+    part = partition_model(model, torch.randn(2, 8), mesh={"dp": 2}, hardware="cpu")
+    found = {
+        unit.name: unit for unit in find_module_units(model, part.captured.graph_module, ["writing", "last"])
+    }
+    assert not found["writing"].is_repeatable
+    assert found["last"].is_repeatable
+    assert "twice" not in {unit.name for unit in find_module_units(model, part.captured.graph_module)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet", "unet", "t5"])
+def test_a_divided_graph_is_exact_and_even(name):
+    model, inputs = zoo.ZOO[name].build().train(), zoo.ZOO[name].inputs()
+    part = partition_model(model, inputs, mesh={"dp": 2}, hardware="cpu")
+    stage = part.split().stages[0]
+    divided, own = divide_graph(stage, divide=True)
+    assert not own
+    assert len(unit_names(divided)) >= 6
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    flat = part.captured.form.flatten(args, kwargs)
+    for found, wanted in zip(divided(*flat), stage(*flat), strict=True):
+        assert torch.equal(found, wanted)
+    held = [parameter for graph in graphs_within(divided) for parameter in graph.parameters()]
+    assert {id(one) for one in held} == {id(one) for one in stage.parameters()}
+    total = sum(map(_bytes, stage.parameters()))
+    sizes = [sum(map(_bytes, divided.get_submodule(unit).parameters())) for unit in unit_names(divided)]
+    largest = max(map(_bytes, stage.parameters()))
+    assert max(sizes) <= max(total / 4, 1.1 * largest)
+    seen = [id(one) for unit in unit_names(divided) for one in divided.get_submodule(unit).parameters()]
+    assert len(seen) == len(set(seen))  # tied ones are outside
+
+
+def _bytes(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+class Fickle(nn.Module):
+    """torch.export cannot read it, torch.fx can."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        return y + len(str(type(x)))
+
+
+def test_what_a_route_cannot_keep_is_refused_by_name(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ValueError("no")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    with pytest.raises(CaptureError, match=r"checkpoint of .*Linear.*, which torch.fx cannot keep"):
+        partition_model(Fickle(), torch.randn(2, 4), mesh={"pp": 2}, hardware="cpu")
+
+
+def test_what_narrows():
+    aten = torch.ops.aten
+    wide, narrow = torch.empty(8, 64), torch.empty(64, 16)
+    assert is_narrowing(aten.mm.default, (wide, narrow))
+    assert not is_narrowing(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 64)))
+    assert not is_narrowing(aten.mm.default, (wide, torch.empty(64, 64)))
+    assert is_narrowing(aten.addmm.default, (torch.empty(16), wide, narrow))
+    assert is_narrowing(aten._scaled_dot_product_flash_attention_for_cpu.default, ())
+    assert not is_narrowing(aten.relu.default, (wide,))
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), (4, {"dp": 2, "pp": 2})])
+def test_units_are_sharded_one_by_one(ranks, count, mesh):
+    ranks(count).run(sharding_jobs.units_of, mesh=mesh)
+
+
+def test_two_units_are_whole_at_once(ranks):
+    """The peak of ZeRO-3 by blocks: two units, gradients of two, and not the whole model as with one unit."""
+    by_blocks = ranks(2).run(sharding_jobs.peak, units=None)[0]
+    at_once = ranks(2).run(sharding_jobs.peak, units=[])[0]
+    assert at_once["peak"] > at_once["whole"]
+    # Shards of parameters and gradients are there before and after; parts in flight are copied once each way.
+    states = by_blocks["whole"] // 2 * 2
+    assert by_blocks["peak"] <= states + 6 * by_blocks["block"], by_blocks
+    assert by_blocks["peak"] < 0.6 * at_once["peak"], (by_blocks, at_once)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (2, {"mesh": {"dp": 2}, **DDP, "mode": "full"}),
+        (2, {"mesh": {"dp": 2}, **FSDP, "mode": "selective"}),
+        (2, {"mesh": {"pp": 2}, "mode": "full"}),
+        pytest.param(2, {"mesh": {"pp": 2}, "mode": "selective"}, marks=SLOW),
+        pytest.param(2, {"mesh": {"tp": 2}, "mode": "full"}, marks=SLOW),
+        pytest.param(2, {"mesh": {"pp": 2}, "mode": "full", "name": "gpt2", "sketched": True}, marks=SLOW),
+        pytest.param(4, {"mesh": {"dp": 2, "pp": 2}, **FSDP, "mode": "full", "name": "bert"}, marks=SLOW),
+        pytest.param(4, {"mesh": {"dp": 2, "tp": 2}, **FSDP, "mode": "full", "name": "gpt2"}, marks=SLOW),
+        pytest.param(4, {"mesh": {"pp": 2, "tp": 2}, "mode": "full", "name": "gpt2"}, marks=SLOW),
+    ],
+)
+def test_activations_are_computed_again(ranks, count, options):
+    ranks(count).run(sharding_jobs.recomputed, **options)
+
+
+def test_the_plan_is_executed(ranks):
+    ranks(2).run(sharding_jobs.recompute_of_the_plan)
+
+
+def test_selective_checkpointing_keeps_the_bottleneck(ranks):
+    ranks(2).run(sharding_jobs.sketches)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (2, {"mesh": {"pp": 2}}),
+        (2, {"mesh": {"tp": 2}}),
+        pytest.param(2, {"mesh": {"dp": 2}, **FSDP}, marks=SLOW),
+        pytest.param(4, {"mesh": {"dp": 2, "pp": 2}, **FSDP}, marks=SLOW),
+    ],
+)
+def test_the_users_own_checkpoints_are_respected(ranks, count, options):
+    ranks(count).run(sharding_jobs.users_own, **options)
+
+
+@pytest.mark.slow
+def test_hugging_face_checkpoints_are_respected(ranks):
+    ranks(2).run(sharding_jobs.hugging_face)
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), pytest.param(4, {"dp": 2, "pp": 2}, marks=SLOW)])
+def test_policies_of_torch(ranks, count, mesh):
+    ranks(count).run(sharding_jobs.policies, mesh=mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])
+def test_replicas_share_what_the_plan_has_chosen(ranks, kind):
+    ranks(2).run(sharding_jobs.plans_choice, kind=kind)
+
+
+def test_optimizer_states_alone_are_divided(ranks):
+    ranks(2).run(sharding_jobs.divided_states)

@@ -1,0 +1,160 @@
+"""How far the outputs of a sketched model are: first line of the report, part of the record, a warning."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.calibration.closeness import compare_outputs
+from panther_compile.errors import SketchQualityWarning
+from panther_compile.models.batches import Call
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.GELU())
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.body(x))
+
+
+def mlp(width=64):
+    return nn.Sequential(
+        nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width), nn.GELU(), nn.Linear(width, 10)
+    )
+
+
+def batches(width=64):
+    return [torch.randn(64, width) for _ in range(4)]
+
+
+def replaced(model, name, change):
+    """The model's layer, and a copy of it that `change` was done to."""
+    old, new = model.get_submodule(name), nn.Linear(64, 10)
+    new.load_state_dict(old.state_dict())
+    with torch.no_grad():
+        change(new)
+    return {old: new}
+
+
+def first_line(model):
+    return str(pc.sketch_report(model)).splitlines()[0]
+
+
+def test_equal_models_are_good_and_a_constant_answer_is_destroyed():
+    model, calls = mlp(), [Call((x,), {}) for x in batches()]
+    same = replaced(model, "4", lambda layer: None)
+    none = replaced(model, "4", lambda layer: layer.weight.zero_())
+    for logits in (True, False):
+        equal = compare_outputs(model, same, calls, logits=logits, inputs="noise")
+        assert (equal.grade, equal.distance) == ("good", pytest.approx(0.0, abs=1e-6))
+        constant = compare_outputs(model, none, calls, logits=logits, inputs="noise")
+        assert constant.grade == "destroyed"
+        assert constant.share >= 0.9
+
+
+def test_share_is_of_the_deviation_not_of_the_mean():
+    model = nn.Sequential(nn.Linear(64, 10))
+    calls = [Call((x,), {}) for x in batches()]
+    with torch.no_grad():
+        model[0].bias.fill_(100.0)
+    none = replaced(model, "0", lambda layer: layer.weight.zero_())
+    found = compare_outputs(model, none, calls, logits=False, inputs="noise")
+    assert found.share == pytest.approx(1.0, abs=0.1)  # of the plain size it is less than a thousandth
+
+
+def test_divergence_is_the_one_of_torch():
+    model, x = mlp(), torch.randn(32, 64)
+    other = replaced(model, "4", lambda layer: layer.weight.mul_(3.0))
+    found = compare_outputs(model, other, [Call((x,), {})], logits=True, inputs="noise")
+    hidden = model[:4](x)
+    p, q = model[4](hidden).log_softmax(-1), other[model[4]](hidden).log_softmax(-1)
+    wanted = nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    assert found.distance == pytest.approx(wanted.item(), rel=1e-4)
+    assert found.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
+
+
+def test_nan_is_destroyed():
+    model, calls = mlp(), [Call((x,), {}) for x in batches()]
+    broken = replaced(model, "4", lambda layer: layer.weight.fill_(torch.nan))
+    for logits in (True, False):
+        assert compare_outputs(model, broken, calls, logits=logits, inputs="noise").grade == "destroyed"
+
+
+def test_report_opens_with_the_outputs():
+    small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True)
+    assert first_line(small).startswith("outputs: good: relative error ")
+    assert first_line(small).endswith("on the data given, 4 batches")
+
+
+def test_closeness_is_saved_and_loaded(tmp_path):
+    small = pc.sketchify(mlp(), 0.5, data=batches(), allow_slower=True)
+    pc.save_sketched(small, tmp_path)
+    assert pc.sketch_report(pc.load_sketched(mlp(), tmp_path)) == pc.sketch_report(small)
+    assert pc.sketch_report(small).closeness.grade
+
+
+def test_a_wreck_is_warned_of_with_ratio_cause_and_remedy():
+    with pytest.warns(
+        SketchQualityWarning, match=r"ratio 0\.05 .*destroyed.*Try a larger ratio; or exclude=\["
+    ):
+        pc.sketchify(mlp(), 0.05, data=batches(), allow_slower=True)
+
+
+def test_what_is_close_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SketchQualityWarning)
+        pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_comparison_leaves_the_model_as_it_was(inplace):
+    model = Counting().train()
+    calls = [Call((x,), {}) for x in batches()]
+    compare_outputs(model, {model.head: nn.Linear(64, 10).train()}, calls, logits=None, inputs="noise")
+    assert float(model.calls) == 0
+    assert model.training
+    small = pc.sketchify(model, 0.5, data=batches(), allow_slower=True, inplace=inplace)
+    assert pc.sketch_report(small).closeness.grade
+
+
+def test_healed_later_the_first_line_says_so():
+    model = mlp()
+    small = pc.sketchify(model, 0.3, data=batches(), allow_slower=True)
+    healed = pc.heal(small, teacher=model, data=batches(), steps=20)
+    assert pc.heal_report(healed).reverted or first_line(healed).endswith("before it was healed")
+
+
+class Remembering(nn.Module):
+    """Changes a tensor that it is given, as a cache is."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x, calls):
+        calls.add_(1)
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.95])
+def test_backend_warns_of_a_wreck_and_calls_nothing_twice(ratio, fresh_dynamo):
+    model, x, calls = Remembering().eval(), torch.randn(64, 64), torch.zeros(())
+    options = {"ratio": ratio, "allow_slower": True, "min_params": 256, "inner": "eager"}
+    compiled = torch.compile(model, backend="panther", options=options)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        compiled(x, calls)
+    found = [str(one.message) for one in caught if one.category is SketchQualityWarning]
+    assert len(found) == (ratio < 0.5)
+    assert all("on the call being compiled" in one and "ratio 0.05" in one for one in found)
+    assert float(calls) == 1

@@ -1,0 +1,142 @@
+"""What a result is taken for, logits or not, and which layer makes it."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO
+
+import panther_compile as pc
+from panther_compile.models.batches import Call, record_calls
+from panther_compile.models.output_kind import NAMED, recognize_output
+
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+CLASSES = 8
+
+
+def calls(*shape, count=4):
+    return [Call((torch.randn(64, *shape),), {}) for _ in range(count)]
+
+
+def classifier(sure):
+    """Its rows are sure of one class each, or tell nothing."""
+    model = nn.Sequential(nn.Linear(CLASSES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.cat([torch.eye(CLASSES), -torch.eye(CLASSES)] * 4)[:64])
+        model[0].bias.zero_()
+        signs = torch.cat([torch.eye(CLASSES), -torch.eye(CLASSES)] * 4)[:64].T
+        model[2].weight.copy_(signs * (3.0 if sure else 0.02))
+    return model
+
+
+class Characters(nn.Module):
+    """Integers in, one row of bare outputs for each; the vocabulary is as large as the width."""
+
+    def __init__(self, head=True, width=64):
+        super().__init__()
+        self.embed = nn.Embedding(width, width)
+        self.body = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, width) if head else nn.Identity()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.body(x)))
+
+
+def texts(count=4):
+    return [torch.randint(0, 64, (8, 12)) for _ in range(count)]
+
+
+def test_names_are_believed():
+    entry = ZOO["llama"]
+    model = entry.build()
+    kind = recognize_output(model, record_calls(model, [entry.inputs()]))
+    assert (kind.why, kind.output, kind.head) == (NAMED, "auto", "lm_head")
+
+
+def test_a_layer_as_wide_as_the_vocabulary_makes_logits():
+    model = Characters()
+    kind = recognize_output(model, [Call((ids,), {}) for ids in texts()])
+    assert (kind.output, kind.head) == ("logits", "head")
+    assert "vocabulary of embed" in kind.why
+
+
+def test_hidden_states_as_wide_as_the_vocabulary_are_none():
+    model = Characters(head=False)
+    assert recognize_output(model, [Call((ids,), {}) for ids in texts()]).output == "auto"
+
+
+def test_rows_that_are_sure_are_logits_and_others_are_not():
+    sure = recognize_output(classifier(True), calls(CLASSES))
+    assert (sure.output, sure.head) == ("logits", "2")
+    assert recognize_output(classifier(False), calls(CLASSES)).output == "auto"
+    steep = classifier(True)
+    with torch.no_grad():
+        steep[2].weight.mul_(50.0)  # hundreds: metres, not logits
+    assert recognize_output(steep, calls(CLASSES)).output == "auto"
+
+
+@pytest.mark.parametrize(("last", "output"), [(nn.LogSoftmax(-1), "logits"), (nn.Softmax(-1), "auto")])
+def test_probabilities_and_their_logarithms(last, output):
+    assert recognize_output(nn.Sequential(*classifier(False), last), calls(CLASSES)).output == output
+
+
+def test_one_column_is_no_choice():
+    assert recognize_output(nn.Sequential(nn.Linear(8, 1)), calls(8)).output == "auto"
+
+
+def test_sketchify_finds_what_an_expert_would_say():
+    model, data = Characters(), texts()
+    found = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    said = pc.sketchify(model, 0.5, data=data, output="logits", **OPTIONS)
+    ids = torch.randint(0, 64, (4, 12))
+    assert torch.equal(found(ids), said(ids))
+    assert pc.sketch_report(found).closeness.kind == "KL"
+    assert "results taken for logits: head is as wide as the vocabulary of embed" in str(
+        pc.sketch_report(found)
+    )
+    features = pc.sketchify(model, 0.5, data=texts(), output="features", **OPTIONS)
+    assert pc.sketch_report(features).closeness.kind == "relative error"
+
+
+@pytest.mark.parametrize("data", [None, "texts"])
+def test_a_square_head_is_left_alone(data):
+    small = pc.sketchify(Characters(), 0.5, data=data and texts(), **OPTIONS)
+    assert type(small.head) is nn.Linear
+    (row,) = [row for row in pc.sketch_report(small).skipped if row.name == "head"]
+    assert row.reason == "output head: left alone unless included"
+    included = pc.sketchify(Characters(), 0.5, data=data and texts(), include=["head", "body.*"], **OPTIONS)
+    assert type(included.head) is not nn.Linear
+
+
+def test_a_head_in_a_list_of_layers_is_known_by_its_place():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([*classifier(True)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    data = [torch.randn(64, CLASSES) for _ in range(4)]
+    small = pc.sketchify(Listed(), 0.9, data=data, **OPTIONS)
+    assert type(small.layers[2]) is nn.Linear
+
+
+def test_what_was_taken_is_saved(tmp_path):
+    small = pc.sketchify(Characters(), 0.5, data=texts(), **OPTIONS)
+    pc.save_sketched(small, tmp_path)
+    assert pc.sketch_report(pc.load_sketched(Characters(), tmp_path)).output == pc.sketch_report(small).output
+
+
+def test_healing_by_divergence_works_by_default():
+    model, data = Characters(), texts()
+    options = {"refine": "kl", "refine_steps": 4, **OPTIONS}
+    small = pc.sketchify(model, 0.4, data=data, **options)
+    said = pc.sketchify(model, 0.4, data=data, output="logits", **options)
+    assert pc.heal_report(small).before == pc.heal_report(said).before
+    plain = pc.sketchify(model, 0.4, data=data, **OPTIONS)
+    found, wanted = (pc.heal(plain, teacher=model, data=data, steps=4, output=o) for o in ("auto", "logits"))
+    assert pc.heal_report(found) == pc.heal_report(wanted)

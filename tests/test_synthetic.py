@@ -1,0 +1,245 @@
+"""Inputs that are made up where no data is given: what they look like, and what they are good for."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO
+
+import panther_compile as pc
+from panther_compile.errors import ConfigTypeError, DataError
+from panther_compile.models.batches import Call
+from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
+from panther_compile.models.own_text import own_texts, text_logits
+from panther_compile.models.synthetic import Synthetic, make_inputs
+
+VOCABULARY, CONTEXT = 12, 24
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+
+
+class Chain(nn.Module):
+    """Knows which token follows which: `after`, nearly always."""
+
+    def __init__(self, after, width=96):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.rows = []
+        with torch.no_grad():
+            directions = torch.linalg.qr(torch.randn(width, width))[0][:VOCABULARY]
+            self.embed.weight.copy_(directions)
+            self.head.weight.copy_(12 * directions[torch.tensor(after).argsort()])
+            self.head.bias.zero_()
+            for layer in (self.up, self.down):
+                layer.weight.mul_(0.2)
+
+    def forward(self, ids):
+        self.rows.append(tuple(ids.shape))
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def chain():
+    torch.manual_seed(0)
+    order = torch.randperm(VOCABULARY).tolist()
+    return Chain(order), order
+
+
+def made(model, batches=2, sample=True):
+    return make_inputs(model, batches, seed=0, sample=sample, progress=False)
+
+
+def given(call):
+    return call.args[0] if call.args else next(iter(call.kwargs.values()))
+
+
+def test_a_causal_model_samples_its_own_text():
+    model, after = chain()
+    found = made(model, sample=True)
+    assert found.telling
+    texts = torch.cat([given(call) for call in found.calls])
+    follows = texts[:, 1:] == torch.tensor(after)[texts[:, :-1]]
+    assert follows.float().mean() > 0.8
+    assert len(texts[:, 0].unique()) > 4  # each starts with a token at random
+    drawn = torch.cat([given(call) for call in made(model, sample=False).calls])
+    assert (drawn[:, 1:] == torch.tensor(after)[drawn[:, :-1]]).float().mean() < 0.3
+
+
+def test_texts_are_the_same_for_a_seed_and_leave_the_model_alone():
+    model, _ = chain()
+    model.train()
+    one, other = made(model), made(model)
+    assert all(torch.equal(given(a), given(b)) for a, b in zip(one.calls, other.calls, strict=True))
+    assert model.rows == []
+    assert model.training
+
+
+def test_a_model_that_wants_texts_of_full_length_samples_too():
+    model, after = chain()
+    model.rows = None
+
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Chain(after)
+            self.place = nn.Parameter(torch.zeros(1, CONTEXT, 96))
+
+        def forward(self, ids):
+            return self.inner(ids) + 0 * self.place.sum() * self.place.expand(len(ids), -1, -1)[
+                :, : ids.shape[1], :VOCABULARY
+            ].reshape(len(ids), CONTEXT, VOCABULARY)
+
+    texts = torch.cat([given(call) for call in made(Fixed(), 1).calls])
+    assert texts.shape == (8, CONTEXT)
+    assert (texts[:, 1:] == torch.tensor(after)[texts[:, :-1]]).float().mean() > 0.5
+
+
+def test_bidirectional_models_are_not_taken_for_language_models():
+    bert, ids = ZOO["bert"].build(), torch.randint(0, 100, (2, 16))
+    found = made(bert)
+    assert not found.telling
+    assert "tokens at random" in found.what
+    assert text_logits(bert, lambda x: Call((x,), {}), ids) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_hugging_face_decoders_sample_by_generate(name):
+    found = made(ZOO[name].build(), 1)
+    assert found.telling
+    assert given(found.calls[0]).shape[0] == 8
+    assert given(found.calls[0]).shape[1] > 8
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["roberta", "t5", "whisper", "wav2vec2", "clip", "swin", "segformer", "unet", "lstm", "odd_convnet"],
+)
+def test_every_kind_of_model_is_given_something_it_runs_on(name):
+    model = ZOO[name].build()
+    found = made(model, 1, sample=False)
+    with torch.no_grad():
+        assert found.calls[0].run(model) is not None
+
+
+def test_images_are_of_natural_spectra():
+    images = natural_images(32, 3, 64, torch.Generator().manual_seed(0))
+    assert images.shape == (32, 3, 64, 64)
+    assert images.mean((0, 2, 3)).abs().max() < 1e-4
+    power = torch.fft.rfft2(images).abs().square().mean((0, 1))[:, 0][1:32]
+    frequency = torch.arange(1, 32).float()
+    slope = torch.linalg.lstsq(
+        torch.stack([frequency.log(), torch.ones(31)], 1), power.log()[:, None]
+    ).solution[0]
+    assert -3.0 < float(slope) < -1.2  # of white noise it is 0, of photographs near -2
+    neighbours = torch.corrcoef(torch.stack([images[..., 1:].flatten(), images[..., :-1].flatten()]))[0, 1]
+    assert neighbours > 0.7
+    assert pink_noise((2, 5), torch.Generator()).shape == (2, 5)
+
+
+def test_images_get_the_colours_that_batch_norms_know():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 8, 3)).train()
+    wanted = torch.tensor([3.0, -1.0, 0.5])[:, None, None]
+    for _ in range(60):
+        images = natural_images(16, 3, 16, torch.Generator().manual_seed(1))
+        model(0.4 * images + wanted)
+    images = natural_images(32, 3, 16, torch.Generator().manual_seed(2))
+    found, telling = match_batch_norms(model.eval(), lambda x: Call((x,), {}), images)
+    assert telling
+    assert (found.mean((0, 2, 3)) - wanted.flatten()).abs().max() < 0.5
+    assert 0.2 < float(found.std((0, 2, 3)).mean()) < 0.8
+
+
+def test_data_of_the_model_s_own_making_is_fitted_to():
+    model, _ = chain()
+    small = pc.sketchify(model, 0.5, data="model", **OPTIONS)
+    report = pc.sketch_report(small)
+    assert {row.method for row in report.sketched} == {"calibrated"}
+    assert "texts that the model sampled" in str(report).splitlines()[0]
+    plain = pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
+    ids = torch.randint(0, VOCABULARY, (64, 2))
+
+    def divergence(candidate):
+        p, q = (one(ids)[:, -1].log_softmax(-1) for one in (model, candidate))
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    assert divergence(small) <= divergence(plain)
+
+
+def test_without_data_larger_models_fit_to_their_own_text(monkeypatch):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    model, _ = chain()
+    first = str(pc.sketch_report(pc.sketchify(model, 0.5, **OPTIONS))).splitlines()[0]
+    assert "texts that the model sampled" in first
+    alone = pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
+    assert {row.method for row in pc.sketch_report(alone).sketched} == {"svd"}
+    assert "synthetic=False" in str(pc.sketch_report(alone)).splitlines()[0]
+
+
+def test_small_models_are_left_to_their_weights():
+    model, _ = chain()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    assert model.rows == []
+    assert 'data="model"' in str(pc.sketch_report(small)).splitlines()[0]
+
+
+def test_the_fit_that_nobody_asked_for_is_taken_only_if_it_is_closer(monkeypatch):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    model, _ = chain()
+    plain = pc.sketchify(model, 0.9, synthetic=False, **OPTIONS)
+    monkeypatch.setattr("panther_compile.sketching.fit_model", None)  # not reached below
+
+    def untelling(model, batches, **options):
+        found = make_inputs(model, batches, **options)
+        return Synthetic(found.calls, found.what, False)
+
+    monkeypatch.setattr("panther_compile.calibration.inputs.make_inputs", untelling)
+    small = pc.sketchify(model, 0.9, **OPTIONS)
+    ids = torch.randint(0, VOCABULARY, (8, 8))
+    assert torch.equal(small(ids), plain(ids))
+    assert pc.sketch_report(small).closeness.grade  # but it was compared
+
+
+def test_layers_of_image_models_are_fitted_to_images_with_batch_norms_or_without():
+    plain = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)
+    )
+    normed = nn.Sequential(plain[0], nn.BatchNorm2d(16), *plain[1:])
+    for model, said in ((plain, False), (normed, True)):
+        found = made(model.eval(), 1)
+        assert found.telling
+        assert ("statistics of its batch norms" in found.what) == said
+        assert not made(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), 1).telling
+
+
+def test_what_cannot_be_made_up_is_said():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def forward(self, x, y):
+            return self.b(self.a(x) + y)
+
+    with pytest.raises(DataError, match=r"Two cannot be made up: what its forward takes is not known"):
+        pc.sketchify(Two(), 0.5, data="model", **OPTIONS)
+
+    class Picky(nn.Sequential):
+        def forward(self, x):
+            raise RuntimeError("never")
+
+    with pytest.raises(DataError, match=r"ran on none that were tried \(RuntimeError: never"):
+        pc.sketchify(Picky(nn.Linear(64, 64), nn.Linear(64, 32)), 0.5, data="model", **OPTIONS)
+
+
+def test_option_is_checked():
+    with pytest.raises(ConfigTypeError, match="synthetic"):
+        pc.sketchify(nn.Linear(64, 64), 0.5, synthetic="yes")
+
+
+def test_own_texts_start_as_asked():
+    model, _ = chain()
+    starts = torch.randint(0, VOCABULARY, (20, 6))
+    texts = own_texts(model, lambda x: Call((x,), {}), starts, seed=0, progress=False)
+    assert torch.equal(texts[:, 0], starts[:, 0])
+    assert texts.shape == starts.shape
