@@ -10,7 +10,11 @@ import panther_compile as pc
 from panther_compile.errors import NoTargetError
 
 pytest.importorskip("expecttest", reason="torch's samples need expecttest, which `make test` installs")
-from torch.testing._internal.common_modules import module_db
+
+with pytest.MonkeyPatch.context() as _patch:
+    # Its import freezes the flags of torch.backends, for every test of this process.
+    _patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+    from torch.testing._internal.common_modules import module_db
 
 LAYERS = (
     "Linear",
