@@ -75,8 +75,8 @@ class Choice:
         stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
         sharing: names of all the weights that share this one's input factor, its own among them; else empty.
-        link: of a narrow layer the names of those that write the features that are kept, then of the one that
-            reads them, see `linked.Link`; else empty.
+        coupling: of a narrow layer the names of those that write the features that are kept, then of the one that
+            reads them, see `coupled.Coupling`; else empty.
     """
 
     scheme: str
@@ -85,7 +85,7 @@ class Choice:
     stored_numbers: int
     error: float | None
     sharing: tuple[str, ...] = ()
-    link: tuple[str, ...] = ()
+    coupling: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class LayerPlan:
     @property
     def link_text(self) -> str:
         """With which layers the weight is narrowed; empty if with none."""
-        link = () if self.choice is None else self.choice.link
-        others = ", ".join(name for name in link if name != self.name)
+        coupling = () if self.choice is None else self.choice.coupling
+        others = ", ".join(name for name in coupling if name != self.name)
         return f"narrowed with {others}" if others else ""
 
 

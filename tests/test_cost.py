@@ -8,10 +8,10 @@ from panther_compile.factorization.cost import (
     STEM_SPEEDUP,
     WORTHWHILE,
     Device,
-    dense_stages,
+    dense_products,
     rank_step,
     seconds,
-    sketched_stages,
+    sketched_products,
     speedup,
 )
 
@@ -29,16 +29,16 @@ def linear_at(features, ratio, **options):
 
 
 def test_dense_linear_by_hand():
-    (stage,) = dense_stages((48, 20), 1, (1, 1), 7)
+    (stage,) = dense_products((48, 20), 1, (1, 1), 7)
     assert (stage.macs, stage.activations, stage.weights) == (7 * 48 * 20, 7 * 68, 960)
     device = Device(100.0, 40.0, 80.0, 0.5, 1)
     assert seconds((stage, stage), device) == 2 * (0.5 + 67.2 + 4 * 7 * 68 / 40 + 4 * 960 / 80)
 
 
 def test_output_channels_are_counted_in_blocks_of_sixteen():
-    macs = [dense_stages((o, 8, 3, 3), 1, (1, 1), 1)[0].macs for o in (1, 16, 17, 32)]
+    macs = [dense_products((o, 8, 3, 3), 1, (1, 1), 1)[0].macs for o in (1, 16, 17, 32)]
     assert macs == [1152, 1152, 2304, 2304]
-    (grouped,) = dense_stages((40, 8, 1, 1), 2, (1, 1), 1)  # 20 a group, 16 inputs in all
+    (grouped,) = dense_products((40, 8, 1, 1), 2, (1, 1), 1)  # 20 a group, 16 inputs in all
     assert (grouped.macs, grouped.activations) == (2 * 8 * 32, 56)
 
 
@@ -51,7 +51,7 @@ def test_output_channels_are_counted_in_blocks_of_sixteen():
     ],
 )
 def test_stages_ahead_of_a_stride_see_more_positions(scheme, ranks, macs):
-    stages = sketched_stages(scheme, ranks, (64, 32, 3, 3), 1, (2, 3), 5)
+    stages = sketched_products(scheme, ranks, (64, 32, 3, 3), 1, (2, 3), 5)
     assert [stage.macs for stage in stages] == macs
     assert stages[0].activations > 30 * 32
     assert sum(stage.weights for stage in stages) == sum(
@@ -60,7 +60,7 @@ def test_stages_ahead_of_a_stride_see_more_positions(scheme, ranks, macs):
 
 
 def test_pivoted_multiplies_by_what_it_stores():
-    stages = sketched_stages("pivoted", (16,), (64, 48), 1, (1, 1), 10)
+    stages = sketched_products("pivoted", (16,), (64, 48), 1, (1, 1), 10)
     assert sum(stage.weights for stage in stages) == LinearCandidate(64, 48, "pivoted").numbers(16)
     assert stages[0].activations == 10 * (48 + 16 + 16)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.calibration.layer_fit import LayerFit
-from panther_compile.calibration.links import find_links
+from panther_compile.calibration.couplings import find_couplings
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.shared_input import stack_name
 from panther_compile.calibration.shared_plan import share_input
-from panther_compile.calibration.skips import Skips, find_skips
+from panther_compile.calibration.residuals import Residuals, find_residuals
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
@@ -25,7 +25,7 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side
-from panther_compile.planning.coupled import LinkLosses
+from panther_compile.planning.coupled import CouplingLosses
 from panther_compile.planning.plan import Allocation, hides_progress, make_plan
 from panther_compile.planning.sites import Found
 from panther_compile.records import Fitted, SketchPlan
@@ -52,7 +52,7 @@ class Studied:
         calls: the data.
         masks: of each batch, see `batches.kept_positions`.
         targets: what data can fit.
-        skips: where the outputs of layers are added to, see `find_skips`.
+        residuals: where the outputs of layers are added to, see `find_residuals`.
         study: of the batches in `learnt`.
         folder: where the work is kept as it is done, or None.
     """
@@ -63,7 +63,7 @@ class Studied:
     calls: Sequence[Call]
     masks: Sequence[Tensor | None]
     targets: Mapping[str, Target]
-    skips: Skips
+    residuals: Residuals
     study: Study
     folder: Folder | None
 
@@ -127,21 +127,21 @@ def study_model(
         study = folder.study(device)
     check_batches(watch(model, targets), targets, calls, len(_learnt(calls)))
     if study is None:
-        links = find_links(watch(model, targets), targets, calls) if config.narrow else []
+        couplings = find_couplings(watch(model, targets), targets, calls) if config.narrow else []
         study = study_layers(
             watch(model, targets),
             targets,
             _learnt(calls),
-            links,
+            couplings,
             seed=config.seed,
             logits=config.logits,
             progress=not hides_progress(config),
         )
         if folder is not None:
             folder.keep_study(study)
-    skips = find_skips(watch(model, targets), calls[0])
+    residuals = find_residuals(watch(model, targets), calls[0])
     masks = [kept_positions(model, call) for call in calls]
-    return Studied(model, found, route, calls, masks, targets, skips, study, folder)
+    return Studied(model, found, route, calls, masks, targets, residuals, study, folder)
 
 
 def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
@@ -167,7 +167,7 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
         watch(studied.model, chosen),
         studied.calls,
         fit,
-        skips=studied.skips,
+        residuals=studied.residuals,
         progress=not hides_progress(config),
     )
     unreached = tuple(name for name in chosen if name not in fit.ready)
@@ -176,7 +176,7 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
 
 
 def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
-    """The plan that keeps the results closest on held-out batches: of allocations, then without links."""
+    """The plan that keeps the results closest on held-out batches: of allocations, then without couplings."""
     study = studied.study
     damage = {
         name: study.sensitivity[name] * float(study.values[name].square().sum())
@@ -188,11 +188,11 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
     allocations = [Allocation("energy"), Allocation("uniform")]
     if damage:
         allocations.append(Allocation("sensitivity", damage))
-    links = tuple(study.losses.values())
-    plans = [_plan(studied, config, one, links) for one in allocations]
+    couplings = tuple(study.losses.values())
+    plans = [_plan(studied, config, one, couplings) for one in allocations]
     narrow, tried, told = _best(studied, plans, config, {}, plain=plans[1])
     best, undecided = narrow, [told]
-    if any(line.choice and line.choice.link for line in narrow.layers):
+    if any(line.choice and line.choice.coupling for line in narrow.layers):
         apart = _plan(studied, config, allocations[plans.index(narrow)], ())
         best, tried, told = _best(studied, [narrow, apart], config, tried, plain=apart)
         undecided.append(told)
@@ -238,12 +238,17 @@ def _has_few_rows(studied: Studied, target: Target) -> bool:
 
 
 def _plan(
-    studied: Studied, config: SketchConfig, allocation: Allocation, links: Sequence[LinkLosses]
+    studied: Studied, config: SketchConfig, allocation: Allocation, couplings: Sequence[CouplingLosses]
 ) -> SketchPlan:
     plan = make_plan(
-        studied.found, config, studied.route, values=studied.study.values, allocation=allocation, links=links
+        studied.found,
+        config,
+        studied.route,
+        values=studied.study.values,
+        allocation=allocation,
+        couplings=couplings,
     )
-    return replace(plan, allocation=f"{allocation.name}, narrow" if links else allocation.name)
+    return replace(plan, allocation=f"{allocation.name}, narrow" if couplings else allocation.name)
 
 
 def _best(
@@ -354,12 +359,12 @@ class _HeldOut:
         """The model with the layers of a plan."""
         studied, chosen = self._studied, _chosen(plan, self._studied.targets)
         sketched, trial = watch(studied.model, chosen), self.trial(plan)
-        linked = {line.name for line in plan.sketched if line.choice and line.choice.link}
-        if set(chosen) - linked <= set(studied.study.factors):
+        coupled = {line.name for line in plan.sketched if line.choice and line.choice.coupling}
+        if set(chosen) - coupled <= set(studied.study.factors):
             _put(sketched, {name: trial(name, ()) for name in chosen})
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:_TRIAL]
-            fit_in_lockstep(dense, sketched, calls, trial, skips={}, progress=False)
+            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False)
         return sketched
 
     def distance(self, side: Side) -> float:
@@ -384,8 +389,8 @@ class _Trial:
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
         target, choice = self._fit.targets[name], self._fit.choices[name]
-        if choice.link:
-            return self._fit.cut_link(choice)[name]
+        if choice.coupling:
+            return self._fit.cut_coupling(choice)[name]
         together = choice.sharing or (name,)
         if stack_name(together) not in self._study.factors:
             return self._fit(name, arrivals)

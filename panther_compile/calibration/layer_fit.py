@@ -6,10 +6,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from panther_compile.calibration.narrow import (
-    cut_link,
+    cut_coupling,
     fit_reader,
     fit_writer,
-    lift,
+    extend,
     narrow_rows,
 )
 from panther_compile.calibration.resume import FittedLayer, Folder
@@ -23,7 +23,7 @@ from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.watched import Arrival
-from panther_compile.planning.coupled import Link
+from panther_compile.planning.coupled import Coupling
 from panther_compile.records import Choice, Fitted, SketchPlan
 
 METHOD = "calibrated"
@@ -91,7 +91,7 @@ class LayerFit:
         view = target.view
         layer: SketchedLayer
         error: float | None
-        if choice.link:
+        if choice.coupling:
             layer, error, rows = self._narrow(target, choice, arrivals, weight)
         elif view.is_matrix:
             moments = self._moments(target, arrivals)
@@ -107,7 +107,7 @@ class LayerFit:
         targets = [self.targets[name] for name in names]
         stack = self._study.stack(targets)
         assert stack is not None
-        moments = self._moments(targets[0], [replace(arrival, skips=None) for arrival in arrivals])
+        moments = self._moments(targets[0], [replace(arrival, residuals=None) for arrival in arrivals])
         dtype = targets[0].weight_and_bias()[0].dtype
         fitted = fit_shared(targets, stack, moments, self.choices[names[0]].rank, dtype)
         found: dict[str, FittedLayer] = {}
@@ -119,21 +119,21 @@ class LayerFit:
     def _narrow(
         self, target: Target, choice: Choice, arrivals: Sequence[Arrival], gradient: Tensor | None
     ) -> tuple[SketchedLayer, float | None, int]:
-        """A layer of a link; with the error of its output, and to how many rows it was fitted."""
-        link = self._study.link(choice)
-        basis = self._study.between[link.name].basis
-        if target.name != link.reader:
-            moments = self._moments(target, [replace(arrival, skips=None) for arrival in arrivals])
-            return (*fit_writer(target, link, basis, choice.ranks, moments, gradient), moments.rows)
-        sums = self._reader_sums(target, link, basis, choice.rank, arrivals)
+        """A layer of a coupling; with the error of its output, and to how many rows it was fitted."""
+        coupling = self._study.coupling(choice)
+        basis = self._study.between[coupling.name].basis
+        if target.name != coupling.reader:
+            moments = self._moments(target, [replace(arrival, residuals=None) for arrival in arrivals])
+            return (*fit_writer(target, coupling, basis, choice.ranks, moments, gradient), moments.rows)
+        sums = self._reader_sums(target, coupling, basis, choice.rank, arrivals)
         if sums is None:
-            return self.cut_link(choice)[target.name], None, 0
+            return self.cut_coupling(choice)[target.name], None, 0
         centred = target.weight_and_bias()[1] is not None
-        moments = sums.moments(centred=centred, lifted=lift(link, basis, choice.rank))
-        return (*fit_reader(target, link, basis, choice.ranks, moments, gradient), moments.rows)
+        moments = sums.moments(centred=centred, extended=extend(coupling, basis, choice.rank))
+        return (*fit_reader(target, coupling, basis, choice.ranks, moments, gradient), moments.rows)
 
     def _reader_sums(
-        self, target: Target, link: Link, basis: Tensor, count: int, arrivals: Sequence[Arrival]
+        self, target: Target, coupling: Coupling, basis: Tensor, count: int, arrivals: Sequence[Arrival]
     ) -> MomentSums | None:
         """Of all features in the dense model and of the kept ones in the sketched one."""
         added = all(_is_added(arrival) for arrival in arrivals)
@@ -143,30 +143,30 @@ class LayerFit:
             x, z = target.rows(arrival.x, kept), target.rows(arrival.z, kept)
             if len(x) != len(z):  # a router has sent other rows here
                 continue
-            z = narrow_rows(link, basis, count, z)
+            z = narrow_rows(coupling, basis, count, z)
             sums = MomentSums(z.shape[1], z.device, dense=x.shape[1]) if sums is None else sums
-            skips = None
-            if added and arrival.skips is not None:
-                skips = target.rows(arrival.skips[0], kept), target.rows(arrival.skips[1], kept)
-            sums.add(x, z, skips)
+            residuals = None
+            if added and arrival.residuals is not None:
+                residuals = target.rows(arrival.residuals[0], kept), target.rows(arrival.residuals[1], kept)
+            sums.add(x, z, residuals)
         return sums
 
-    def cut_link(self, choice: Choice) -> Mapping[str, NarrowLinear]:
-        """The layers of a link from the study, by name."""
-        if choice.link not in self._cut:
-            study, link = self._study, self._study.link(choice)
-            ranks = {name: self.choices[name].ranks for name in link.names}
-            between = study.between[link.name]
-            self._cut[choice.link] = cut_link(
-                self.targets, link, between, ranks, study.weights, study.factors
+    def cut_coupling(self, choice: Choice) -> Mapping[str, NarrowLinear]:
+        """The layers of a coupling from the study, by name."""
+        if choice.coupling not in self._cut:
+            study, coupling = self._study, self._study.coupling(choice)
+            ranks = {name: self.choices[name].ranks for name in coupling.names}
+            between = study.between[coupling.name]
+            self._cut[choice.coupling] = cut_coupling(
+                self.targets, coupling, between, ranks, study.weights, study.factors
             )
-        return self._cut[choice.link]
+        return self._cut[choice.coupling]
 
     def cut(self, names: Sequence[str]) -> None:
         """Make those of these layers from the study that hang on others: no batch reached them."""
         for name in names:
-            if self.choices[name].link:
-                narrow, target = self.cut_link(self.choices[name])[name], self.targets[name]
+            if self.choices[name].coupling:
+                narrow, target = self.cut_coupling(self.choices[name])[name], self.targets[name]
                 self.ready[name] = narrow, self._fitted(target, narrow, None, self._study.reached[name])
             sharing = self.choices[name].sharing
             if not sharing or name in self.ready:
@@ -214,10 +214,10 @@ class LayerFit:
             if len(x) != len(z):  # a router has sent other rows here: fit to what comes
                 x = z
             sums = MomentSums(z.shape[1], z.device) if sums is None else sums
-            skips = None
-            if added and arrival.skips is not None:
-                skips = target.rows(arrival.skips[0], kept), target.rows(arrival.skips[1], kept)
-            sums.add(x, z, skips)
+            residuals = None
+            if added and arrival.residuals is not None:
+                residuals = target.rows(arrival.residuals[0], kept), target.rows(arrival.residuals[1], kept)
+            sums.add(x, z, residuals)
         assert sums is not None
         moments = sums.moments(centred=centred)
         if not added and target.view.is_linear:
@@ -255,8 +255,8 @@ def fitted_of(
 def _is_added(arrival: Arrival) -> bool:
     """Whether it is known what the layer's output is added to, row by row in both models."""
     rows = arrival.x.shape[:-1]
-    return arrival.skips is not None and all(
-        value.shape[:-1] == rows for value in (arrival.z, *arrival.skips)
+    return arrival.residuals is not None and all(
+        value.shape[:-1] == rows for value in (arrival.z, *arrival.residuals)
     )
 
 

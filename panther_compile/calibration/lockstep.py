@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.skips import Passage, Skips, observe
+from panther_compile.calibration.residuals import Passage, Residuals, observe
 from panther_compile.models.batches import Call
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.reporting.progress import ProgressBar
@@ -40,8 +40,8 @@ class _Runner:
     Attributes:
         at: name of the layer it has paused at; None while it runs and when it is through.
         value: the input of that layer.
-        skip: what its output will be added to, if known.
-        passed: what passed where the skips of layers come from.
+        residual: what its output will be added to, if known.
+        passed: what passed where the residuals of layers come from.
         result: of the model, when it is through.
         error: that ended it.
     """
@@ -49,7 +49,7 @@ class _Runner:
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.at: str | None = None
         self.value: Tensor | None = None
-        self.skip: Tensor | None = None
+        self.residual: Tensor | None = None
         self.passed: dict[Passage, Tensor] = {}
         self.result: Any = None
         self.error: BaseException | None = None
@@ -66,7 +66,7 @@ class _Runner:
         Raises:
             whatever the model raised.
         """
-        self.at = self.value = self.skip = None
+        self.at = self.value = self.residual = None
         self._go.release()
         self._came.acquire()
         if self.error is not None:
@@ -75,7 +75,7 @@ class _Runner:
     def pause(self, name: str, value: Tensor, passage: Passage | None) -> None:
         """Wait here, within the thread, for the next `go_on`."""
         self.at, self.value = name, value
-        self.skip = None if passage is None else self.passed.pop(passage, None)
+        self.residual = None if passage is None else self.passed.pop(passage, None)
         self._came.release()
         self._go.acquire()
         if self._stop:
@@ -109,7 +109,7 @@ _current = threading.local()
 
 
 def fit_in_lockstep(
-    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, skips: Skips, progress: bool
+    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, residuals: Residuals, progress: bool
 ) -> list[str]:
     """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
 
@@ -119,7 +119,7 @@ def fit_in_lockstep(
         calls: the data.
         fit: makes a layer from what reached it. A layer that is called several times in one forward is
             fitted on the first call.
-        skips: see `skips.find_skips`.
+        residuals: see `residuals.find_residuals`.
         progress: whether to show a bar.
 
     Returns:
@@ -129,7 +129,7 @@ def fit_in_lockstep(
 
     def pause(name: str, value: Tensor) -> None:
         if name not in fitted:
-            _current.runner.pause(name, value, skips.get(name))
+            _current.runner.pause(name, value, residuals.get(name))
 
     def remember(passage: Passage, tensor: Tensor) -> None:
         _current.runner.passed[passage] = tensor
@@ -139,7 +139,7 @@ def fit_in_lockstep(
             watched.on_input = pause
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
-    passages = {skips[name] for name in sketched.watched if name in skips}
+    passages = {residuals[name] for name in sketched.watched if name in residuals}
     bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
     with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
         try:
@@ -148,7 +148,7 @@ def fit_in_lockstep(
             while waiting := [runner for runner in runners if not runner.through]:
                 name = _next_layer(waiting)
                 came = [
-                    Arrival(batch, one.value, other.value, _both(one.skip, other.skip))
+                    Arrival(batch, one.value, other.value, _both(one.residual, other.residual))
                     for batch, (one, other) in enumerate(pairs)
                     if one.at == other.at == name and _has_rows(one.value) and _has_rows(other.value)
                 ]

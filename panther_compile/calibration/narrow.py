@@ -1,4 +1,4 @@
-"""What two linked layers keep of the features between them, and their weights in closed form.
+"""What two coupled layers keep of the features between them, and their weights in closed form.
 
 The reader's output W a loses least where it is computed from the kept features k = T a with the best weights
 for them, W' = W S Tᵀ (T S Tᵀ)⁻¹, S = E[a aᵀ]: an interpolative decomposition of the reader's input in the
@@ -30,7 +30,7 @@ from panther_compile.kinds.targets import Target
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.planning.coupled import Link
+from panther_compile.planning.coupled import Coupling
 
 _STEPS = 48  # in which features are left out
 _GRID = 12  # numbers of features of which losses are known, where they pass one by one
@@ -38,36 +38,36 @@ _GRID = 12  # numbers of features of which losses are known, where they pass one
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The features between linked layers, as the dense model has them.
+    """The features between coupled layers, as the dense model has them.
 
     Attributes:
         basis: which features to keep, the first ones first: int64 places `(N,)`; of heads the rows of T,
             float32 `(heads of the writer, D, D)`.
-        square: S with a ridge, float32 `(N, N)`, about the mean if the reader has a bias.
+        covariance: S with a ridge, float32 `(N, N)`, about the mean if the reader has a bias.
         mean: `(N,)`, zeros if it has none.
     """
 
     basis: Tensor
-    square: Tensor
+    covariance: Tensor
     mean: Tensor
 
 
-def choose_features(link: Link, rows: Tensor, square: Tensor) -> Tensor:
+def choose_features(coupling: Coupling, rows: Tensor, covariance: Tensor) -> Tensor:
     """The basis of `Between`, float64 if it is of heads.
 
     Args:
-        link: the layers.
+        coupling: the layers.
         rows: G^½ W of the reader, float64 `(O, N)`.
-        square: S, float64 `(N, N)`.
+        covariance: S, float64 `(N, N)`.
     """
-    return (_by_heads if link.padded else _one_by_one)(link, rows, square)
+    return (_by_heads if coupling.padded else _one_by_one)(coupling, rows, covariance)
 
 
-def _one_by_one(link: Link, rows: Tensor, square: Tensor) -> Tensor:
-    places = torch.arange(link.width, device=rows.device)
-    inverse, best = torch.linalg.inv(square), rows
+def _one_by_one(coupling: Coupling, rows: Tensor, covariance: Tensor) -> Tensor:
+    places = torch.arange(coupling.width, device=rows.device)
+    inverse, best = torch.linalg.inv(covariance), rows
     order = []
-    most = max(1, link.width // _STEPS)
+    most = max(1, coupling.width // _STEPS)
     while len(places):
         ranked = (best.square().sum(0) / inverse.diagonal()).argsort()
         out, rest = ranked[:most], ranked[most:].sort().values
@@ -79,83 +79,85 @@ def _one_by_one(link: Link, rows: Tensor, square: Tensor) -> Tensor:
     return torch.cat(order).flip(0)
 
 
-def _by_heads(link: Link, rows: Tensor, square: Tensor) -> Tensor:
+def _by_heads(coupling: Coupling, rows: Tensor, covariance: Tensor) -> Tensor:
     bases = []
-    for head in range(link.heads // link.shared):
-        readers = range(head * link.shared, (head + 1) * link.shared)
-        spans = [slice(one * link.width, (one + 1) * link.width) for one in readers]
+    for head in range(coupling.heads // coupling.shared):
+        readers = range(head * coupling.shared, (head + 1) * coupling.shared)
+        spans = [slice(one * coupling.width, (one + 1) * coupling.width) for one in readers]
         # Of heads that share a value: one metric of their inputs, as it is the same value in all of them.
-        root = root_of(torch.stack([square[span, span] for span in spans]).mean(0))
+        root = root_of(torch.stack([covariance[span, span] for span in spans]).mean(0))
         size = torch.stack([rows[:, span].T @ rows[:, span] for span in spans]).sum(0)
         vectors = torch.linalg.eigh(root.factor.T @ size @ root.factor)[1].flip(1)
         bases.append(vectors.T @ root.inverse)
     return torch.stack(bases)
 
 
-def keep(link: Link, basis: Tensor, kept: int, features: Tensor) -> Tensor:
+def keep(coupling: Coupling, basis: Tensor, kept: int, features: Tensor) -> Tensor:
     """T a of features a (..., N) of the reader, or of a writer: (..., K of each head)."""
-    if not link.padded:
+    if not coupling.padded:
         return features[..., basis[:kept]]
-    heads = features.unflatten(-1, (-1, link.width))
+    heads = features.unflatten(-1, (-1, coupling.width))
     repeats = heads.shape[-2] // len(basis)
     rows = basis[:, :kept].repeat_interleave(repeats, 0).to(features)
     return torch.einsum("...hd,hkd->...hk", heads, rows).flatten(-2)
 
 
-def lift(link: Link, basis: Tensor, kept: int) -> Tensor:
+def extend(coupling: Coupling, basis: Tensor, kept: int) -> Tensor:
     """Features (N, K of each head) of which T makes the kept ones, and zeros of the others, float64."""
-    if not link.padded:
-        lifted = torch.zeros(link.width, kept, dtype=torch.float64, device=basis.device)
-        lifted[basis[:kept], torch.arange(kept, device=basis.device)] = 1.0
-        return lifted
-    inverse = torch.linalg.inv(basis.double())[:, :, :kept].repeat_interleave(link.shared, 0)
+    if not coupling.padded:
+        extended = torch.zeros(coupling.width, kept, dtype=torch.float64, device=basis.device)
+        extended[basis[:kept], torch.arange(kept, device=basis.device)] = 1.0
+        return extended
+    inverse = torch.linalg.inv(basis.double())[:, :, :kept].repeat_interleave(coupling.shared, 0)
     return torch.block_diag(*inverse)
 
 
-def features_kept(link: Link) -> list[int]:
+def features_kept(coupling: Coupling) -> list[int]:
     """The numbers of features of a head of which losses are asked for, descending; all of them first."""
-    if link.padded:
-        return list(range(link.width, 0, -1))
-    step = 8 if link.width >= 120 else 1
-    grid = [link.width * share // _GRID for share in range(_GRID, 0, -1)]
-    return list(dict.fromkeys([link.width, *(max(1, kept - kept % step) for kept in grid[1:])]))
+    if coupling.padded:
+        return list(range(coupling.width, 0, -1))
+    step = 8 if coupling.width >= 120 else 1
+    grid = [coupling.width * share // _GRID for share in range(_GRID, 0, -1)]
+    return list(dict.fromkeys([coupling.width, *(max(1, kept - kept % step) for kept in grid[1:])]))
 
 
-def reader_losses(link: Link, rows: Tensor, square: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def reader_losses(
+    coupling: Coupling, rows: Tensor, covariance: Tensor, basis: Tensor
+) -> tuple[Tensor, Tensor]:
     """What is lost to the features left out (g,), and to ranks 0, 1, ... of the narrow reader (g, r + 1).
 
     Args:
-        link: the layers.
+        coupling: the layers.
         rows: G^½ W, float64 `(O, N)`.
-        square: S, float64 `(N, N)`.
+        covariance: S, float64 `(N, N)`.
         basis: see `Between`.
     """
-    lifted = lift(link, basis, link.width)
-    inner = keep(link, basis, link.width, keep(link, basis, link.width, square).T)
-    if link.padded:  # the first features of all heads stand first
-        order = torch.arange(len(inner), device=inner.device).view(-1, link.width).T.flatten()
-        lifted, inner = lifted[:, order], inner[order][:, order]
-    terms = rows @ lifted @ lower_root(inner)
-    kept = features_kept(link)
+    extended = extend(coupling, basis, coupling.width)
+    inner = keep(coupling, basis, coupling.width, keep(coupling, basis, coupling.width, covariance).T)
+    if coupling.padded:  # the first features of all heads stand first
+        order = torch.arange(len(inner), device=inner.device).view(-1, coupling.width).T.flatten()
+        extended, inner = extended[:, order], inner[order][:, order]
+    terms = rows @ extended @ lower_root(inner)
+    kept = features_kept(coupling)
     total = terms.square().sum()
-    narrowed = torch.stack([total - terms[:, : one * link.heads].square().sum() for one in kept])
-    tails = [_tails(terms[:, : one * link.heads]) for one in (kept[:1] if link.padded else kept)]
+    narrowed = torch.stack([total - terms[:, : one * coupling.heads].square().sum() for one in kept])
+    tails = [_tails(terms[:, : one * coupling.heads]) for one in (kept[:1] if coupling.padded else kept)]
     return narrowed.clamp_min(0.0), _stacked(tails, len(kept))
 
 
-def writer_losses(link: Link, left: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
+def writer_losses(coupling: Coupling, left: Tensor, gradient: Tensor, basis: Tensor) -> Tensor:
     """What is lost to ranks 0, 1, ... of a narrow writer (g, r + 1).
 
     Args:
-        link: the layers.
-        left: float64 `(N, m)`, with W S Wᵀ = left leftᵀ, W the writer's weight and S its input's square.
+        coupling: the layers.
+        left: float64 `(N, m)`, with W S Wᵀ = left leftᵀ, W the writer's weight and S its input's covariance.
         gradient: weight of errors at its output, float64 `(N, N)`.
         basis: see `Between`.
     """
-    kept = features_kept(link)
+    kept = features_kept(coupling)
     tails = []
-    for one in kept[:1] if link.padded else kept:
-        places = slice(None) if link.padded else basis[:one]
+    for one in kept[:1] if coupling.padded else kept:
+        places = slice(None) if coupling.padded else basis[:one]
         root = torch.linalg.cholesky(gradient[places][:, places])
         tails.append(_tails(root.T @ left[places]))
     return _stacked(tails, len(kept))
@@ -178,7 +180,7 @@ def _stacked(tails: list[Tensor], count: int) -> Tensor:
 
 def fit_writer(
     target: Target,
-    link: Link,
+    coupling: Coupling,
     basis: Tensor,
     ranks: tuple[int, ...],
     moments: Moments,
@@ -188,30 +190,32 @@ def fit_writer(
 
     Args:
         target: the dense layer.
-        link: that it is of.
+        coupling: that it is of.
         basis: see `Between`.
         ranks: how many features are kept, and the rank if it is factorized.
         moments: of x and z, about the means if the layer has a bias.
         gradient: weight of errors at its dense outputs, float64 `(N, N)`, or None.
     """
-    kept = ranks[0] // link.heads_of(target.name)
-    dense, bias = _narrow_writer(target, link, basis, kept)
+    kept = ranks[0] // coupling.heads_of(target.name)
+    dense, bias = _narrow_writer(target, coupling, basis, kept)
     if gradient is not None:
-        lifted = lift(link, basis, kept) if link.heads == 1 else None
-        gradient = None if lifted is None else lifted.T @ gradient @ lifted
-    return _fit(target, link, basis, ranks, dense, bias, moments, gradient)
+        extended = extend(coupling, basis, kept) if coupling.heads == 1 else None
+        gradient = None if extended is None else extended.T @ gradient @ extended
+    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient)
 
 
-def _narrow_writer(target: Target, link: Link, basis: Tensor, kept: int) -> tuple[Tensor, Tensor | None]:
+def _narrow_writer(
+    target: Target, coupling: Coupling, basis: Tensor, kept: int
+) -> tuple[Tensor, Tensor | None]:
     """Weight (K of each head, I) and bias of what the dense writer does for the kept features, float64."""
     weight, bias = target.weight_and_bias()
-    rows = keep(link, basis, kept, weight.detach().double().T).T
-    return rows, None if bias is None else keep(link, basis, kept, bias.detach().double())
+    rows = keep(coupling, basis, kept, weight.detach().double().T).T
+    return rows, None if bias is None else keep(coupling, basis, kept, bias.detach().double())
 
 
 def fit_reader(
     target: Target,
-    link: Link,
+    coupling: Coupling,
     basis: Tensor,
     ranks: tuple[int, ...],
     moments: Moments,
@@ -221,19 +225,19 @@ def fit_reader(
 
     Args:
         target: the dense layer.
-        link: that it is of.
+        coupling: that it is of.
         basis: see `Between`.
         ranks: see `fit_writer`.
         moments: of all features x and of the kept ones z, about the means if the layer has a bias.
         gradient: G, float64 `(O, O)`, or None.
     """
     weight, bias = target.weight_and_bias()
-    return _fit(target, link, basis, ranks, weight.detach().double(), bias, moments, gradient)
+    return _fit(target, coupling, basis, ranks, weight.detach().double(), bias, moments, gradient)
 
 
 def _fit(
     target: Target,
-    link: Link,
+    coupling: Coupling,
     basis: Tensor,
     ranks: tuple[int, ...],
     dense: Tensor,
@@ -246,17 +250,19 @@ def _fit(
         found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=dtype)
     else:
         found = fit_whole_to(dense, bias, moments)
-    return _around(target, link, basis, found), found.output_error
+    return _around(target, coupling, basis, found), found.output_error
 
 
-def _around(target: Target, link: Link, basis: Tensor, found: FittedMatrix) -> NarrowLinear:
-    side = "in" if target.name == link.reader else "out"
+def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedMatrix) -> NarrowLinear:
+    side = "in" if target.name == coupling.reader else "out"
     inner = _linear_of(found, target.weight_and_bias()[0])
-    heads = link.heads_of(target.name)
+    heads = coupling.heads_of(target.name)
     places = None
-    if not link.padded:
+    if not coupling.padded:
         places = basis[: inner.in_features if side == "in" else inner.out_features]
-    return NarrowLinear.around(inner, target.layer, side=side, heads=heads, padded=link.padded, places=places)
+    return NarrowLinear.around(
+        inner, target.layer, side=side, heads=heads, padded=coupling.padded, places=places
+    )
 
 
 def _linear_of(found: FittedMatrix, like: Tensor) -> nn.Linear | SketchedLinear:
@@ -274,32 +280,34 @@ def _linear_of(found: FittedMatrix, like: Tensor) -> nn.Linear | SketchedLinear:
     return whole
 
 
-def cut_link(
+def cut_coupling(
     targets: Mapping[str, Target],
-    link: Link,
+    coupling: Coupling,
     between: Between,
     ranks: Mapping[str, tuple[int, ...]],
     weights: Mapping[str, Tensor],
     factors: Mapping[str, tuple[Tensor, Tensor, Tensor]],
 ) -> dict[str, NarrowLinear]:
-    """All layers of a link from the study alone, by name.
+    """All layers of a coupling from the study alone, by name.
 
     Args:
         targets: the dense layers, by name.
-        link: that they are of.
+        coupling: that they are of.
         between: what is between them.
         ranks: see `fit_writer`; by name.
         weights: of errors, by name.
         factors: of the study, by name.
     """
     layers = {}
-    for name in link.names:
+    for name in coupling.names:
         target, rank = targets[name], ranks[name][1:]
-        kept = ranks[name][0] // link.heads_of(name)
-        cut = _cut_reader if name == link.reader else _cut_writer
-        weight, spread, bias, metric = cut(target, link, between, kept, factors.get(name), weights.get(name))
+        kept = ranks[name][0] // coupling.heads_of(name)
+        cut = _cut_reader if name == coupling.reader else _cut_writer
+        weight, spread, bias, metric = cut(
+            target, coupling, between, kept, factors.get(name), weights.get(name)
+        )
         left, right = _truncated(weight, spread, metric, rank[0]) if rank else (weight, None)
-        layers[name] = _around(target, link, between.basis, FittedMatrix(left, right, None, bias, 0.0))
+        layers[name] = _around(target, coupling, between.basis, FittedMatrix(left, right, None, bias, 0.0))
     return layers
 
 
@@ -308,11 +316,16 @@ _Factors = tuple[Tensor, Tensor, Tensor] | None
 
 
 def _cut_writer(
-    target: Target, link: Link, between: Between, kept: int, factors: _Factors, gradient: Tensor | None
+    target: Target,
+    coupling: Coupling,
+    between: Between,
+    kept: int,
+    factors: _Factors,
+    gradient: Tensor | None,
 ) -> _Cut:
     """Weight M of the narrow layer, Z with M S Mᵀ = Z Zᵀ, bias, and weight of errors."""
-    rows, bias = _narrow_writer(target, link, between.basis, kept)
-    if link.padded or factors is None:
+    rows, bias = _narrow_writer(target, coupling, between.basis, kept)
+    if coupling.padded or factors is None:
         return rows, rows, bias, None
     places = between.basis[:kept]
     metric = None if gradient is None else gradient[places][:, places].double()
@@ -320,15 +333,15 @@ def _cut_writer(
 
 
 def _cut_reader(
-    target: Target, link: Link, between: Between, kept: int, _: _Factors, gradient: Tensor | None
+    target: Target, coupling: Coupling, between: Between, kept: int, _: _Factors, gradient: Tensor | None
 ) -> _Cut:
     weight, bias = target.weight_and_bias()
-    dense, square = weight.detach().double(), between.square.double()
-    cross = keep(link, between.basis, kept, dense @ square)  # E[W a kᵀ]
-    inner = keep(link, between.basis, kept, keep(link, between.basis, kept, square).T)
+    dense, covariance = weight.detach().double(), between.covariance.double()
+    cross = keep(coupling, between.basis, kept, dense @ covariance)  # E[W a kᵀ]
+    inner = keep(coupling, between.basis, kept, keep(coupling, between.basis, kept, covariance).T)
     new = solve(inner, cross.T).T
     mean = between.mean.double()
-    bias = shifted_bias(bias, dense @ mean, new @ keep(link, between.basis, kept, mean))
+    bias = shifted_bias(bias, dense @ mean, new @ keep(coupling, between.basis, kept, mean))
     return new, new @ lower_root(inner), bias, None if gradient is None else gradient.double()
 
 
@@ -340,9 +353,9 @@ def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int)
     return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight
 
 
-def narrow_rows(link: Link, basis: Tensor, kept: int, rows: Tensor) -> Tensor:
+def narrow_rows(coupling: Coupling, basis: Tensor, kept: int, rows: Tensor) -> Tensor:
     """The kept features (n, K of each head) of what reaches a narrow reader."""
-    if link.padded:
-        return rows.unflatten(-1, (link.heads, -1))[..., :kept].flatten(-2)
+    if coupling.padded:
+        return rows.unflatten(-1, (coupling.heads, -1))[..., :kept].flatten(-2)
     # From another layer than the writer, where the sketched model takes another path than the dense one.
-    return rows[:, basis[:kept]] if rows.shape[1] == link.width else rows
+    return rows[:, basis[:kept]] if rows.shape[1] == coupling.width else rows

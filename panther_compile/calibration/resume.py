@@ -29,7 +29,7 @@ from panther_compile.errors import ConfigTypeError, ResumeError
 from panther_compile.kinds.registry import layer_types
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
-from panther_compile.planning.coupled import Link, LinkLosses
+from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
 from panther_compile.storage import SCRATCH_PREFIX, replace_file
 
@@ -87,7 +87,9 @@ class Folder:
         if kept is None:
             return None
         tensors, told = kept
-        links = {Link(**one | {"writers": tuple(one["writers"])}): total for one, total in told.pop("links")}
+        couplings = {
+            Coupling(**one | {"writers": tuple(one["writers"])}): total for one, total in told.pop("links")
+        }
         study = Study(**told)
         parts: dict[str, list[Tensor]] = {}
         for key, tensor in sorted(tensors.items()):
@@ -99,10 +101,12 @@ class Folder:
                 parts.setdefault(name.partition("/")[2], []).append(tensor)
             else:
                 getattr(study, kind)[name] = tensor
-        for link, total in links.items():
-            *between, counts, narrowed, members = parts[link.name]
-            study.between[link.name] = Between(*between)
-            study.losses[link.name] = LinkLosses(link, counts.cpu(), narrowed.cpu(), members.cpu(), total)
+        for coupling, total in couplings.items():
+            *between, counts, narrowed, members = parts[coupling.name]
+            study.between[coupling.name] = Between(*between)
+            study.losses[coupling.name] = CouplingLosses(
+                coupling, counts.cpu(), narrowed.cpu(), members.cpu(), total
+            )
         return study
 
     def keep_study(self, study: Study) -> None:
@@ -114,10 +118,10 @@ class Folder:
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
         for name, lost in study.losses.items():
             one = study.between[name]
-            told_of = (one.basis, one.square, one.mean, lost.kept, lost.narrowed, lost.members)
+            told_of = (one.basis, one.covariance, one.mean, lost.kept, lost.narrowed, lost.members)
             tensors |= {f"links/{place}/{name}": part for place, part in enumerate(told_of)}
         told = {kind: getattr(study, kind) for kind in _PLAIN}
-        told["links"] = [(asdict(one.link), one.total) for one in study.losses.values()]
+        told["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
         self._write_tensors("study.safetensors", tensors, told)
 
     def tried(self, plans: Sequence[SketchPlan]) -> dict[str, list[float]] | None:
@@ -255,7 +259,7 @@ def _key(*plans: SketchPlan) -> str:
     """Of what the plans do, not of how they came about."""
     done = [
         [
-            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.link)
+            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.coupling)
             for line in plan.sketched
             if line.choice
         ]

@@ -139,6 +139,6 @@ def _add(
     counts: dict[str, int],
 ) -> None:
     rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
-    square = (rows.T @ rows).double()
-    sums[name] = square if name not in sums else sums[name] + square
+    covariance = (rows.T @ rows).double()
+    sums[name] = covariance if name not in sums else sums[name] + covariance
     counts[name] = counts.get(name, 0) + len(rows)

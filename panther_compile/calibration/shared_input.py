@@ -107,7 +107,7 @@ def best_of_stack(stack: Stack, moments: Moments, root: Root) -> tuple[Tensor, T
     Args:
         stack: of weights.
         moments: see `Moments`.
-        root: of its square, which stacks of one input have in common.
+        root: of its covariance, which stacks of one input have in common.
     """
     whitened = stack.weight @ (moments.cross @ root.inverse.T)
     vectors = torch.linalg.eigh(whitened.T @ whitened)[1][:, -min(whitened.shape) :].flip(1)

@@ -22,7 +22,7 @@ from panther_compile.factorization.whiten import best_low_rank, root_of, term_si
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
-from panther_compile.planning.coupled import Link, LinkLosses
+from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Choice
 from panther_compile.reporting.progress import ProgressBar
 
@@ -43,7 +43,7 @@ class Study:
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         reached: units that the data reaches, and with how many rows.
         shared: for each group of layers of one input, the sets of them that may share an input factor.
-        losses: what narrowing layers does that can be narrowed together, by the name of the link.
+        losses: what narrowing layers does that can be narrowed together, by the name of the coupling.
         between: what is between them, likewise.
     """
 
@@ -54,12 +54,12 @@ class Study:
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
-    losses: dict[str, LinkLosses] = field(default_factory=dict)
+    losses: dict[str, CouplingLosses] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
 
-    def link(self, choice: Choice) -> Link:
+    def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
-        return next(one.link for one in self.losses.values() if one.link.names == choice.link)
+        return next(one.coupling for one in self.losses.values() if one.coupling.names == choice.coupling)
 
     def stack(self, targets: Iterable[Target]) -> Stack | None:
         """The stack of some layers, None if gradients tell only of some what their errors do."""
@@ -77,7 +77,7 @@ def study_layers(
     side: Side,
     targets: Mapping[str, Target],
     calls: Sequence[Call],
-    links: Sequence[Link] = (),
+    couplings: Sequence[Coupling] = (),
     *,
     seed: int,
     logits: bool | None,
@@ -89,7 +89,7 @@ def study_layers(
         side: a copy of it that watches the targets.
         targets: by name.
         calls: the data.
-        links: see `find_links`.
+        couplings: see `find_couplings`.
         seed: of random projections.
         logits: see `outputs.distance`.
         progress: whether to show bars.
@@ -98,7 +98,7 @@ def study_layers(
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
     study = Study()
-    by_reader = {link.reader: link for link in links}
+    by_reader = {coupling.reader: coupling for coupling in couplings}
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
     gradients = output_gradients(
         side.model,
@@ -109,8 +109,8 @@ def study_layers(
         logits=logits,
         progress=progress,
     )
-    for name, square in gradients.items():
-        outer, study.sensitivity[name] = weight_of_errors(square)
+    for name, covariance in gradients.items():
+        outer, study.sensitivity[name] = weight_of_errors(covariance)
         study.weights[name] = outer.float().contiguous()
     for names in groups_within(MAX_BYTES, {name: _bytes_of_moments(one) for name, one in targets.items()}):
         group = {name: targets[name] for name in names}
@@ -124,14 +124,14 @@ def study_layers(
             gradient = study.weights[name].double() if name in study.weights else None
             gradient = targets[name].view.metric(gradient)
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
-            study.values[name] = term_sizes(left, right, moments.square, gradient)
+            study.values[name] = term_sizes(left, right, moments.covariance, gradient)
             _keep_factors(study, name, left, right, moments.mean_x)
             if name in by_reader:
                 _study_reader(study, by_reader[name], dense, moments, gradient)
         for sets in inputs.found(group):
             _study_stacks(study, targets, sets, known[sets[0][0]])
-    for link in links:
-        _study_writers(study, link)
+    for coupling in couplings:
+        _study_writers(study, coupling)
     return study
 
 
@@ -166,13 +166,13 @@ def _study_stacks(
 ) -> None:
     """Add what the stacks of layers of one input are like."""
     moments = sums.moments(centred=targets[sets[0][0]].view.has_mean)
-    root = root_of(moments.square)
+    root = root_of(moments.covariance)
     told: list[Sequence[str]] = []
     for names in sets:
         stack, key = study.stack(targets[name] for name in names), stack_name(names)
         if stack is not None:
             left, right = best_of_stack(stack, moments, root)
-            study.values[key] = term_sizes(left, right, moments.square, None)
+            study.values[key] = term_sizes(left, right, moments.covariance, None)
             _keep_factors(study, key, torch.cat(stack.parts(left)), right, moments.mean_x)
             told.append(names)
     if told:
@@ -180,40 +180,42 @@ def _study_stacks(
 
 
 def _study_reader(
-    study: Study, link: Link, weight: Tensor, moments: Moments, gradient: Tensor | None
+    study: Study, coupling: Coupling, weight: Tensor, moments: Moments, gradient: Tensor | None
 ) -> None:
-    """Add what is between linked layers, and what narrowing does to the reader, while there is room."""
-    held = sum(4 * one.square.numel() for one in study.between.values())
-    if gradient is None or held + 4 * moments.square.numel() > MAX_BYTES:
+    """Add what is between coupled layers, and what narrowing does to the reader, while there is room."""
+    held = sum(4 * one.covariance.numel() for one in study.between.values())
+    if gradient is None or held + 4 * moments.covariance.numel() > MAX_BYTES:
         return
     rows = torch.linalg.cholesky(gradient).T @ weight
-    basis = choose_features(link, rows, moments.square)
-    scale = study.sensitivity[link.reader]
-    narrowed, tails = (scale * one for one in reader_losses(link, rows, moments.square, basis))
+    basis = choose_features(coupling, rows, moments.covariance)
+    scale = study.sensitivity[coupling.reader]
+    narrowed, tails = (scale * one for one in reader_losses(coupling, rows, moments.covariance, basis))
     basis = (basis.float() if basis.is_floating_point() else basis).contiguous()
-    square, mean = moments.square.float().contiguous(), moments.mean_x.float().contiguous()
-    study.between[link.name] = Between(basis, square, mean)
-    total = scale * float(study.values[link.reader].square().sum())
-    study.losses[link.name] = LinkLosses(
-        link, torch.tensor(features_kept(link)), narrowed.cpu(), tails[:, None].cpu(), total
+    covariance, mean = moments.covariance.float().contiguous(), moments.mean_x.float().contiguous()
+    study.between[coupling.name] = Between(basis, covariance, mean)
+    total = scale * float(study.values[coupling.reader].square().sum())
+    study.losses[coupling.name] = CouplingLosses(
+        coupling, torch.tensor(features_kept(coupling)), narrowed.cpu(), tails[:, None].cpu(), total
     )
 
 
-def _study_writers(study: Study, link: Link) -> None:
-    """Add what ranks of the writers do; a link is of no use without."""
-    losses = study.losses.pop(link.name, None)
-    if losses is None or not all(name in study.weights and name in study.factors for name in link.writers):
-        study.between.pop(link.name, None)
+def _study_writers(study: Study, coupling: Coupling) -> None:
+    """Add what ranks of the writers do; a coupling is of no use without."""
+    losses = study.losses.pop(coupling.name, None)
+    if losses is None or not all(
+        name in study.weights and name in study.factors for name in coupling.writers
+    ):
+        study.between.pop(coupling.name, None)
         return
     members = []
-    for name in link.writers:
+    for name in coupling.writers:
         left, weight = study.factors[name][0].double(), study.weights[name].double()
-        lost = writer_losses(link, left, weight, study.between[link.name].basis)
+        lost = writer_losses(coupling, left, weight, study.between[coupling.name].basis)
         members.append(study.sensitivity[name] * lost.cpu())
     members.append(losses.members[:, 0])
     longest = max(one.shape[1] for one in members)
     padded = [F.pad(one, (0, longest - one.shape[1]), value=torch.inf) for one in members]
-    study.losses[link.name] = replace(losses, members=torch.stack(padded, 1))
+    study.losses[coupling.name] = replace(losses, members=torch.stack(padded, 1))
 
 
 def _keep_factors(study: Study, name: str, left: Tensor, right: Tensor, mean: Tensor) -> None:

@@ -31,11 +31,11 @@ _HOOI_SWEEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class ConvKernels:
-    """A convolution's weight as a chain of kernels, first stage first.
+    """A convolution's weight as a chain of kernels, first factor first.
 
     Attributes:
         scheme: one of `SCHEMES`.
-        kernels: float64 weights of the stages, (C_out, C_in / G, height, width) each, of equal
+        kernels: float64 weights of the factors, (C_out, C_in / G, height, width) each, of equal
             Frobenius norm.
         error: relative Frobenius error of the chain, exact.
         method: how they were found: that of the SVDs, or "hooi".
@@ -275,7 +275,7 @@ def check_scheme(scheme: str, known: tuple[str, ...] = SCHEMES) -> None:
 
 
 def _to_kernels(left_gmr: Tensor, right_grn: Tensor, shape: torch.Size, scheme: str) -> tuple[Tensor, ...]:
-    """Two-stage kernels from the factors of `to_matrices`."""
+    """Two-factor kernels from the factors of `to_matrices`."""
     _, inputs, kh, kw = shape
     if scheme == "channel":
         return right_grn.flatten(0, 1).unflatten(1, (inputs, kh, kw)), left_gmr.flatten(0, 1)[..., None, None]

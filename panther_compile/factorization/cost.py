@@ -2,7 +2,7 @@
 
     seconds = launches + multiply-adds / rate + activations moved / bandwidth + weights read / bandwidth
 
-summed over the stages of a layer. Activations are what enters and leaves each stage; multiply-adds
+summed over the products of a layer. Activations are what enters and leaves each product; multiply-adds
 count an output width rounded up to the vector width, TILE, because convolutions on a CPU compute
 in blocks of 16 channels: rank 49 costs as much as rank 64.
 
@@ -29,8 +29,8 @@ WORTHWHILE = 0.9
 # A convolution of so few input channels, the stem of an image model, ran at .5 to .8 of the dense speed with
 # every scheme at batch 32. The roofline does not show it, so it is a rule.
 STEM_CHANNELS, STEM_SPEEDUP = 4, 0.7
-# Schemes with a stage ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then, where
-# the roofline says up to 1.3; "channel" strides in its first stage and was never slower.
+# Schemes with a product ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then, where
+# the roofline says up to 1.3; "channel" strides in its first product and was never slower.
 AHEAD_OF_STRIDE, STRIDED_SPEEDUP = ("spatial", "tucker2"), 0.7
 
 
@@ -64,7 +64,7 @@ def device_class(device: torch.device) -> Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Product:
     """One product: so many numbers read and written, so many weights, so many multiply-adds."""
 
     macs: float
@@ -72,14 +72,14 @@ class Stage:
     weights: float
 
 
-def seconds(stages: tuple[Stage, ...], device: Device = CPU, itemsize: int = 4) -> float:
-    """Predicted time of the stages, one after the other."""
+def seconds(products: tuple[Product, ...], device: Device = CPU, itemsize: int = 4) -> float:
+    """Predicted time of the products, one after the other."""
     return sum(
         device.launch_seconds
-        + stage.macs / device.macs_per_second
-        + stage.activations * itemsize / device.activation_bytes_per_second
-        + stage.weights * itemsize / device.weight_bytes_per_second
-        for stage in stages
+        + product.macs / device.macs_per_second
+        + product.activations * itemsize / device.activation_bytes_per_second
+        + product.weights * itemsize / device.weight_bytes_per_second
+        for product in products
     )
 
 
@@ -109,54 +109,54 @@ def speedup(
     if stride != (1, 1) and candidate.scheme in AHEAD_OF_STRIDE:
         return STRIDED_SPEEDUP
     positions = device.positions if positions is None else positions
-    dense = dense_stages(shape, groups, stride, positions)
-    sketched = sketched_stages(candidate.scheme, candidate.ranks(rank), shape, groups, stride, positions)
+    dense = dense_products(shape, groups, stride, positions)
+    sketched = sketched_products(candidate.scheme, candidate.ranks(rank), shape, groups, stride, positions)
     return seconds(dense, device) / seconds(sketched, device)
 
 
-def dense_stages(
+def dense_products(
     shape: tuple[int, ...], groups: int, stride: tuple[int, int], positions: int
-) -> tuple[Stage, ...]:
+) -> tuple[Product, ...]:
     """The dense layer; see `speedup` for the arguments."""
     outputs, inputs, kh, kw = _four(shape)
     entering = positions * stride[0] * stride[1]
-    return (_stage(inputs * groups, outputs, kh * kw, groups, entering, positions),)
+    return (_product(inputs * groups, outputs, kh * kw, groups, entering, positions),)
 
 
-def sketched_stages(
+def sketched_products(
     scheme: str,
     ranks: tuple[int, ...],
     shape: tuple[int, ...],
     groups: int,
     stride: tuple[int, int],
     positions: int,
-) -> tuple[Stage, ...]:
-    """The stages of a scheme; see `speedup` for the arguments.
+) -> tuple[Product, ...]:
+    """The products of a scheme; see `speedup` for the arguments.
 
-    What runs ahead of a stride sees more positions: the first stage of "tucker2", and along the width the
+    What runs ahead of a stride sees more positions: the first product of "tucker2", and along the width the
     first of "spatial".
     """
     outputs, inputs, kh, kw = _four(shape)
     inputs, first, last = inputs * groups, ranks[0] * groups, ranks[-1] * groups
     entering, between = positions * stride[0] * stride[1], positions * stride[1]
     if scheme == "pivoted":
-        down = _stage(inputs - first, first, 1, 1, entering, positions)
+        down = _product(inputs - first, first, 1, 1, entering, positions)
         pivots = first * (entering + positions)  # read with the input, then written and added to
         down = replace(down, activations=down.activations + pivots)
-        return down, _stage(first, outputs, 1, 1, positions, positions)
+        return down, _product(first, outputs, 1, 1, positions, positions)
     if scheme == "spatial":
         return (
-            _stage(inputs, first, kh, groups, entering, between),
-            _stage(first, outputs, kw, groups, between, positions),
+            _product(inputs, first, kh, groups, entering, between),
+            _product(first, outputs, kw, groups, between, positions),
         )
-    up = _stage(last, outputs, 1, groups, positions, positions)
+    up = _product(last, outputs, 1, groups, positions, positions)
     if scheme == "tucker2":
         return (
-            _stage(inputs, first, 1, groups, entering, entering),
-            _stage(first, last, kh * kw, groups, entering, positions),
+            _product(inputs, first, 1, groups, entering, entering),
+            _product(first, last, kh * kw, groups, entering, positions),
             up,
         )
-    return _stage(inputs, first, kh * kw, groups, entering, positions), up  # "channel", "pair"
+    return _product(inputs, first, kh * kw, groups, entering, positions), up  # "channel", "pair"
 
 
 def rank_step(candidate: Candidate, device: Device | None = None) -> int:
@@ -178,11 +178,11 @@ def finest_step(candidate: Candidate, device: Device | None = None) -> int:
     return TILE if device is CUDA and candidate.max_rank >= 4 * TILE else 1
 
 
-def _stage(inputs: int, outputs: int, taps: int, groups: int, entering: int, leaving: int) -> Stage:
+def _product(inputs: int, outputs: int, taps: int, groups: int, entering: int, leaving: int) -> Product:
     """A convolution of so many taps; `entering` and `leaving` are positions."""
     inputs_per_group, outputs_per_group = inputs // groups, outputs // groups
     tiled = groups * (-(-outputs_per_group // TILE) * TILE)
-    return Stage(
+    return Product(
         macs=leaving * inputs_per_group * taps * tiled,
         activations=entering * inputs + leaving * outputs,
         weights=inputs_per_group * outputs * taps,

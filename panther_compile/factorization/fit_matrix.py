@@ -62,7 +62,7 @@ def fit_matrix_to(
         pivoted: whether the pivoted form is wanted.
         dtype: in which the factors will be stored.
     """
-    dense = weight.detach().to(moments.square.device).double()
+    dense = weight.detach().to(moments.covariance.device).double()
     left, right = best_low_rank(dense, moments, gradient, rank)
     down, start = right, None
     if pivoted and rank < min(dense.shape):
@@ -75,8 +75,8 @@ def fit_matrix_to(
 
 def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedMatrix:
     """The same without a bound on the rank; z may have other features than x. See `fit_matrix_to`."""
-    dense = weight.detach().to(moments.square.device).double()
-    new = solve(moments.square, anchored_product(dense, moments).T).T
+    dense = weight.detach().to(moments.covariance.device).double()
+    new = solve(moments.covariance, anchored_product(dense, moments).T).T
     identity = torch.eye(new.shape[1], dtype=new.dtype, device=new.device)
     error = output_error(dense, new, identity, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), new @ moments.mean_z)
@@ -101,7 +101,7 @@ def _pivot(
 
     Inputs of equal power are pivoted on: else a feature that is always large makes a small change dear.
     """
-    size = moments.square.diagonal().sqrt()
+    size = moments.covariance.diagonal().sqrt()
     rank = left.shape[1]
     accepted = _ACCEPTED * output_error(weight, left, right, moments, gradient) + ROUNDING[dtype]
     for floor in FLOORS:
@@ -119,4 +119,4 @@ def _pivot(
 def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:
     """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹."""
     product = anchored_product(weight, moments) @ right.T
-    return solve(right @ moments.square @ right.T, product.T).T
+    return solve(right @ moments.covariance @ right.T, product.T).T

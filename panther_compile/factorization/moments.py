@@ -14,7 +14,7 @@ RIDGE = 1e-4  # of the mean power, added to both second moments: where there is 
 
 
 @dataclass(frozen=True, slots=True)
-class SkipMoments:
+class ResidualMoments:
     """Of s, what a layer's output is added to in the dense model, and of d = s - s', its change by sketching.
 
     Attributes:
@@ -37,23 +37,23 @@ class Moments:
     Attributes:
         cross: E[x zᵀ] (I, I), about the means if they are not zero, with the ridge. A narrow layer is given
             fewer features z than the dense one x: then (I, K).
-        square: E[z zᵀ] (I, I), likewise.
+        covariance: E[z zᵀ] (I, I), likewise.
         mean_x: (I,); zeros where moments are taken about zero.
         mean_z: likewise.
         rows: how many there were.
         sample_x: some of the rows x, float32 (n, I), less their mean.
         sample_z: the rows z at the same places.
-        skip: of what the layer's output is added to, if known.
+        residual: of what the layer's output is added to, if known.
     """
 
     cross: Tensor
-    square: Tensor
+    covariance: Tensor
     mean_x: Tensor
     mean_z: Tensor
     rows: int
     sample_x: Tensor
     sample_z: Tensor
-    skip: SkipMoments | None = None
+    residual: ResidualMoments | None = None
 
 
 class MomentSums:
@@ -67,8 +67,8 @@ class MomentSums:
 
     def __init__(self, features: int, device: torch.device, dense: int | None = None) -> None:
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._square = torch.zeros(features, features, dtype=dtype, device=device)
-        self._cross: Tensor | None = None  # equal to the square until x and z differ
+        self._covariance = torch.zeros(features, features, dtype=dtype, device=device)
+        self._cross: Tensor | None = None  # equal to the covariance until x and z differ
         if dense is not None:
             self._cross = torch.zeros(dense, features, dtype=dtype, device=device)
         self._sum_x = torch.zeros(dense or features, dtype=dtype, device=device)
@@ -78,13 +78,13 @@ class MomentSums:
         self._change: tuple[Tensor, ...] = ()  # sums of d zᵀ and of d
         self.rows = 0
 
-    def add(self, x: Tensor, z: Tensor, skips: tuple[Tensor, Tensor] | None = None) -> None:
+    def add(self, x: Tensor, z: Tensor, residuals: tuple[Tensor, Tensor] | None = None) -> None:
         """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor.
 
         Args:
             x: in the dense model.
             z: in the sketched one.
-            skips: rows s and s' (N, O), see `SkipMoments`; given always or never.
+            residuals: rows s and s' (N, O), see `ResidualMoments`; given always or never.
         """
         if not len(x):  # as an expert is given where no token is routed to it
             return
@@ -95,27 +95,27 @@ class MomentSums:
         x = x - self._about[0]
         z = x if same and self._cross is None else z - self._about[1]
         if not same and self._cross is None:
-            self._cross = self._square.clone()
-        self._square += z.T @ z
+            self._cross = self._covariance.clone()
+        self._covariance += z.T @ z
         if self._cross is not None:
             self._cross += x.T @ z
         self._sum_x += x.sum(0)
         self._sum_z += z.sum(0)
         self.rows += len(x)
         rows = [x, z]
-        if skips is not None:
-            skip = thinned(skips[0]).float()
-            change = skip - thinned(skips[1]).float()
+        if residuals is not None:
+            residual = thinned(residuals[0]).float()
+            change = residual - thinned(residuals[1]).float()
             sums = change.T @ z, change.sum(0)
             self._change = (
                 tuple(a + b for a, b in zip(self._change, sums, strict=True)) if self._change else sums
             )
-            rows += [skip, change]
+            rows += [residual, change]
         self._samples.append(tuple(thinned(one, SAMPLE // 8) for one in rows))
         if len(self._samples) == 2 * _KEPT:
             self._samples = self._samples[::2]
 
-    def _skip_moments(self, shift_z: Tensor, mean_z: Tensor, centred: bool) -> SkipMoments | None:
+    def _residual_moments(self, shift_z: Tensor, mean_z: Tensor, centred: bool) -> ResidualMoments | None:
         if not self._change:
             return None
         cross, mean = (total.double() / max(1, self.rows) for total in self._change)
@@ -126,39 +126,41 @@ class MomentSums:
         sample, change = (
             thinned(torch.cat(rows), SAMPLE) for rows in list(zip(*self._samples, strict=True))[2:]
         )
-        return SkipMoments(cross, mean, sample, change - mean.float())
+        return ResidualMoments(cross, mean, sample, change - mean.float())
 
-    def moments(self, *, centred: bool, lifted: Tensor | None = None) -> Moments:
+    def moments(self, *, centred: bool, extended: Tensor | None = None) -> Moments:
         """Of what was added.
 
         Args:
             centred: about the means, for a layer with a bias, which makes up for them.
-            lifted: x as z tells it (I, K), where they have other features.
+            extended: x as z tells it (I, K), where they have other features.
         """
         assert self._about is not None
         count = max(1, self.rows)
         shift_x, shift_z = (self._sum_x / count).double(), (self._sum_z / count).double()
-        square = (self._square / count).double()
-        cross = square.clone() if self._cross is None else (self._cross / count).double()
-        rounding = ROUNDING * float(square.diagonal().mean())
+        covariance = (self._covariance / count).double()
+        cross = covariance.clone() if self._cross is None else (self._cross / count).double()
+        rounding = ROUNDING * float(covariance.diagonal().mean())
         cross -= torch.outer(shift_x, shift_z)
-        square -= torch.outer(shift_z, shift_z)
+        covariance -= torch.outer(shift_z, shift_z)
         mean_x, mean_z = self._about[0] + shift_x, self._about[1] + shift_z
-        skip = self._skip_moments(shift_z, mean_z, centred)
+        residual = self._residual_moments(shift_z, mean_z, centred)
         if not centred:
             cross += torch.outer(mean_x, mean_z)
-            square += torch.outer(mean_z, mean_z)
+            covariance += torch.outer(mean_z, mean_z)
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
-        ridge = rounding + RIDGE * float(square.diagonal().mean().clamp_min(1e-30))
-        square.diagonal().add_(ridge)
-        if lifted is None:
+        ridge = rounding + RIDGE * float(covariance.diagonal().mean().clamp_min(1e-30))
+        covariance.diagonal().add_(ridge)
+        if extended is None:
             cross.diagonal().add_(ridge)
         else:
-            cross += ridge * lifted
+            cross += ridge * extended
         some_x, some_z = (torch.cat(rows) for rows in list(zip(*self._samples, strict=True))[:2])
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)
-        return Moments(cross, square, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float(), skip)
+        return Moments(
+            cross, covariance, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float(), residual
+        )
 
 
 def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:

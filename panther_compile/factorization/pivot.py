@@ -7,7 +7,7 @@ pivots are the leading or the trailing r columns, so nothing is permuted, gather
 
 Such a slice A = U Σ Vᵀ is badly conditioned now and then, and singular where inputs are dead: C reaches a
 norm of 1e4 in all-MiniLM-L6-v2, and half types then lose everything, under autocast too. So small singular
-values are lifted, which bounds C, and A is refitted by least squares, for an error below λ a lifted value:
+values are raised, which bounds C, and A is refitted by least squares, for an error below λ a raised value:
 
     C = V max(Σ, λ)⁻¹ Uᵀ W₂,      A ← W Bᵀ (B Bᵀ)⁻¹,  B = [1 C]
 
@@ -72,15 +72,15 @@ def to_pivoted(
     scale = float(values[0]) or 1.0  # of which squares would leave the range of float64
     values = values / scale
     basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = scale basis rows
-    lift = floor * values[-1].clamp_min(1e-10)
+    lowest = floor * values[-1].clamp_min(1e-10)
     accepted = SHARE * residual / scale + ROUNDING[dtype] * max(1.0, float(torch.linalg.norm(values)))
     start, parts = 0, torch.linalg.svd(rows_RI[:, :rank])
-    if _lack(parts[1], lift) > min(accepted, _GOOD_ENOUGH / floor * float(lift) * rank**0.5):
+    if _lack(parts[1], lowest) > min(accepted, _GOOD_ENOUGH / floor * float(lowest) * rank**0.5):
         trailing = torch.linalg.svd(rows_RI[:, -rank:])
-        if _lack(trailing[1], lift) < _lack(parts[1], lift):
+        if _lack(trailing[1], lowest) < _lack(parts[1], lowest):
             start, parts = in_features - rank, trailing
-    lifted = max(1, int((parts[1] < lift).sum()))
-    found = _pivot_on(basis_OR, rows_RI, start, parts, lift.clamp_max(accepted / lifted**0.5))
+    raised = max(1, int((parts[1] < lowest).sum()))
+    found = _pivot_on(basis_OR, rows_RI, start, parts, lowest.clamp_max(accepted / raised**0.5))
     return replace(found, columns=scale * found.columns, change=scale * found.change)
 
 
@@ -98,7 +98,7 @@ def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _lack(values: Tensor, floor: Tensor) -> float:
-    """By how much singular values are to be lifted."""
+    """By how much singular values are to be raised."""
     return float(torch.linalg.norm((floor - values).clamp_min(0.0)))
 
 

@@ -51,7 +51,7 @@ def best_low_rank(
     """
     anchored = anchored_product(weight, moments)
     if weight.shape[0] <= weight.shape[1]:
-        solved = solve(moments.square, anchored.T).T  # W C S⁻¹
+        solved = solve(moments.covariance, anchored.T).T  # W C S⁻¹
         core = solved @ anchored.T  # M Mᵀ = G^½ (W C S⁻¹ Cᵀ Wᵀ) G^½
         core = (core + core.T) / 2
         if gradient is None:
@@ -60,7 +60,7 @@ def best_low_rank(
         root = root_of(gradient)
         vectors = torch.linalg.eigh(root.factor.T @ core @ root.factor)[1][:, -rank:].flip(1)
         return root.inverse.T @ vectors, (vectors.T @ root.factor.T) @ solved
-    root = root_of(moments.square)
+    root = root_of(moments.covariance)
     whitened = anchored @ root.inverse.T  # W C R^-T
     core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
@@ -70,26 +70,26 @@ def best_low_rank(
 def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
     """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + d."""
     product = weight @ moments.cross
-    return product if moments.skip is None else product + moments.skip.cross
+    return product if moments.residual is None else product + moments.residual.cross
 
 
 def anchored_mean(weight: Tensor, moments: Moments) -> Tensor:
     """E[t] (O,), likewise."""
     mean = weight @ moments.mean_x
-    return mean if moments.skip is None else mean + moments.skip.mean
+    return mean if moments.residual is None else mean + moments.residual.mean
 
 
-def term_sizes(left: Tensor, right: Tensor, square: Tensor, gradient: Tensor | None) -> Tensor:
+def term_sizes(left: Tensor, right: Tensor, covariance: Tensor, gradient: Tensor | None) -> Tensor:
     """Singular values of G^½ W R (r,) from the factors of W, whose terms are orthogonal in both metrics.
 
     Args:
         left: `(O, r)`, of `best_low_rank` where x = z.
         right: `(r, I)`, likewise.
-        square: S = R Rᵀ, float64 `(I, I)`.
+        covariance: S = R Rᵀ, float64 `(I, I)`.
         gradient: G, float64 `(O, O)`, or None for the identity.
     """
     outer = left if gradient is None else gradient @ left
-    return ((left * outer).sum(0) * (right @ square * right).sum(1)).clamp_min(0.0).sqrt()
+    return ((left * outer).sum(0) * (right @ covariance * right).sum(1)).clamp_min(0.0).sqrt()
 
 
 def lower_root(matrix: Tensor) -> Tensor:
@@ -119,8 +119,8 @@ def output_error(
     """
     wanted = moments.sample_x @ weight.float().T
     lost = wanted - (moments.sample_z @ right.float().T) @ left.float().T
-    if moments.skip is not None:
-        wanted, lost = wanted + moments.skip.sample, lost + moments.skip.sample_change
+    if moments.residual is not None:
+        wanted, lost = wanted + moments.residual.sample, lost + moments.residual.sample_change
     if gradient is None:
         size, rest = wanted.square().sum(), lost.square().sum()
     else:

@@ -138,7 +138,7 @@ def _on_line(plane: SketchedLayer, like: nn.Conv1d) -> SketchedConv1d:
 
 
 def _on_plane(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    return [replace(one, x=one.x.unsqueeze(-1), z=one.z.unsqueeze(-1), skips=None) for one in arrivals]
+    return [replace(one, x=one.x.unsqueeze(-1), z=one.z.unsqueeze(-1), residuals=None) for one in arrivals]
 
 
 def _from_call(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:

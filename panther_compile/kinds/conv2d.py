@@ -217,8 +217,8 @@ def _fit_node(
         conv.bias.zero_()
     given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
     found, error = fit_conv2d_to(conv, name, choice, config, given, None)
-    stages = [getattr(found, stage).weight for stage in ("down", "core", "up") if hasattr(found, stage)]
-    layer = SketchedConv2d.from_kernels(choice.scheme, tuple(stages), dense)
+    factors = [getattr(found, factor).weight for factor in ("down", "core", "up") if hasattr(found, factor)]
+    layer = SketchedConv2d.from_kernels(choice.scheme, tuple(factors), dense)
     return layer, None if found.up.bias is None else found.up.bias.detach(), error
 
 

@@ -1,4 +1,4 @@
-"""A sketched convolution from data: factors in the metric of the channels, last stage by least squares."""
+"""A sketched convolution from data: factors in the metric of the channels, last factor by least squares."""
 
 # N batch, I in_channels, O out_channels, P positions times taps
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def fit_conv2d_to(
     """Fit a k x k convolution; gives the relative error of its output too.
 
     The kernel is factorized where it is measured by E[z zᵀ] of its input channels and by the weight of
-    errors at its output channels; then the last stage and the bias are fitted, in closed form, so that the
-    stages on z give what the dense layer gives on x.
+    errors at its output channels; then the last factor and the bias are fitted, in closed form, so that the
+    factors on z give what the dense layer gives on x.
 
     Args:
         conv: the dense layer.
@@ -69,7 +69,7 @@ def fit_conv2d_to(
         for arrival in arrivals:
             rows = channel_rows(conv, arrival.z)
             sums.add(rows, rows)
-        inner = root_of(sums.moments(centred=False).square)
+        inner = root_of(sums.moments(centred=False).covariance)
         weight = torch.einsum("oihw,ij->ojhw", weight, inner.factor)
         if gradient is not None:
             outer = root_of(gradient)
@@ -85,12 +85,12 @@ def fit_conv2d_to(
 
 
 def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival]) -> float:
-    """Fit the last stage by ridge regression towards what it is; gives the relative error that is left."""
+    """Fit the last factor by ridge regression towards what it is; gives the relative error that is left."""
     last = layer.up
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
     taps = last.weight[0].numel()
     device = last.weight.device
-    square = torch.zeros(groups, taps, taps, dtype=torch.float64, device=device)
+    covariance = torch.zeros(groups, taps, taps, dtype=torch.float64, device=device)
     cross = torch.zeros(groups, outputs, taps, dtype=torch.float64, device=device)
     sum_p = torch.zeros(groups, taps, dtype=torch.float64, device=device)
     sum_y = torch.zeros(groups, outputs, dtype=torch.float64, device=device)
@@ -103,20 +103,20 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
         wanted = wanted.reshape(-1, *wanted.shape[-3:]).transpose(0, 1).reshape(groups, outputs, -1)
         wanted = wanted.transpose(1, 2).float()  # (G, n, O / G)
         patches, wanted = thinned(patches.transpose(0, 1)), thinned(wanted.transpose(0, 1))
-        square += torch.einsum("ngp,ngq->gpq", patches, patches)
+        covariance += torch.einsum("ngp,ngq->gpq", patches, patches)
         cross += torch.einsum("ngo,ngp->gop", wanted, patches)
         sum_p += patches.sum(0)
         sum_y += wanted.sum(0)
         power += float(wanted.double().square().sum())
         rows += len(patches)
-    square, cross, mean_p, mean_y = square / rows, cross / rows, sum_p / rows, sum_y / rows
+    covariance, cross, mean_p, mean_y = covariance / rows, cross / rows, sum_p / rows, sum_y / rows
     if conv.bias is not None:
-        square = square - mean_p[:, :, None] * mean_p[:, None, :]
+        covariance = covariance - mean_p[:, :, None] * mean_p[:, None, :]
         cross = cross - mean_y[:, :, None] * mean_p[:, None, :]
         power -= rows * float(mean_y.square().sum())
     present = last.weight.detach().double().reshape(groups, outputs, taps)
     kernels, lost = [], power / rows
-    for s, c, w in zip(square, cross, present, strict=True):
+    for s, c, w in zip(covariance, cross, present, strict=True):
         ridge = RIDGE * float(s.diagonal().mean().clamp_min(1e-30))
         system = s + ridge * torch.eye(taps, dtype=s.dtype, device=device)
         kernel = solve(system, (c + ridge * w).T).T
@@ -131,7 +131,7 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
 
 
 def _before_last(layer: SketchedConv2d, z: Tensor) -> Tensor:
-    """What the last stage is given."""
+    """What the last factor is given."""
     z = layer.down(z)
     return layer.core(z) if layer.scheme == "tucker2" else z
 
@@ -142,8 +142,8 @@ def _padded(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.pad(x, pad, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
 
 
-def _patches(stage: nn.Conv2d, x: Tensor) -> Tensor:
-    """What each output of a stage reads, (G, n, I / G times taps), positions in the order of its output."""
-    x = _padded(stage, x.reshape(-1, *x.shape[-3:]))
-    columns = F.unfold(x, stage.kernel_size, stage.dilation, 0, stage.stride)  # type: ignore[arg-type]
-    return columns.reshape(len(x), stage.groups, -1, columns.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2)
+def _patches(factor: nn.Conv2d, x: Tensor) -> Tensor:
+    """What each output of a factor reads, (G, n, I / G times taps), positions in the order of its output."""
+    x = _padded(factor, x.reshape(-1, *x.shape[-3:]))
+    columns = F.unfold(x, factor.kernel_size, factor.dilation, 0, factor.stride)  # type: ignore[arg-type]
+    return columns.reshape(len(x), factor.groups, -1, columns.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2)

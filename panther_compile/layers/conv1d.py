@@ -71,7 +71,7 @@ class SketchedConv1d(SketchedLayer):
         self.kernel_size, self.stride, self.dilation = (kernel_size,), (stride,), (dilation,)
         self.padding = padding if isinstance(padding, str) else (padding,)
         self.groups, self.padding_mode, self.start = groups, padding_mode, start
-        plane = SketchedConv2d(  # checks the arguments, and divides them among the stages
+        plane = SketchedConv2d(  # checks the arguments, and divides them among the factors
             in_channels,
             out_channels,
             (kernel_size, 1),
@@ -88,20 +88,20 @@ class SketchedConv1d(SketchedLayer):
             dtype=dtype,
         )
         self.scheme, self.rank, self.ranks = scheme, plane.rank, plane.ranks
-        for name, stage in plane.named_children():
-            assert isinstance(stage, nn.Conv2d)
+        for name, factor in plane.named_children():
+            assert isinstance(factor, nn.Conv2d)
             self.add_module(
                 name,
                 nn.Conv1d(
-                    stage.in_channels,
-                    stage.out_channels,
-                    stage.kernel_size[0],
-                    stage.stride[0],
-                    stage.padding if isinstance(stage.padding, str) else stage.padding[0],
-                    stage.dilation[0],
+                    factor.in_channels,
+                    factor.out_channels,
+                    factor.kernel_size[0],
+                    factor.stride[0],
+                    factor.padding if isinstance(factor.padding, str) else factor.padding[0],
+                    factor.dilation[0],
                     groups,
-                    stage.bias is not None,
-                    stage.padding_mode,  # type: ignore[arg-type]
+                    factor.bias is not None,
+                    factor.padding_mode,  # type: ignore[arg-type]
                     device=device,
                     dtype=dtype,
                 ),
@@ -126,8 +126,8 @@ class SketchedConv1d(SketchedLayer):
             dtype=like.weight.dtype,
         )
         new.to_empty(device=like.weight.device)
-        for name, stage in plane.named_children():
-            copy_into(new.get_submodule(name).weight, stage.weight.squeeze(-1))  # type: ignore[arg-type, operator]
+        for name, factor in plane.named_children():
+            copy_into(new.get_submodule(name).weight, factor.weight.squeeze(-1))  # type: ignore[arg-type, operator]
         if plane.bias is not None and new.bias is not None:
             copy_into(new.bias, plane.bias)
         take_over(new, like, like.weight.requires_grad)
@@ -147,9 +147,9 @@ class SketchedConv1d(SketchedLayer):
         pivots, others = split_at(x, self.ranks[0], self.start)
         return self.up(pivots.movedim(-1, -2) + self.down(others.movedim(-1, -2)))
 
-    def kernel_axes(self, stage: str) -> tuple[int, ...]:
-        """The axes, 0 the length, along which a stage has the dense kernel, stride and padding."""
-        return (0,) if (self.scheme, stage) in (("channel", "down"), ("tucker2", "core")) else ()
+    def kernel_axes(self, factor: str) -> tuple[int, ...]:
+        """The axes, 0 the length, along which a factor has the dense kernel, stride and padding."""
+        return (0,) if (self.scheme, factor) in (("channel", "down"), ("tucker2", "core")) else ()
 
     def _plane(self, dtype: torch.dtype | None = None) -> SketchedConv2d:
         """The same chain of kernels (k, 1), with this layer's parameters."""
@@ -162,15 +162,15 @@ class SketchedConv1d(SketchedLayer):
             "dilation": (*self.dilation, 1),
         }
         plane = SketchedConv2d(**spec, device=like.device, dtype=dtype or like.dtype)
-        for name, stage in self.named_children():
-            copy_into(plane.get_submodule(name).weight, stage.weight.unsqueeze(-1))  # type: ignore[arg-type, operator]
+        for name, factor in self.named_children():
+            copy_into(plane.get_submodule(name).weight, factor.weight.unsqueeze(-1))  # type: ignore[arg-type, operator]
         return plane
 
     def _product(self) -> Tensor:
         return self._plane().weight.squeeze(-1) + 0
 
     def to_dense(self) -> nn.Conv1d:
-        """An `nn.Conv1d` with the stages multiplied out."""
+        """An `nn.Conv1d` with the factors multiplied out."""
         like = self.up.weight
         dense = nn.utils.skip_init(nn.Conv1d, **geometry(self), device=like.device, dtype=like.dtype)
         copy_into(dense.weight, self._plane(torch.float64).to_dense().weight.squeeze(-1))
@@ -181,7 +181,7 @@ class SketchedConv1d(SketchedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (O, I/G, k) that the stages stand for; read-only, computed when read."""
+        """The weight (O, I/G, k) that the factors stand for; read-only, computed when read."""
         shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
         return lazy_weight(shape, self.up.weight, self._product)
 

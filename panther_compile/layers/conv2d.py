@@ -5,8 +5,8 @@ spatial:  y = up(down(x)) + b          down kh x 1  (I -> G r), up 1 x kw
 tucker2:  y = up(core(down(x))) + b    down 1 x 1 (I -> G q), core kh x kw (G q -> G p), up 1 x 1
 pivoted:  y = up(x₁ + down(x₂)) + b    1 x 1 kernels without groups only: pivot.py
 
-Every stage has the G groups of the dense layer. Stride, padding and dilation belong to the stage that
-is as tall or as wide as the dense kernel. Padding there is the same as padding x: the stages before it
+Every factor has the G groups of the dense layer. Stride, padding and dilation belong to the factor that
+is as tall or as wide as the dense kernel. Padding there is the same as padding x: the factors before it
 have no bias, so zeros stay zeros and copies stay copies. The weights come from factorize_conv2d.py.
 """
 
@@ -58,7 +58,7 @@ _GEOMETRY = (
     "groups",
     "padding_mode",
 )
-# Along which axes, 0 height and 1 width, a stage has the dense kernel, stride, padding and dilation.
+# Along which axes, 0 height and 1 width, a factor has the dense kernel, stride, padding and dilation.
 _AXES: dict[str, dict[str, tuple[int, ...]]] = {
     "channel": {"down": (0, 1), "up": ()},
     "spatial": {"down": (0,), "up": (1,)},
@@ -186,11 +186,11 @@ class SketchedConv2d(SketchedLayer):
         *,
         start: int = 0,
     ) -> Self:
-        """A layer of the given stages; all else, bias and dtype included, is that of a dense layer.
+        """A layer of the given factors; all else, bias and dtype included, is that of a dense layer.
 
         Args:
             scheme: "channel", "spatial", "tucker2" or "pivoted".
-            kernels: weights of the stages, first one first, (C_out, C_in / G, height, width) each.
+            kernels: weights of the factors, first one first, (C_out, C_in / G, height, width) each.
             like: the layer whose place this one takes.
             start: first channel of the pivot slice ("pivoted" only).
 
@@ -208,8 +208,8 @@ class SketchedConv2d(SketchedLayer):
             device=like.weight.device,
             dtype=like.weight.dtype,
         )
-        for stage, kernel in zip(new._stages(), kernels, strict=True):
-            copy_into(stage.weight, kernel)
+        for factor, kernel in zip(new._factors(), kernels, strict=True):
+            copy_into(factor.weight, kernel)
         if like.bias is not None and new.up.bias is not None:
             copy_into(new.up.bias, like.bias)
         take_over(new, like, like.weight.requires_grad)
@@ -304,22 +304,22 @@ class SketchedConv2d(SketchedLayer):
         y = self._by_kernel(input, last) if input.is_cuda is True else None
         return self.up(last(input)) if y is None else y
 
-    def _by_kernel(self, x: Tensor, stage: nn.Conv2d) -> Tensor | None:
-        """What `up` makes of a stage, by the operator where a kernel serves x; never in a captured graph."""
+    def _by_kernel(self, x: Tensor, factor: nn.Conv2d) -> Tensor | None:
+        """What `up` makes of a factor, by the operator where a kernel serves x; never in a captured graph."""
         if is_captured() or x.dim() != 4 or self.scheme == "spatial":
             return None
-        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(stage.padding, str):
+        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(factor.padding, str):
             return None
-        if not (is_plain(stage, nn.Conv2d) and is_plain(self.up, nn.Conv2d)):
+        if not (is_plain(factor, nn.Conv2d) and is_plain(self.up, nn.Conv2d)):
             return None
         geometry: dict[str, Any] = {
-            "stride": stage.stride,
-            "padding": stage.padding,
-            "dilation": stage.dilation,
+            "stride": factor.stride,
+            "padding": factor.padding,
+            "dilation": factor.dilation,
         }
-        if not has_conv2d_kernel(x, stage.weight):
+        if not has_conv2d_kernel(x, factor.weight):
             return None
-        return sketched_conv2d(x, stage.weight, self.up.weight, self.up.bias, **geometry)
+        return sketched_conv2d(x, factor.weight, self.up.weight, self.up.bias, **geometry)
 
     def _pivoted_latent(self, x: Tensor) -> Tensor:
         """The sum x₁ + down(x₂), with the dense layer's padding and stride done on x."""
@@ -334,23 +334,23 @@ class SketchedConv2d(SketchedLayer):
         pivots, others = reference.split_channels(x, self.up.in_channels, self.start)
         return pivots + self.down(others)
 
-    def _stages(self) -> tuple[nn.Conv2d, ...]:
+    def _factors(self) -> tuple[nn.Conv2d, ...]:
         return tuple(getattr(self, name) for name in _AXES[self.scheme])
 
-    def kernel_axes(self, stage: str) -> tuple[int, ...]:
-        """The axes, 0 height and 1 width, along which a stage has the dense kernel, stride and padding."""
-        return _AXES[self.scheme][stage]
+    def kernel_axes(self, factor: str) -> tuple[int, ...]:
+        """The axes, 0 height and 1 width, along which a factor has the dense kernel, stride and padding."""
+        return _AXES[self.scheme][factor]
 
     def _product(self) -> Tensor:
         if self.scheme == "pivoted":
             left, right = self.up.weight.flatten(1), self.down.weight.flatten(1)
             left, right = from_pivoted(left, right, self.start)
             return (left @ right)[..., None, None]
-        kernels = tuple(stage.weight for stage in self._stages())
+        kernels = tuple(factor.weight for factor in self._factors())
         return multiply_out(kernels, self.groups, self.scheme)
 
     def to_dense(self) -> nn.Conv2d:
-        """An `nn.Conv2d` with the stages multiplied out."""
+        """An `nn.Conv2d` with the factors multiplied out."""
         like = self.up.weight
         dense = nn.utils.skip_init(
             nn.Conv2d,
@@ -369,7 +369,7 @@ class SketchedConv2d(SketchedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (O, I/G, kh, kw) that the stages stand for; read-only, computed when read."""
+        """The weight (O, I/G, kh, kw) that the factors stand for; read-only, computed when read."""
         return lazy_weight(self._weight_shape(), self.up.weight, self._product)
 
     @property

@@ -4,7 +4,7 @@ channel:  y = up(down(x)) + b          down 1 x 1 (I -> G r), up k x k transpose
 pivoted:  y = up(x₁ + down(x₂)) + b    without groups: down (I - r -> r)
 
 Each pixel of x is multiplied by a matrix W (O k k, I) within a group, and the patches are added up where they
-overlap; W = A B of rank r. Stride, padding, output padding and dilation belong to the transposed stage.
+overlap; W = A B of rank r. Stride, padding, output padding and dilation belong to the transposed factor.
 """
 
 # N batch, O out_channels, I in_channels, G groups, K numbers of a kernel
@@ -159,9 +159,9 @@ class _SketchedConvTranspose(SketchedLayer):
         latent = pivots.movedim(-1, dim) + self.down(others.movedim(-1, dim))
         return self.up(latent, output_size)
 
-    def kernel_axes(self, stage: str) -> tuple[int, ...]:
-        """The axes along which a stage has the dense kernel, stride and padding."""
-        return tuple(range(self._axes)) if stage == "up" else ()
+    def kernel_axes(self, factor: str) -> tuple[int, ...]:
+        """The axes along which a factor has the dense kernel, stride and padding."""
+        return tuple(range(self._axes)) if factor == "up" else ()
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """The factors left (G, O / G K, r) and right (G, r, I / G) of the weight, differentiable."""
@@ -190,7 +190,7 @@ class _SketchedConvTranspose(SketchedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The weight (I, O/G, ...) that the stages stand for; read-only, computed when read."""
+        """The weight (I, O/G, ...) that the factors stand for; read-only, computed when read."""
         return lazy_weight(self._weight_shape(), self.up.weight, self._product)
 
     @property

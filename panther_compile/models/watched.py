@@ -59,13 +59,13 @@ class Arrival:
         batch: its place in the data.
         x: the layer's input in the dense model.
         z: likewise, in the sketched one.
-        skips: what the layer's output will be added to in the dense model and in the sketched one, if known.
+        residuals: what the layer's output will be added to in the dense model and in the sketched one, if known.
     """
 
     batch: int
     x: Tensor
     z: Tensor
-    skips: tuple[Tensor, Tensor] | None = None
+    residuals: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class WeightFit:
         for name, moments in self._moments(names, runs, "moments"):
             dense = self._seen[name].matrix.double()
             factors = best_low_rank(dense, moments, None, min(dense.shape))
-            found[name] = term_sizes(*factors, moments.square, None)
+            found[name] = term_sizes(*factors, moments.covariance, None)
         return found
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:

@@ -22,7 +22,7 @@ _PRICES = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Coupling:
     """Layers that write features which one other layer reads, and nothing else does.
 
     Attributes:
@@ -57,19 +57,19 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLosses:
-    """What narrowing a link and factorizing its layers does to the result.
+class CouplingLosses:
+    """What narrowing a coupling and factorizing its layers does to the result.
 
     Attributes:
-        link: the layers.
+        coupling: the layers.
         kept: features of a head `(g,)`, int64, descending; all of them first.
         narrowed: what is lost to the features left out `(g,)`, float64.
         members: what is lost to a rank of 0, 1, ... of each layer, the others as they are
             `(g, layers, r + 1)`, float64; ranks that a layer has not, and those that are full, are infinite.
-        total: what is lost without the link.
+        total: what is lost without the coupling.
     """
 
-    link: Link
+    coupling: Coupling
     kept: Tensor
     narrowed: Tensor
     members: Tensor
@@ -78,13 +78,13 @@ class LinkLosses:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to store a link.
+    """One way to store a coupling.
 
     Attributes:
         kept: features of each head.
         ranks: of each layer; None is not factorized.
         numbers: stored, the reader's bias left out.
-        loss: see `LinkLosses`.
+        loss: see `CouplingLosses`.
     """
 
     kept: int
@@ -93,11 +93,11 @@ class Way:
     loss: float
 
 
-class LinkCandidate(Candidate):
-    """The ways to store a link that no other beats, by rising numbers; their places count as ranks.
+class CouplingCandidate(Candidate):
+    """The ways to store a coupling that no other beats, by rising numbers; their places count as ranks.
 
     Args:
-        losses: of the link.
+        losses: of the coupling.
         shapes: of the dense weights (O, I), the writers' first.
         bias: whether the writers have biases, which are narrowed too.
         step: ranks are multiples of this, if given.
@@ -109,7 +109,7 @@ class LinkCandidate(Candidate):
 
     def __init__(
         self,
-        losses: LinkLosses,
+        losses: CouplingLosses,
         shapes: Sequence[tuple[int, int]],
         *,
         bias: bool,
@@ -117,7 +117,7 @@ class LinkCandidate(Candidate):
         slow: bool | None = False,
         device: cost.Device = cost.CPU,
     ) -> None:
-        self.link, self.shapes, self.bias = losses.link, tuple(shapes), bias
+        self.coupling, self.shapes, self.bias = losses.coupling, tuple(shapes), bias
         self._slow, self._device = slow, device
         self.ways = self._best_ways(losses, step)
         self.max_rank = len(self.ways)
@@ -138,17 +138,17 @@ class LinkCandidate(Candidate):
 
     def _narrow_shape(self, member: int, kept: int) -> tuple[int, int]:
         outputs, inputs = self.shapes[member]
-        features = self.link.heads_of(self.link.names[member]) * kept
+        features = self.coupling.heads_of(self.coupling.names[member]) * kept
         return (outputs, features) if member == len(self.shapes) - 1 else (features, inputs)
 
     def _numbers(self, member: int, kept: int, rank: int | None) -> int:
         outputs, inputs = self._narrow_shape(member, kept)
         numbers = outputs * inputs if rank is None else pivoted_numbers(outputs, inputs, rank)
-        if not self.link.padded and kept < self.link.width:
+        if not self.coupling.padded and kept < self.coupling.width:
             numbers += kept  # which features they are
         return numbers + (outputs if self.bias and member < len(self.shapes) - 1 else 0)
 
-    def _best_ways(self, losses: LinkLosses, step: int | None) -> tuple[Way, ...]:
+    def _best_ways(self, losses: CouplingLosses, step: int | None) -> tuple[Way, ...]:
         dense = sum(outputs * inputs for outputs, inputs in self.shapes)
         unit = losses.total / dense
         found: dict[tuple[int, tuple[int | None, ...]], Way] = {}
@@ -168,14 +168,14 @@ class LinkCandidate(Candidate):
         return tuple(front)
 
     def _options(
-        self, losses: LinkLosses, place: int, kept: int, member: int, step: int | None
+        self, losses: CouplingLosses, place: int, kept: int, member: int, step: int | None
     ) -> list[tuple[int, float, int | None]]:
         """(numbers, loss, rank) of one layer at so many features."""
-        whole = kept == self.link.width
+        whole = kept == self.coupling.width
         found: list[tuple[int, float, int | None]] = []
         if not whole:
             found.append((self._numbers(member, kept, None), 0.0, None))
-        if self._slow is None or (self.link.padded and not whole):
+        if self._slow is None or (self.coupling.padded and not whole):
             return found
         shape = self._narrow_shape(member, kept)
         lost = losses.members[place, member].tolist()
@@ -187,8 +187,8 @@ class LinkCandidate(Candidate):
 
     def _is_fast(self, member: int, shape: tuple[int, int], rank: int) -> bool:
         positions = self._device.positions
-        dense = cost.dense_stages(self.shapes[member], 1, (1, 1), positions)
-        factors = cost.sketched_stages("pivoted", (rank,), shape, 1, (1, 1), positions)
+        dense = cost.dense_products(self.shapes[member], 1, (1, 1), positions)
+        factors = cost.sketched_products("pivoted", (rank,), shape, 1, (1, 1), positions)
         return cost.seconds(dense, self._device) >= cost.WORTHWHILE * cost.seconds(factors, self._device)
 
 
@@ -196,31 +196,31 @@ Pool = Sequence[tuple[Unit, str]]
 
 
 def join(
-    pool: Pool, links: Sequence[LinkLosses], *, step: int | None, slow: bool | None
+    pool: Pool, couplings: Sequence[CouplingLosses], *, step: int | None, slow: bool | None
 ) -> list[tuple[Unit, str]]:
-    """The units with kinds, in which each link that is wholly among them is one unit in place of its layers.
+    """The units with kinds, in which each coupling that is wholly among them is one unit in place of its layers.
 
     Args:
         pool: units of matrices among others.
-        links: by which layers are narrowed.
-        step: see `LinkCandidate`.
+        couplings: by which layers are narrowed.
+        step: see `CouplingCandidate`.
         slow: likewise.
     """
     units = {unit.name: unit for unit, _ in pool}
-    whole = [one for one in links if set(one.link.names) <= set(units)]
-    joined = {name for one in whole for name in one.link.names}
+    whole = [one for one in couplings if set(one.coupling.names) <= set(units)]
+    joined = {name for one in whole for name in one.coupling.names}
     rest = [(unit, kind) for unit, kind in pool if unit.name not in joined]
     return rest + [(_joint(one, units, step, slow), SCHEME) for one in whole]
 
 
-def _joint(losses: LinkLosses, units: Mapping[str, Unit], step: int | None, slow: bool | None) -> Unit:
-    members = [units[name] for name in losses.link.names]
+def _joint(losses: CouplingLosses, units: Mapping[str, Unit], step: int | None, slow: bool | None) -> Unit:
+    members = [units[name] for name in losses.coupling.names]
     shapes = [(unit.shape[0], unit.shape[1]) for unit in members]
     device = members[0].device or cost.CPU
     bias = members[0].bias_numbers > 0
-    candidate = LinkCandidate(losses, shapes, bias=bias, step=step, slow=slow, device=device)
+    candidate = CouplingCandidate(losses, shapes, bias=bias, step=step, slow=slow, device=device)
     return Unit(
-        losses.link.name,
+        losses.coupling.name,
         shapes[-1],
         sum(unit.dense_numbers for unit in members),
         members[-1].bias_numbers,
@@ -230,7 +230,7 @@ def _joint(losses: LinkLosses, units: Mapping[str, Unit], step: int | None, slow
 
 
 def split(lines: Sequence[LayerPlan], joined: Pool, pool: Pool) -> Iterator[LayerPlan]:
-    """The lines, with one for each layer in place of one for a link.
+    """The lines, with one for each layer in place of one for a coupling.
 
     Args:
         lines: of the joined units.
@@ -244,8 +244,8 @@ def split(lines: Sequence[LayerPlan], joined: Pool, pool: Pool) -> Iterator[Laye
             yield line
             continue
         candidate = joint[line.name]
-        assert isinstance(candidate, LinkCandidate)
-        for place, name in enumerate(candidate.link.names):
+        assert isinstance(candidate, CouplingCandidate)
+        for place, name in enumerate(candidate.coupling.names):
             unit, kind = units[name]
             choice = None if line.choice is None else _part(line.choice, candidate, unit, place)
             yield replace(
@@ -258,15 +258,15 @@ def split(lines: Sequence[LayerPlan], joined: Pool, pool: Pool) -> Iterator[Laye
             )
 
 
-def _part(choice: Choice, candidate: LinkCandidate, unit: Unit, member: int) -> Choice:
+def _part(choice: Choice, candidate: CouplingCandidate, unit: Unit, member: int) -> Choice:
     """What becomes of one layer; apart from the others if no features are left out."""
-    link, way = candidate.link, candidate.ways[choice.rank - 1]
+    coupling, way = candidate.coupling, candidate.ways[choice.rank - 1]
     rank = way.ranks[member]
-    last = member == len(link.names) - 1
+    last = member == len(coupling.names) - 1
     numbers = candidate.member_numbers(way, member) + (unit.bias_numbers if last else 0)
-    if way.kept == link.width:
+    if way.kept == coupling.width:
         assert rank is not None
         return replace(choice, scheme="pivoted", rank=rank, ranks=(rank,), stored_numbers=numbers)
-    features = link.heads_of(unit.name) * way.kept
+    features = coupling.heads_of(unit.name) * way.kept
     ranks = (features,) if rank is None else (features, rank)
-    return replace(choice, rank=way.kept, ranks=ranks, stored_numbers=numbers, link=link.names)
+    return replace(choice, rank=way.kept, ranks=ranks, stored_numbers=numbers, coupling=coupling.names)

@@ -21,7 +21,7 @@ from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.kinds.parts import parts_of, units_of
-from panther_compile.planning.coupled import SCHEME, LinkLosses, join, split
+from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.sites import Found
 from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import ProgressBar
@@ -100,7 +100,7 @@ def make_plan(
     *,
     values: Mapping[str, Tensor] | None = None,
     allocation: Allocation = Allocation("energy"),
-    links: Sequence[LinkLosses] = (),
+    couplings: Sequence[CouplingLosses] = (),
 ) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
@@ -110,7 +110,7 @@ def make_plan(
         route: how the sites were found, for the report.
         values: singular values of matrices in the metric of data, by unit, in place of their own.
         allocation: how a budget is divided.
-        links: layers that may be narrowed together, in place of being sketched apart.
+        couplings: layers that may be narrowed together, in place of being sketched apart.
     """
     values = {} if values is None else values
     budgets = config.ratios()
@@ -128,7 +128,7 @@ def make_plan(
     timed = found if isinstance(found, TimedSites) else None
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
         slow = config.allow_slower if timed is None else None
-        joined = join(pool, _allowed(links, timed), step=config.round_rank_to, slow=slow)
+        joined = join(pool, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
         planned = _plan_pool(joined, ratio, config, allocation, timed)
         lines.extend(split(planned, joined, pool))
     rank = {name: place for place, name in enumerate(found.order)}
@@ -136,12 +136,12 @@ def make_plan(
     return SketchPlan(tuple(lines), _ratio_text(config), route)
 
 
-def _allowed(links: Sequence[LinkLosses], timed: TimedSites | None) -> list[LinkLosses]:
+def _allowed(couplings: Sequence[CouplingLosses], timed: TimedSites | None) -> list[CouplingLosses]:
     """Where time counts, those that surely run faster, and of which nothing has to be dense."""
     if timed is None:
-        return list(links)
+        return list(couplings)
     returned = set(timed.returned)
-    return [one for one in links if not one.link.padded and returned.isdisjoint(one.link.names)]
+    return [one for one in couplings if not one.coupling.padded and returned.isdisjoint(one.coupling.names)]
 
 
 def _plan_pool(
@@ -341,7 +341,7 @@ class _Limits:
 
 
 def _step(candidate: Candidate, asked: int | None, device: cost.Device | None) -> int:
-    """Ranks are multiples of this; those of a link are the places of its ways."""
+    """Ranks are multiples of this; those of a coupling are the places of its ways."""
     if candidate.scheme == SCHEME:
         return 1
     if asked == FINEST:

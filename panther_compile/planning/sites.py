@@ -30,7 +30,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _Match:
     name: str
     module: nn.Module
     kind: str
@@ -53,29 +53,29 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
         SelectorError: a selector matches no layer that could be sketched.
     """
     names = _Names(model)
-    targets = list(_targets(model, names))
+    matches = list(_matches(model, names))
     sketched = [(names.first(layer), layer) for layer in outermost(model)]
-    _check_selectors(targets, sketched, config)
+    _check_selectors(matches, sketched, config)
     users = _users_of_weights(model)
-    head = _output_head(model, targets)
+    head = _output_head(model, matches)
     adapters = [name for name, module in model.named_modules() if is_adapter(module)]
     reasons = {
-        target.name: _not_selected(target, config)
-        or _part_of_adapter(target, adapters)
-        or _left_alone_by_default(target, head, config)
-        or target.owner.why_not(target.module)
-        or _read_directly(target, reading)
-        for target in targets
+        match.name: _not_selected(match, config)
+        or _part_of_adapter(match, adapters)
+        or _left_alone_by_default(match, head, config)
+        or match.owner.why_not(match.module)
+        or _read_directly(match, reading)
+        for match in matches
     }
     sites: list[tuple[Site, Kind]] = []
     skipped = [_stays_sketched(name, layer) for name, layer in sketched]
-    for group in _tied_groups(targets):
-        leader = next((target for target in group if _can_lead(target, group)), None)
+    for group in _tied_groups(matches):
+        leader = next((match for match in group if _can_lead(match, group)), None)
         why = {
-            target.name: reasons[target.name]
-            or _unsafe_tie(target, group, leader, reasons, users)
-            or _too_small(target, config)
-            for target in group
+            match.name: reasons[match.name]
+            or _unsafe_tie(match, group, leader, reasons, users)
+            or _too_small(match, config)
+            for match in group
         }
         if leader is None or any(why.values()):
             skipped.extend(_stays_dense(t.name, t.module, t.kind, why[t.name] or "") for t in group)
@@ -83,7 +83,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
             others = tuple((other.name, other.module) for other in group if other is not leader)
             site = Site(leader.name, leader.module, leader.kind, others, leader.aliases)
             sites.append((site, leader.owner))
-    known = {target.name for target in targets} | {name for name, _ in sketched}
+    known = {match.name for match in matches} | {name for name, _ in sketched}
     return Found(tuple(sites), tuple(skipped), tuple(name for name in names.in_order() if name in known))
 
 
@@ -208,9 +208,9 @@ class _Names:
                     yield f"{name}.{key}" if name else key
 
 
-def _targets(
+def _matches(
     module: nn.Module, names: _Names, name: str = "", seen: set[int] | None = None
-) -> Iterator[_Target]:
+) -> Iterator[_Match]:
     """Every module of a known kind, parents before children, each once, without their parts."""
     seen = set() if seen is None else seen
     if id(module) in seen or isinstance(module, SketchedLayer):
@@ -220,14 +220,14 @@ def _targets(
     if owner is not None:
         seen.update(id(part) for part in module.modules())
         aliases = tuple(alias for alias in names.all(module) if alias != name)
-        yield _Target(name, module, owner.matches(module) or "", owner, aliases)
+        yield _Match(name, module, owner.matches(module) or "", owner, aliases)
         return
     for child_name, child in module.named_children():
-        yield from _targets(child, names, f"{name}.{child_name}" if name else child_name, seen)
+        yield from _matches(child, names, f"{name}.{child_name}" if name else child_name, seen)
 
 
 def _check_selectors(
-    targets: list[_Target], sketched: Sequence[tuple[str, nn.Module]], config: SketchConfig
+    matches: list[_Match], sketched: Sequence[tuple[str, nn.Module]], config: SketchConfig
 ) -> None:
     """Raise SelectorError for a selector that matches no layer, neither dense nor sketched before."""
     options = {"include": selectors(config.include), "exclude": selectors(config.exclude)}
@@ -235,47 +235,47 @@ def _check_selectors(
         options["ratio"] = tuple(config.ratio)
     for option, given in options.items():
         for selector in given:
-            known = any(_any((selector,), target) for target in targets)
-            if targets and not known and not any(selects(selector, m, name) for name, m in sketched):
-                names = ", ".join(target.name for target in targets[:5])
+            known = any(_any((selector,), match) for match in matches)
+            if matches and not known and not any(selects(selector, m, name) for name, m in sketched):
+                names = ", ".join(match.name for match in matches[:5])
                 raise SelectorError(
-                    f"{option}: {selector!r} matches none of the {len(targets)} layers that could be "
-                    f"sketched ({names}{', ...' if len(targets) > 5 else ''})"
+                    f"{option}: {selector!r} matches none of the {len(matches)} layers that could be "
+                    f"sketched ({names}{', ...' if len(matches) > 5 else ''})"
                 )
 
 
-def _not_selected(target: _Target, config: SketchConfig) -> str | None:
-    if _any(selectors(config.exclude), target):
+def _not_selected(match: _Match, config: SketchConfig) -> str | None:
+    if _any(selectors(config.exclude), match):
         return "excluded"
-    if config.include is not None and not _asked_for(target, config):
+    if config.include is not None and not _asked_for(match, config):
         return "not included"
-    if not _any(tuple(selector for selector, _ in config.ratios()), target):
+    if not _any(tuple(selector for selector, _ in config.ratios()), match):
         return "matches no selector of ratio"
     return None
 
 
-def _left_alone_by_default(target: _Target, head: nn.Module | None, config: SketchConfig) -> str | None:
-    if _asked_for(target, config):
+def _left_alone_by_default(match: _Match, head: nn.Module | None, config: SketchConfig) -> str | None:
+    if _asked_for(match, config):
         return None
-    if target.owner.unless_included is not None:
-        return target.owner.unless_included
-    if target.module is head:
+    if match.owner.unless_included is not None:
+        return match.owner.unless_included
+    if match.module is head:
         return _HEAD
     return None
 
 
-def _part_of_adapter(target: _Target, adapters: Sequence[str]) -> str | None:
+def _part_of_adapter(match: _Match, adapters: Sequence[str]) -> str | None:
     for name in adapters:
-        if target.name.startswith(f"{name}." if name else ""):
+        if match.name.startswith(f"{name}." if name else ""):
             return f"part of the PEFT adapter {name or 'that the model is'}: call merge_and_unload() first"
     return None
 
 
-def _read_directly(target: _Target, reading: Reading) -> str | None:
-    if not target.name:
+def _read_directly(match: _Match, reading: Reading) -> str | None:
+    if not match.name:
         return None  # the model is the layer itself, and its own forward was read
-    for name in weight_names(target.module):
-        full = f"{target.name}.{name}"
+    for name in weight_names(match.module):
+        full = f"{match.name}.{name}"
         if full in reading.direct:
             if full in reading.opaque:
                 return f"forward uses its {name} directly; torch.export.export(model, args) may show a layer"
@@ -283,16 +283,16 @@ def _read_directly(target: _Target, reading: Reading) -> str | None:
     return None
 
 
-def _asked_for(target: _Target, config: SketchConfig) -> bool:
-    return _any(selectors(config.include), target)
+def _asked_for(match: _Match, config: SketchConfig) -> bool:
+    return _any(selectors(config.include), match)
 
 
-def _any(given: tuple[Selector, ...], target: _Target) -> bool:
-    names = (target.name, *target.aliases)
-    return any(selects(selector, target.module, name) for selector in given for name in names)
+def _any(given: tuple[Selector, ...], match: _Match) -> bool:
+    names = (match.name, *match.aliases)
+    return any(selects(selector, match.module, name) for selector in given for name in names)
 
 
-def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
+def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
     """The layer that makes the model's output, if it is told apart from the others.
 
     Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
@@ -302,7 +302,7 @@ def _output_head(model: nn.Module, targets: list[_Target]) -> nn.Module | None:
         named = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(named, nn.Module):
             return named
-    linears = [target for target in targets if target.owner.may_be_head]
+    linears = [match for match in matches if match.owner.may_be_head]
     if len(linears) < 2:
         return None
     last = linears[-1]
@@ -326,53 +326,53 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]
     return users
 
 
-def _tied_groups(targets: list[_Target]) -> list[list[_Target]]:
-    """The targets, those that have one weight in common together."""
-    groups: dict[int, list[_Target]] = {}
-    for target in targets:
-        weight = target.module._parameters.get("weight")
-        groups.setdefault(id(target.module if weight is None else weight), []).append(target)
+def _tied_groups(matches: list[_Match]) -> list[list[_Match]]:
+    """The matches, those that have one weight in common together."""
+    groups: dict[int, list[_Match]] = {}
+    for match in matches:
+        weight = match.module._parameters.get("weight")
+        groups.setdefault(id(match.module if weight is None else weight), []).append(match)
     return list(groups.values())
 
 
-def _can_lead(target: _Target, group: list[_Target]) -> bool:
+def _can_lead(match: _Match, group: list[_Match]) -> bool:
     """Whether all others of the group can use the factors of this one's stand-in."""
-    others = (other for other in group if other is not target)
-    return all(target.owner.can_share(target.module, other.module) for other in others)
+    others = (other for other in group if other is not match)
+    return all(match.owner.can_share(match.module, other.module) for other in others)
 
 
 def _unsafe_tie(
-    target: _Target,
-    group: list[_Target],
-    leader: _Target | None,
+    match: _Match,
+    group: list[_Match],
+    leader: _Match | None,
     reasons: dict[str, str | None],
     users: dict[int, list[tuple[str, nn.Module]]],
 ) -> str | None:
     """Why a weight that others use must stay dense, or None."""
-    parts = {id(part) for part in target.module.modules()}
+    parts = {id(part) for part in match.module.modules()}
     parts.update(id(other.module) for other in group)
-    for name, parameter in target.module.named_parameters():
-        if name in weight_names(target.module):
+    for name, parameter in match.module.named_parameters():
+        if name in weight_names(match.module):
             for user, module in users[id(parameter)]:
                 if id(module) not in parts:
                     return f"its {name} is shared with {user or 'the model itself'}, which stays dense"
     for other in group:
-        if other is target:
+        if other is match:
             continue
         if other.owner.unless_included is not None and reasons[other.name] is not None:
             return f"tied to {other.name}, an {other.kind}: left alone unless both are included"
         if reasons[other.name] is not None:
             return f"its weight is tied to {other.name}, which stays dense ({reasons[other.name]})"
-        if leader is None and target.owner is other.owner and target.owner.why_no_ties is not None:
-            return f"its weight is shared with {other.name}; {target.owner.why_no_ties}"
+        if leader is None and match.owner is other.owner and match.owner.why_no_ties is not None:
+            return f"its weight is shared with {other.name}; {match.owner.why_no_ties}"
         if leader is None:
             return f"its weight is tied to {other.name}, a {other.kind}"
     return None
 
 
-def _too_small(target: _Target, config: SketchConfig) -> str | None:
-    named = _filled_parameters(target.module)
-    numbers = sum(named[name].numel() for name in weight_names(target.module))
+def _too_small(match: _Match, config: SketchConfig) -> str | None:
+    named = _filled_parameters(match.module)
+    numbers = sum(named[name].numel() for name in weight_names(match.module))
     if numbers == 0:
         return "empty: its weight holds no numbers"
     if numbers < config.min_params:

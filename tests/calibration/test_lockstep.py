@@ -59,7 +59,9 @@ def test_order_inputs_and_result():
         came[name] = arrivals
         return doubled(model.get_submodule(name))
 
-    order = fit_in_lockstep(dense, sketched, [Call((x,), {}) for x in batches], fit, skips={}, progress=False)
+    order = fit_in_lockstep(
+        dense, sketched, [Call((x,), {}) for x in batches], fit, residuals={}, progress=False
+    )
     assert order == ["first", "sometimes", "last"] or order == ["first", "last", "sometimes"]
     assert [arrival.batch for arrival in came["first"]] == [0, 1, 2]
     assert [arrival.batch for arrival in came["sometimes"]] == [0, 2]
@@ -91,7 +93,7 @@ def test_layer_that_is_called_twice_is_fitted_once():
         sketched,
         [Call((torch.randn(2, 4),), {})],
         lambda name, arrivals: calls.append(name) or doubled(model.fc),
-        skips={},
+        residuals={},
         progress=False,
     )
     assert calls == ["fc"]
@@ -115,7 +117,7 @@ def test_what_the_model_raises_is_raised_and_no_thread_stays():
     calls = [Call((torch.ones(2, 4),), {}), Call((100 * torch.ones(2, 4),), {})]
     with pytest.raises(RuntimeError, match="too large"):
         fit_in_lockstep(
-            dense, sketched, calls, lambda name, arrivals: doubled(model.fc), skips={}, progress=False
+            dense, sketched, calls, lambda name, arrivals: doubled(model.fc), residuals={}, progress=False
         )
     assert threading.active_count() == before
 
@@ -129,5 +131,5 @@ def test_fit_that_raises_leaves_no_thread():
         raise KeyError(name)
 
     with pytest.raises(KeyError):
-        fit_in_lockstep(dense, sketched, [Call((torch.ones(2, 4),), {})], fit, skips={}, progress=False)
+        fit_in_lockstep(dense, sketched, [Call((torch.ones(2, 4),), {})], fit, residuals={}, progress=False)
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""What linked layers keep, and the weights that they are given."""
+"""What coupled layers keep, and the weights that they are given."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from panther_compile.calibration import calibrate
 from panther_compile.calibration.narrow import choose_features, features_kept, reader_losses, writer_losses
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.planning.coupled import Link
+from panther_compile.planning.coupled import Coupling
 from tests import zoo
 
 OPTIONS = {"allow_slower": True, "min_params": 1, "include": "*", "progress": False}
@@ -24,10 +24,10 @@ def square_of(features, rank, generator):
     return rows @ rows.T + 0.05 * torch.eye(features, dtype=torch.float64)
 
 
-def least_loss(rows, square, kept):
+def least_loss(rows, covariance, kept):
     """Of the best weights for some features, in the plainest way."""
-    best = torch.linalg.solve(square[kept][:, kept], square[kept])
-    residual = square - square[:, kept] @ best
+    best = torch.linalg.solve(covariance[kept][:, kept], covariance[kept])
+    residual = covariance - covariance[:, kept] @ best
     return float(torch.trace(rows @ residual @ rows.T))
 
 
@@ -35,29 +35,31 @@ def least_loss(rows, square, kept):
 def test_features_that_are_chosen_are_close_to_the_best_ones(seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(OUTPUTS, 10, generator=generator, dtype=torch.float64)
-    square = square_of(10, 6, generator)
-    link = Link(("up",), "down", 1, 1, 10, padded=False)
-    order = choose_features(link, rows, square)
+    covariance = square_of(10, 6, generator)
+    coupling = Coupling(("up",), "down", 1, 1, 10, padded=False)
+    order = choose_features(coupling, rows, covariance)
     assert sorted(order.tolist()) == list(range(10))
     for count in (3, 5, 8):
-        best = min(least_loss(rows, square, list(one)) for one in itertools.combinations(range(10), count))
-        usual = [least_loss(rows, square, list(one)) for one in itertools.combinations(range(10), count)]
-        found = least_loss(rows, square, order[:count].tolist())
+        best = min(
+            least_loss(rows, covariance, list(one)) for one in itertools.combinations(range(10), count)
+        )
+        usual = [least_loss(rows, covariance, list(one)) for one in itertools.combinations(range(10), count)]
+        found = least_loss(rows, covariance, order[:count].tolist())
         assert found <= best + 0.6 * (sorted(usual)[len(usual) // 2] - best)
 
 
 def test_losses_are_those_of_least_squares():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(OUTPUTS, 24, generator=generator, dtype=torch.float64)
-    square = square_of(24, 12, generator)
-    link = Link(("up",), "down", 1, 1, 24, padded=False)
-    order = choose_features(link, rows, square)
-    narrowed, tails = reader_losses(link, rows, square, order)
-    for place, count in enumerate(features_kept(link)):
+    covariance = square_of(24, 12, generator)
+    coupling = Coupling(("up",), "down", 1, 1, 24, padded=False)
+    order = choose_features(coupling, rows, covariance)
+    narrowed, tails = reader_losses(coupling, rows, covariance, order)
+    for place, count in enumerate(features_kept(coupling)):
         kept = order[:count].tolist()
-        assert float(narrowed[place]) == pytest.approx(least_loss(rows, square, kept), abs=1e-8)
+        assert float(narrowed[place]) == pytest.approx(least_loss(rows, covariance, kept), abs=1e-8)
         # All that the narrow reader gives is lost at rank 0.
-        given = float(torch.trace(rows @ square @ rows.T)) - float(narrowed[place])
+        given = float(torch.trace(rows @ covariance @ rows.T)) - float(narrowed[place])
         assert float(tails[place, 0]) == pytest.approx(given)
         assert bool(tails[place, min(count, OUTPUTS) :].isinf().all())
 
@@ -67,11 +69,11 @@ def test_heads_keep_the_best_directions_of_each():
     rows = torch.randn(OUTPUTS, 12, generator=generator, dtype=torch.float64)
     # Heads that have nothing to do with each other: each is cut as a matrix of its own.
     blocks = [square_of(4, 4, generator) for _ in range(3)]
-    square = torch.block_diag(*blocks)
-    link = Link(("v",), "o", 3, 1, 4, padded=True)
-    basis = choose_features(link, rows, square)
-    narrowed, _ = reader_losses(link, rows, square, basis)
-    for place, count in enumerate(features_kept(link)):
+    covariance = torch.block_diag(*blocks)
+    coupling = Coupling(("v",), "o", 3, 1, 4, padded=True)
+    basis = choose_features(coupling, rows, covariance)
+    narrowed, _ = reader_losses(coupling, rows, covariance, basis)
+    for place, count in enumerate(features_kept(coupling)):
         wanted = 0.0
         for head, block in enumerate(blocks):
             values = torch.linalg.svdvals(rows[:, 4 * head : 4 * head + 4] @ torch.linalg.cholesky(block))
@@ -83,10 +85,10 @@ def test_losses_of_a_writer_are_tails_of_its_spectrum():
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(24, 6, generator=generator, dtype=torch.float64)
     metric = square_of(24, 24, generator)
-    link = Link(("up",), "down", 1, 1, 24, padded=False)
+    coupling = Coupling(("up",), "down", 1, 1, 24, padded=False)
     order = torch.randperm(24, generator=generator)
-    tails = writer_losses(link, left, metric, order)
-    for place, count in enumerate(features_kept(link)):
+    tails = writer_losses(coupling, left, metric, order)
+    for place, count in enumerate(features_kept(coupling)):
         kept = order[:count]
         root = torch.linalg.cholesky(metric[kept][:, kept])
         values = torch.linalg.svdvals(root.T @ left[kept]).square()
@@ -101,11 +103,11 @@ def test_moments_of_fewer_features_than_the_dense_layer_has():
     sums = MomentSums(3, x.device, dense=6)
     sums.add(x[:1000], z[:1000])
     sums.add(x[1000:], z[1000:])
-    lifted = torch.eye(6, 3, dtype=torch.float64)
-    found = sums.moments(centred=True, lifted=lifted)
+    extended = torch.eye(6, 3, dtype=torch.float64)
+    found = sums.moments(centred=True, extended=extended)
     y, v = (x - x.mean(0)).double(), (z - z.mean(0)).double()
     torch.testing.assert_close(found.cross, y.T @ v / 4000, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(found.square, v.T @ v / 4000, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.covariance, v.T @ v / 4000, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.mean_z, z.double().mean(0), atol=1e-5, rtol=0)
 
 
@@ -124,7 +126,7 @@ class Part(nn.Module):
 
 @pytest.fixture
 def prefers_links(monkeypatch):
-    """Takes narrow plans wherever there are links, whatever the results on held-out data."""
+    """Takes narrow plans wherever there are couplings, whatever the results on held-out data."""
 
     def last(studied, plans, config, known, plain):
         narrow = [plan for plan in plans if "narrow" in plan.allocation]

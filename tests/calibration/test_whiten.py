@@ -80,9 +80,9 @@ def test_spectrum_is_what_each_rank_keeps():
     weight, x, _, metric = problem(12, 20)
     moments = moments_of(x, x)
     left, right = best_low_rank(weight, moments, metric, 12)
-    values = term_sizes(left, right, moments.square, metric)
+    values = term_sizes(left, right, moments.covariance, metric)
     root = root_of(metric).factor
-    whole = torch.linalg.svdvals(root.T @ weight @ root_of(moments.square).factor)
+    whole = torch.linalg.svdvals(root.T @ weight @ root_of(moments.covariance).factor)
     torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-9)
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from panther_compile.factorization.candidates import LinearCandidate
-from panther_compile.planning.coupled import SCHEME, Link, LinkCandidate, LinkLosses, join, split
+from panther_compile.planning.coupled import SCHEME, Coupling, CouplingCandidate, CouplingLosses, join, split
 from panther_compile.planning.plan import Allocation, plan_units
 from panther_compile.records import Unit
 
 INPUTS, WIDTH, OUTPUTS = 12, 32, 10
-LINK = Link(("up",), "down", 1, 1, WIDTH, padded=False)
+LINK = Coupling(("up",), "down", 1, 1, WIDTH, padded=False)
 SHAPES = ((WIDTH, INPUTS), (OUTPUTS, WIDTH))
 
 
-def losses(link=LINK, *, steep=1.0, narrow=1.0) -> LinkLosses:
+def losses(coupling=LINK, *, steep=1.0, narrow=1.0) -> CouplingLosses:
     kept = torch.tensor([32, 24, 16, 8])
     narrowed = narrow * torch.tensor([0.0, 1.0, 3.0, 8.0], dtype=torch.float64)
     ranks = torch.arange(13, dtype=torch.float64)
@@ -23,11 +23,11 @@ def losses(link=LINK, *, steep=1.0, narrow=1.0) -> LinkLosses:
     members = tails.repeat(4, 2, 1)
     members[:, 0, 12:], members[:, 1, 10:] = torch.inf, torch.inf
     members[3, :, 8:] = torch.inf
-    return LinkLosses(link, kept, narrowed, members, 40.0)
+    return CouplingLosses(coupling, kept, narrowed, members, 40.0)
 
 
-def candidate(**options) -> LinkCandidate:
-    return LinkCandidate(losses(), SHAPES, bias=True, slow=True, **options)
+def candidate(**options) -> CouplingCandidate:
+    return CouplingCandidate(losses(), SHAPES, bias=True, slow=True, **options)
 
 
 def test_ways_are_those_that_no_other_beats():
@@ -77,21 +77,21 @@ def test_all_features_are_kept_only_by_factorized_layers():
 
 def test_slow_and_step():
     assert all(
-        way.ranks == (None, None) for way in LinkCandidate(losses(), SHAPES, bias=True, slow=None).ways
+        way.ranks == (None, None) for way in CouplingCandidate(losses(), SHAPES, bias=True, slow=None).ways
     )
     assert all((rank or 4) % 4 == 0 for way in candidate(step=4).ways for rank in way.ranks)
 
 
 def test_heads_are_narrowed_and_not_factorized():
-    link = Link(("v",), "o", 4, 2, 8, padded=True)
-    table = LinkLosses(
-        link,
+    coupling = Coupling(("v",), "o", 4, 2, 8, padded=True)
+    table = CouplingLosses(
+        coupling,
         torch.arange(8, 0, -1),
         torch.arange(8, dtype=torch.float64),
         torch.full((8, 2, 3), torch.inf, dtype=torch.float64),
         9.0,
     )
-    made = LinkCandidate(table, ((16, 12), (12, 32)), bias=False, slow=True)
+    made = CouplingCandidate(table, ((16, 12), (12, 32)), bias=False, slow=True)
     assert {way.ranks for way in made.ways} == {(None, None)}
     assert {(way.kept, way.numbers) for way in made.ways} == {
         (k, k * 2 * 12 + k * 4 * 12) for k in range(1, 8)
@@ -131,8 +131,8 @@ def test_a_plan_with_a_link_keeps_the_budget_and_adds_up(ratio, allocation):
     assert sum(line.stored_numbers for line in parts) <= ratio * sum(line.dense_numbers for line in parts)
     chosen = {line.name: line.choice for line in parts}
     up, down = chosen["up"], chosen["down"]
-    assert up.link == down.link
-    if up.link:
+    assert up.coupling == down.coupling
+    if up.coupling:
         assert up.ranks[0] == down.ranks[0] == up.rank
         assert up.scheme == down.scheme == SCHEME
     else:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from panther_compile.calibration.links import find_links
+from panther_compile.calibration.couplings import find_couplings
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import record_calls
@@ -20,7 +20,7 @@ def links_of(model, data):
     model.eval()
     config = SketchConfig(min_params=1, include="*")
     targets = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
-    return find_links(watch(model, targets), targets, record_calls(model, data))
+    return find_couplings(watch(model, targets), targets, record_calls(model, data))
 
 
 class Part(nn.Module):
@@ -92,9 +92,11 @@ def crossed(self, x):
 def test_feed_forward_parts(between, writers):
     torch.manual_seed(0)
     found = links_of(Part(between), [torch.randn(4, 6, WIDTH)])
-    assert [(link.writers, link.reader) for link in found] == ([(writers, "down")] if writers else [])
-    for link in found:
-        assert (link.heads, link.width, link.padded) == (1, HIDDEN, False)
+    assert [(coupling.writers, coupling.reader) for coupling in found] == (
+        [(writers, "down")] if writers else []
+    )
+    for coupling in found:
+        assert (coupling.heads, coupling.width, coupling.padded) == (1, HIDDEN, False)
 
 
 def test_memory_that_runs_out_is_no_answer():
@@ -113,7 +115,7 @@ def test_no_layer_is_in_two_links():
     layers = [nn.Linear(16, 16) for _ in range(4)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), layers[3])
     found = links_of(model, [torch.randn(8, 16)])
-    assert [link.names for link in found] == [("0", "2"), ("4", "6")]
+    assert [coupling.names for coupling in found] == [("0", "2"), ("4", "6")]
 
 
 class Attention(nn.Module):
@@ -137,10 +139,10 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("shared", [1, 2])
 def test_attention_by_heads(order, shared):
     torch.manual_seed(0)
-    (link,) = links_of(Attention(order, shared), [torch.randn(2, 6, 16)])
-    assert link.names == ("v", "out")
-    assert (link.heads, link.shared, link.width, link.padded) == (4, shared, 4, True)
-    assert link.heads_of("v") == 4 // shared
+    (coupling,) = links_of(Attention(order, shared), [torch.randn(2, 6, 16)])
+    assert coupling.names == ("v", "out")
+    assert (coupling.heads, coupling.shared, coupling.width, coupling.padded) == (4, shared, 4, True)
+    assert coupling.heads_of("v") == 4 // shared
 
 
 def test_a_single_position_tells_nothing_of_heads():
@@ -157,7 +159,7 @@ def test_values_that_are_seen_elsewhere_are_no_link():
     assert links_of(Shows(), [torch.randn(2, 6, 16)]) == []
 
 
-# Of the zoo's models: links one by one, by heads.
+# Of the zoo's models: couplings one by one, by heads.
 COUNTS = {
     "bert": (2, 2),
     "gpt2": (2, 0),  # query, key and value are one layer
@@ -177,7 +179,7 @@ def test_models_of_the_zoo(name):
     entry = zoo.ZOO[name]
     inputs = entry.inputs()
     found = links_of(entry.build(), lambda model: zoo.call(model, inputs))
-    heads = sum(link.padded for link in found)
+    heads = sum(coupling.padded for coupling in found)
     assert (len(found) - heads, heads) == COUNTS[name]
 
 

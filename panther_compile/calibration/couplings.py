@@ -32,7 +32,7 @@ from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.watched import Side
-from panther_compile.planning.coupled import Link
+from panther_compile.planning.coupled import Coupling
 
 _BACK = 3  # layers before a reader that may be the value of its attention
 # Relative: the same products in another order round otherwise.
@@ -51,27 +51,27 @@ class _Record:
     results: list[Tensor] = field(default_factory=list)
 
 
-def find_links(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> list[Link]:
-    """The layers of a watched model that can be narrowed together; no layer is in two links.
+def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> list[Coupling]:
+    """The layers of a watched model that can be narrowed together; no layer is in two couplings.
 
     Args:
         side: the dense model, watched.
         targets: by name; only linear layers can be narrowed.
         calls: the batches. The first one runs some ten times, without the products of the layers, and shows
-            which layers may be linked; each other one runs once with and once without them, to confirm it.
+            which layers may be coupled; each other one runs once with and once without them, to confirm it.
 
     Raises:
         DataError: the model raises on a batch.
     """
     looker = _Looker(side, targets, calls, 0)
-    links = looker.one_by_one()
-    taken = {name for link in links for name in link.names}
-    links += looker.by_heads(taken)
+    couplings = looker.one_by_one()
+    taken = {name for coupling in couplings for name in coupling.names}
+    couplings += looker.by_heads(taken)
     for place in range(1, len(calls)):
-        if not links:
+        if not couplings:
             break
-        links = _Looker(side, targets, calls, place).confirmed(links)
-    return links
+        couplings = _Looker(side, targets, calls, place).confirmed(couplings)
+    return couplings
 
 
 class _Looker:
@@ -114,14 +114,14 @@ class _Looker:
         record.results = self._run(lambda: self._call.run(self._side.model))
         return record
 
-    def confirmed(self, links: Sequence[Link]) -> list[Link]:
-        """The links that another batch found, without those that this one speaks against."""
+    def confirmed(self, couplings: Sequence[Coupling]) -> list[Coupling]:
+        """The couplings that another batch found, without those that this one speaks against."""
         calls = {name: len(inputs) for name, inputs in self._dense.inputs.items()}
-        counts = {link: {calls.get(name, 0) for name in link.names} for link in links}
-        reached = [link for link in links if counts[link] == {1}]
+        counts = {coupling: {calls.get(name, 0) for name in coupling.names} for coupling in couplings}
+        reached = [coupling for coupling in couplings if counts[coupling] == {1}]
         if not self._holds(reached):
-            reached = [link for link in reached if self._holds([link])]
-        return [link for link in links if counts[link] == {0} or link in reached]
+            reached = [coupling for coupling in reached if self._holds([coupling])]
+        return [coupling for coupling in couplings if counts[coupling] == {0} or coupling in reached]
 
     def _before(self, reader: str, count: int) -> list[str]:
         """The last layers before a reader whose input is not its own, the last one first."""
@@ -130,69 +130,71 @@ class _Looker:
         names = [name for name in self._order[:place] if self._dense.inputs[name][0] is not x]
         return names[-count:][::-1]
 
-    def one_by_one(self) -> list[Link]:
+    def one_by_one(self) -> list[Coupling]:
         """Links of feed-forward parts: of one writer, and of two that read one tensor."""
-        found: list[Link] = []
+        found: list[Coupling] = []
         for count in (1, 2):
-            wanted = [link for link in self._candidates(count) if _is_apart(link, found)]
-            for link in self._seen(self._permuted(wanted)):
-                if _is_apart(link, found):
-                    found.append(link)
+            wanted = [coupling for coupling in self._candidates(count) if _is_apart(coupling, found)]
+            for coupling in self._seen(self._permuted(wanted)):
+                if _is_apart(coupling, found):
+                    found.append(coupling)
         return found
 
-    def _candidates(self, count: int) -> list[Link]:
-        links: list[Link] = []
+    def _candidates(self, count: int) -> list[Coupling]:
+        couplings: list[Coupling] = []
         for reader in self._order:
             writers = self._before(reader, count)[::-1]
             inputs = self._sizes[reader][1]
             alike = len({id(self._dense.inputs[name][0]) for name in writers}) == 1
             sizes = {self._sizes[name][0] for name in writers}
             if len(writers) == count and alike and sizes == {inputs} and inputs > 1:
-                links.append(Link(tuple(writers), reader, 1, 1, inputs, padded=False))
-        return links
+                couplings.append(Coupling(tuple(writers), reader, 1, 1, inputs, padded=False))
+        return couplings
 
-    def _permuted(self, links: Sequence[Link]) -> list[Link]:
+    def _permuted(self, couplings: Sequence[Coupling]) -> list[Coupling]:
         """Those whose reader is given permuted features when its writers permute theirs."""
         orders = {
-            link.reader: torch.randperm(link.width, generator=torch.Generator().manual_seed(0))
-            for link in links
+            coupling.reader: torch.randperm(coupling.width, generator=torch.Generator().manual_seed(0))
+            for coupling in couplings
         }
         changes: dict[str, Change] = {}
-        for link in links:
-            for name in link.writers:
-                changes[name] = lambda out, order=orders[link.reader]: out[..., order.to(out.device)]  # type: ignore[misc]
-        seen = self.changed(changes) if links else _Record()
+        for coupling in couplings:
+            for name in coupling.writers:
+                changes[name] = lambda out, order=orders[coupling.reader]: out[..., order.to(out.device)]  # type: ignore[misc]
+        seen = self.changed(changes) if couplings else _Record()
         return [
-            link
-            for link in links
-            if _alike(self._input(seen, link), self._input(self._dense, link)[..., orders[link.reader]])
+            coupling
+            for coupling in couplings
+            if _alike(
+                self._input(seen, coupling), self._input(self._dense, coupling)[..., orders[coupling.reader]]
+            )
         ]
 
     @staticmethod
-    def _input(record: _Record, link: Link) -> Tensor:
-        return record.inputs[link.reader][0]
+    def _input(record: _Record, coupling: Coupling) -> Tensor:
+        return record.inputs[coupling.reader][0]
 
-    def _seen(self, links: Sequence[Link]) -> list[Link]:
+    def _seen(self, couplings: Sequence[Coupling]) -> list[Coupling]:
         """Those that still compute the same when some features are not there, or heads are changed alike."""
-        if self._holds(links):
-            return list(links)
-        return [link for link in links if self._holds([link])]
+        if self._holds(couplings):
+            return list(couplings)
+        return [coupling for coupling in couplings if self._holds([coupling])]
 
-    def _holds(self, links: Sequence[Link]) -> bool:
+    def _holds(self, couplings: Sequence[Coupling]) -> bool:
         """Whether nothing but the readers sees that features are left out, or that heads are changed."""
-        if not links:
+        if not couplings:
             return True
         changes: dict[str, Change] = {}
         wanted: dict[str, Tensor] = {}
-        for link in links:
-            dense = self._input(self._dense, link)
-            if link.padded:
-                changes[link.writers[0]] = _Mixed(link)
-                wanted[link.reader] = _Mixed(link, link.shared)(dense)
+        for coupling in couplings:
+            dense = self._input(self._dense, coupling)
+            if coupling.padded:
+                changes[coupling.writers[0]] = _Mixed(coupling)
+                wanted[coupling.reader] = _Mixed(coupling, coupling.shared)(dense)
                 continue
-            kept = link.width - max(1, link.width // _WIDTHS)
-            changes |= dict.fromkeys(link.writers, lambda out, kept=kept: out[..., :kept])  # type: ignore[misc]
-            wanted[link.reader] = dense[..., :kept]
+            kept = coupling.width - max(1, coupling.width // _WIDTHS)
+            changes |= dict.fromkeys(coupling.writers, lambda out, kept=kept: out[..., :kept])  # type: ignore[misc]
+            wanted[coupling.reader] = dense[..., :kept]
         try:
             seen = self.changed(changes)
         except torch.OutOfMemoryError:
@@ -213,11 +215,11 @@ class _Looker:
             map(_alike, seen.results, self._dense.results)
         )
 
-    def by_heads(self, taken: set[str]) -> list[Link]:
+    def by_heads(self, taken: set[str]) -> list[Coupling]:
         """Links of attention: value and output."""
-        found: list[Link] = []
+        found: list[Coupling] = []
         for back in range(1, _BACK + 1):
-            busy = taken | {name for link in found for name in link.names}
+            busy = taken | {name for coupling in found for name in coupling.names}
             pairs: dict[str, str] = {}  # by the reader
             for reader in self._order:
                 before = self._before(reader, back)
@@ -226,36 +228,36 @@ class _Looker:
             found += self._heads_of(pairs)
         return found
 
-    def _heads_of(self, pairs: Mapping[str, str]) -> list[Link]:
+    def _heads_of(self, pairs: Mapping[str, str]) -> list[Coupling]:
         if not pairs:
             return []
         first: dict[str, Change] = {
             name: lambda out: out[..., :1].expand_as(out).clone() for name in pairs.values()
         }
         seen = self.changed(first)
-        links = []
+        couplings = []
         for reader, writer in pairs.items():
             outputs, inputs = self._sizes[writer][0], self._sizes[reader][1]
             width = _head_width(seen.inputs[reader][0])
             # One head of all features is what several look like to a single position.
             if 1 < width < inputs and outputs % width == 0 and inputs % outputs == 0:
                 heads = inputs // width
-                links.append(Link((writer,), reader, heads, inputs // outputs, width, padded=True))
-        return self._seen(links)
+                couplings.append(Coupling((writer,), reader, heads, inputs // outputs, width, padded=True))
+        return self._seen(couplings)
 
 
 class _Mixed:
     """Permutes the features of each head and scales them by signed powers of two.
 
     Args:
-        link: the heads are those of its writer.
+        coupling: the heads are those of its writer.
         repeats: of each, one after the other, as a reader sees them.
     """
 
-    def __init__(self, link: Link, repeats: int = 1) -> None:
+    def __init__(self, coupling: Coupling, repeats: int = 1) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._width = link.width
-        shape = link.heads_of(link.writers[0]), link.width
+        self._width = coupling.width
+        shape = coupling.heads_of(coupling.writers[0]), coupling.width
         order = torch.rand(shape, generator=generator, dtype=torch.float32).argsort(-1)
         sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
         scale = sign * 2.0 ** torch.randint(-2, 3, shape, generator=generator)
@@ -267,9 +269,9 @@ class _Mixed:
         return (heads.gather(-1, order) * self._scale.to(features)).flatten(-2)
 
 
-def _is_apart(link: Link, others: Sequence[Link]) -> bool:
-    """Whether no layer of a link is in another one."""
-    return all(set(link.names).isdisjoint(other.names) for other in others)
+def _is_apart(coupling: Coupling, others: Sequence[Coupling]) -> bool:
+    """Whether no layer of a coupling is in another one."""
+    return all(set(coupling.names).isdisjoint(other.names) for other in others)
 
 
 def _head_width(x: Tensor) -> int:

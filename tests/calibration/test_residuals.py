@@ -6,7 +6,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.calibration import calibrate
-from panther_compile.calibration.skips import Passage, find_skips, observe
+from panther_compile.calibration.residuals import Passage, find_residuals, observe
 from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.kinds.targets import find_targets, watch
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 def skips_of(model, *inputs):
     sites = [Site(n, m, "Linear") for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return find_skips(watch(model.eval(), find_targets(sites)), Call(inputs, {}))
+    return find_residuals(watch(model.eval(), find_targets(sites)), Call(inputs, {}))
 
 
 def test_normalised_first():
@@ -72,7 +72,7 @@ def test_attention_of_torch():
         Site("0.self_attn", layer.self_attn, "MultiheadAttention"),
         *(Site(f"0.{name}", layer.get_submodule(name), "Linear") for name in ("linear1", "linear2")),
     ]
-    found = find_skips(watch(model, find_targets(sites)), Call((torch.randn(3, 5, 8),), {}))
+    found = find_residuals(watch(model, find_targets(sites)), Call((torch.randn(3, 5, 8),), {}))
     assert found == {
         "0.self_attn.out_proj": Passage("0.norm1", "in"),
         "0.linear2": Passage("0.norm2", "in"),
@@ -131,5 +131,5 @@ def test_what_a_layer_makes_up_for_brings_the_model_closer(monkeypatch):
             return sum(float((small(x) - model(x)).norm() / model(x).norm()) for x in data[12:])
 
     with_skips = error()
-    monkeypatch.setattr(calibrate, "find_skips", lambda *_: {})
+    monkeypatch.setattr(calibrate, "find_residuals", lambda *_: {})
     assert with_skips < 0.97 * error()

@@ -36,7 +36,7 @@ class Passage:
     kind: str
 
 
-Skips = Mapping[str, Passage]
+Residuals = Mapping[str, Passage]
 """By the name of a layer, where what its output is added to was last seen when the layer is reached."""
 
 Seen = Callable[[Passage, Tensor], None]
@@ -70,7 +70,7 @@ def observe(model: nn.Module, passages: set[Passage], seen: Seen) -> AbstractCon
     return stack
 
 
-def find_skips(side: Side, call: Call) -> dict[str, Passage]:
+def find_residuals(side: Side, call: Call) -> dict[str, Passage]:
     """The layers of a watched model whose output is added to a tensor, and where that is seen.
 
     Args:
