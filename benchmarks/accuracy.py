@@ -47,7 +47,7 @@ CALIBRATED = {*OURS, *PEERS} - {"ours-free"} - {n for n, peer in PEERS.items() i
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the weights, so that results of another training are not taken for those of this one."""
+    """A fingerprint of the weights, so that results of another training are not taken for its own."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().contiguous().numpy().tobytes())

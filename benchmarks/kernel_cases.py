@@ -65,7 +65,7 @@ LABELS = ("op", "model", "shape", "rows", "form", "ratio", "rank")
 
 
 def precision_of(dtype: str) -> str:
-    """Of float32 products, as the dispatch names it, for one of DTYPES."""
+    """The precision of float32 products, as the dispatch names it, for one of DTYPES."""
     return "tf32" if dtype == "tf32" else "ieee"
 
 
@@ -125,8 +125,8 @@ class Case:
     def tier(self) -> int:
         """0 for what shows most, else 1."""
         first = {"favor": FIRST_LENGTHS, "conv2d": IMAGES}.get(self.labels["op"], FIRST_ROWS)
-        told = self.labels["rows"] in first and self.labels["ratio"] in (None, *FIRST_RATIOS)
-        return int(not told or self.labels["model"] not in FIRST_MODELS)
+        first_tier = self.labels["rows"] in first and self.labels["ratio"] in (None, *FIRST_RATIOS)
+        return int(not first_tier or self.labels["model"] not in FIRST_MODELS)
 
     def contenders(self, stage: str, dtype: str, *, on_cuda: bool) -> list[str]:
         """Who takes part in a stage, in one of DTYPES."""

@@ -121,7 +121,7 @@ def _processor_seconds() -> float:
 
 
 def file_bytes(model: nn.Module) -> int:
-    """Of the saved state."""
+    """Bytes of the saved state."""
     with tempfile.NamedTemporaryFile() as file:
         torch.save(model.state_dict(), file.name)
         return Path(file.name).stat().st_size
@@ -364,7 +364,7 @@ def summary(rows: list[dict[str, Any]], total: int) -> str:
     return (
         f"Of {total} models {len(rows)} were measured. Sketched for size, "
         f"{sum(_has_lost(found, 'sketched') for found in rows)} are more than {MARGIN - 1:.0%}, and more "
-        f"than their noise, slower than dense. For latency {len(fast)} are sketched, of which {lost} are "
+        f"than their noise, slower than dense. For latency {len(fast)} are sketched; {lost} are "
         "slower by that measure; in the others nothing pays, and they stay dense."
     )
 

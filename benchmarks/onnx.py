@@ -106,7 +106,7 @@ def line(
 
 
 def numbers(file: Path) -> int:
-    """Of all initializers."""
+    """Numbers in all initializers."""
     return sum(torch.Size(tensor.dims).numel() for tensor in load_onnx(file).graph.initializer)
 
 

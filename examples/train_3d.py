@@ -148,8 +148,8 @@ def train(options: argparse.Namespace) -> None:
     is_first = dist.get_rank() == 0
     if is_first:
         print(part)
-        told = ", ".join(f"{count / 1e6:,.2f} MB {where}" for where, count in moved.items())
-        print(f"bubble {part.bubble:.1%} predicted; moved in a step: {told}")
+        amounts = ", ".join(f"{count / 1e6:,.2f} MB {where}" for where, count in moved.items())
+        print(f"bubble {part.bubble:.1%} predicted; moved in a step: {amounts}")
         if resumed:
             print(f"goes on from step {first}, {resumed.path}")
     batch = ROWS * MICROBATCHES

@@ -151,7 +151,7 @@ def _favor_query_grad_kernel(
             tl.dot(tl.trans(phi_q), g, input_precision=PRECISION),
             mask=mask_m[:, None] & (offs_v < V)[None, :],
         )
-    # The sum is 0 but for rounding, of which this takes back a part.
+    # The sum is 0 but for rounding; this takes back a part of that.
     gq = (gq - grad_sum[:, None] * (q.to(tl.float32) * scale)) * scale
     _store_rows(gq_ptr, gq_strides, gq, n, h, offs_c, queries, offs_d, D)
 

@@ -194,7 +194,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(f"{name} is a {type(value).__name__}: safetensors holds tensors only")
         if isinstance(value, UninitializedParameter | UninitializedBuffer) or keeps_numbers_elsewhere(value):
             raise CheckpointError(
-                f"{name} is a {type(value).__name__}, of which safetensors holds no numbers: save the model "
+                f"{name} is a {type(value).__name__}, and safetensors holds no numbers of it: save the model "
                 "before it is quantized or sharded, and do that again after load_sketched"
             )
         if value.is_meta:

@@ -75,8 +75,8 @@ class Choice:
         stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
         sharing: names of all the weights that share this one's input factor, its own among them; else empty.
-        coupling: of a narrow layer the names of those that write the features that are kept, then of the one that
-            reads them, see `coupled.Coupling`; else empty.
+        coupling: names of the layers that write the features a narrow layer keeps, then of their reader, see
+            `coupled.Coupling`; else empty.
     """
 
     scheme: str
@@ -140,7 +140,7 @@ class SketchPlan:
         tried: how far results on held-out data were from the dense model's, by allocation; empty where there
             was nothing to choose.
         seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
-        undecided: of which trials the plain choice was kept, as they could not tell; else empty.
+        undecided: the trials whose difference was noise, so that the plain choice was kept; else empty.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -300,7 +300,7 @@ class Closeness:
 
     @classmethod
     def unknown(cls, reason: str) -> Self:
-        """Of outputs that were not compared."""
+        """A closeness of outputs that were not compared."""
         return cls("", "", 0.0, 0.0, None, reason)
 
     def __str__(self) -> str:
@@ -317,7 +317,7 @@ class Closeness:
 
 @dataclass(frozen=True, slots=True)
 class RatioCurve:
-    """How the score of a model hangs on its ratio, as far as it was measured.
+    """How the score of a model depends on its ratio, as far as it was measured.
 
     Attributes:
         points: (ratio, score), in the order in which they were measured.
@@ -395,17 +395,17 @@ class SketchRecord:
         if earlier is None:
             return cls(replace(plan, layers=tuple(lines)), fitted, curve)
         ratio = f"{earlier.plan.ratio}, then {plan.ratio}"
-        told = plan if plan.allocation else earlier.plan
-        both = replace(told, layers=tuple(lines), ratio=ratio, route=plan.route, seconds=plan.seconds)
+        source = plan if plan.allocation else earlier.plan
+        both = replace(source, layers=tuple(lines), ratio=ratio, route=plan.route, seconds=plan.seconds)
         return cls(both, {**earlier.fitted, **fitted}, curve or earlier.curve)
 
 
 def allocation_text(allocation: str, tried: Mapping[str, float], undecided: str = "") -> str:
     """How the budget was divided, and what each allocation tried came to; empty without data."""
     scores = ", ".join(f"{name} {distance:.3g}" for name, distance in tried.items())
-    told = f"; distance from the dense model on held-out data: {scores}" if tried else ""
+    distances = f"; distance from the dense model on held-out data: {scores}" if tried else ""
     noted = f"; {undecided}" if undecided else ""
-    return f"ranks divided by {allocation}{told}{noted}" if allocation else ""
+    return f"ranks divided by {allocation}{distances}{noted}" if allocation else ""
 
 
 def seconds_text(seconds: Mapping[str, float]) -> str:

@@ -80,7 +80,7 @@ class SketchReport:
         route: how the layers were found.
         allocation: how data had the budget divided; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation tried.
-        undecided: of which trials the plain choice was kept, as they could not tell.
+        undecided: the trials whose difference was noise, so that the plain choice was kept.
         curve: of the search for the ratio, if there was one.
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
         others: numbers of the matrices and kernels that no row is of, by the class of what holds them.
@@ -124,8 +124,8 @@ class SketchReport:
 
     @property
     def _others_text(self) -> str:
-        told = ", ".join(f"{numbers:,} of {kind}" for kind, numbers in self.others.items())
-        return f"left as they are, weights of other kinds of module: {told}" if told else ""
+        counts = ", ".join(f"{numbers:,} of {kind}" for kind, numbers in self.others.items())
+        return f"left as they are, weights of other kinds of module: {counts}" if counts else ""
 
     @property
     def sketched(self) -> tuple[ReportRow, ...]:

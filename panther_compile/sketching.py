@@ -289,7 +289,7 @@ def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> N
 def _sketch(
     found: Found, plan: SketchPlan, config: SketchConfig, ready: Ready
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, Fitted]]:
-    """The stand-in of every dense layer that the plan sketches, and what came of each weight."""
+    """The replacement of every dense layer that the plan sketches, and what came of each weight."""
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
@@ -297,8 +297,8 @@ def _sketch(
         made = sketch_site(site, owner, choices, config, ready)
         if made is None:
             continue
-        layer, came_of_it = made
-        fitted |= came_of_it
+        layer, record = made
+        fitted |= record
         new[site.module] = layer
         for _, other in site.tied:
             assert isinstance(layer, SketchedLayer)

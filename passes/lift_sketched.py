@@ -15,7 +15,7 @@ After:
 That is `reference.pivoted_linear_by_rows`, the pivoted form of a `SketchedLinear` while it is compiled; a
 pair is two linear layers, one of the other. So the passes that follow see a model that was sketched before as
 they see one that is sketched while it is compiled. Taken for a layer is only what Dynamo noted to stem from
-one call of its forward, and of which nothing else reads the parts; factors with hooks that change something,
+one call of its forward, whose parts nothing else reads; factors with hooks that change something,
 adapters or parametrizations leave other nodes, and stay apart.
 """
 
@@ -75,7 +75,7 @@ def _is_sketched(kind: object) -> bool:
 
 
 def _call(graph_module: fx.GraphModule, node: fx.Node) -> _Call | None:
-    """The sketched call of which a node is the `up` product."""
+    """The sketched call that a node is the `up` product of."""
     up, home = _linear(graph_module, node), _origin(node)
     if up is None or home is None:
         return None

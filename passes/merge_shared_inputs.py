@@ -17,7 +17,7 @@ into it, and add their own slice to their part: y = up(x₁ + part).
 
 Layers that share an input factor, as `sketchify(data=)` makes them, have their first product computed once,
 anywhere. That of others is made one only on CUDA, where it saves launches, and where `cost.py` predicts
-that the zeros and the additions do not cost more; those of which one is called again elsewhere stay apart,
+that the zeros and the additions do not cost more; those with one that is called again elsewhere stay apart,
 since merged their weight would be held twice. On a CPU one product in place of several saves nothing once
 Inductor has compiled it: three layers 768 -> 768 of rank 224 (pivoted) and 192 (pair) took .95 to 1.01 and
 1.00 to 1.12 times as long merged, at 1 to 1024 rows (one core of an AMD EPYC, float32, torch 2.13).

@@ -40,7 +40,7 @@ class GraphPass:
 
     @property
     def name(self) -> str:
-        """Of the function, also below `functools.partial`."""
+        """The name of the function, also below `functools.partial`."""
         function: object = self.run
         while isinstance(function, functools.partial):
             function = function.func

@@ -38,7 +38,7 @@ def with_gradients(
 
 
 def worst(plains: list[dict[str, Tensor]], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of several plain results, whose rounding differs, the one furthest off, by name.
+    """The one of several plain results, whose rounding differs, that is furthest off, by name.
 
     Where sums cancel, the error of one order of summation is a matter of luck.
     """

@@ -1,4 +1,4 @@
-"""The slowest stage by mixed-integer programming: a bound that hangs on nothing of ours."""
+"""The slowest stage by mixed-integer programming: a bound that depends on nothing of ours."""
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp

@@ -215,7 +215,7 @@ def test_the_input_is_what_reaches_the_layer(fake):
 
 
 def test_all_runs_of_a_layer_count(fake):
-    """Of the layers that share a weight, and of one that is called with several shapes."""
+    """Layers that share a weight count, and one that is called with several shapes."""
     torch.manual_seed(0)
 
     class Twice(nn.Module):
@@ -246,7 +246,7 @@ def test_all_runs_of_a_layer_count(fake):
     ],
 )
 def test_every_kind_of_layer(fake, name, kinds):
-    """The stand-ins that are timed are those that the plan names."""
+    """The replacements that are timed are those that the plan names."""
     entry = ZOO[name]
     timer = fake(lambda *_: 2.0)
     model, inputs = entry.build(), entry.inputs()

@@ -31,7 +31,7 @@ def rows(*shape, mean=0.0, mix=MIX):
 
 
 def images(count, channels=16, size=9):
-    """Of which the channels are mixtures of three."""
+    """Images whose channels are mixtures of three."""
     mix = np.random.default_rng(3).standard_normal((channels, 3))
     return (np.einsum("ck,nkhw->nchw", mix, RNG.standard_normal((count, 3, size, size))) + 0.5).astype("f")
 
@@ -145,7 +145,7 @@ def test_the_bias_makes_up_for_the_mean(kind, tmp_path):
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("kind", ["Gemm", "MatMul", "Conv", "no bias", "not the last"])
 def test_the_last_bias_makes_up_for_what_activations_shift(kind, sequential, tmp_path):
-    """Of a head that stays dense: behind a ReLU the means are others where less of the spread is left."""
+    """A head that stays dense: behind a ReLU the means are others where less of the spread is left."""
     tail = {
         "Gemm": [node("Gemm", ["r", "head", "c"], ["y"], beta=0.5)],
         "MatMul": [node("MatMul", ["r", "head"], ["m"]), node("Add", ["c", "m"], ["y"])],

@@ -244,9 +244,9 @@ def test_a_wreck_is_warned_of(tmp_path):
         node("MatMul", ["s", "c"], ["y"]),
     ]
     source, target = make(tmp_path / "in.onnx", nodes, matrices, x=("n", 96)), tmp_path / "out.onnx"
-    with pytest.warns(SketchQualityWarning, match=r"ratio 0.2 .*destroyed.*weights alone.*data=") as told:
+    with pytest.warns(SketchQualityWarning, match=r"ratio 0.2 .*destroyed.*weights alone.*data=") as caught:
         report = pc.sketch_onnx(source, target, 0.2, include="*", **OPTIONS)
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     assert report.closeness.grade == "destroyed"
     assert str(report).startswith("outputs: destroyed: relative error ")
     assert "on random inputs" in str(report).splitlines()[0]

@@ -117,7 +117,7 @@ def test_what_cannot_be_run_is_told(tmp_path):
     source, target = make(tmp_path / "in.onnx", parts, weights), tmp_path / "out.onnx"
     words = helper.make_tensor_value_info("words", TensorProto.STRING, (2,))
     make(source, [*parts, node("Identity", ["words"], ["z"])], weights, inputs=[words])
-    with pytest.raises(OnnxMismatchError, match=r"'words' is a tensor\(string\), of which nothing random"):
+    with pytest.raises(OnnxMismatchError, match=r"'words' is a tensor\(string\), and nothing random"):
         pc.sketch_onnx(source, target, include="*", **OPTIONS)
     split = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
     make(source, split, weights | {"shape": np.array([17, -1, 48])}, x=("n", 48))

@@ -317,10 +317,12 @@ def test_kernels_have_no_prediction_on_data():
 
 
 def test_layers_that_the_data_never_reached():
-    with pytest.warns(UserWarning, match="data never reached spare: sketched from the weights alone") as told:
+    with pytest.warns(
+        UserWarning, match="data never reached spare: sketched from the weights alone"
+    ) as caught:
         small = pc.sketchify(Gated(), 0.5, data=batches(), include="*", **OPTIONS)
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
     report = pc.sketch_report(small)
     notes = {row.name: row.note for row in report.rows}
     assert notes == {"first": "", "spare": "data never reached it", "last": ""}

@@ -168,7 +168,7 @@ def next_token_loss(logits_BTV: Tensor, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def perplexity(model: nn.Module, held_out: Tensor) -> float:
-    """Of held-out documentation, per token."""
+    """Perplexity of held-out documentation, per token."""
     losses = [next_token_loss(model(batch[:, :-1]), batch) * len(batch) for batch in held_out.split(32)]
     return math.exp(float(sum(losses)) / len(held_out))
 

@@ -10,12 +10,12 @@ Stored = Callable[[int, int, int], int]
 
 
 def pair_numbers(outputs: int, inputs: int, rank: int) -> int:
-    """Of two factors."""
+    """Stored numbers of two factors."""
     return rank * (outputs + inputs)
 
 
 def pivoted_numbers(outputs: int, inputs: int, rank: int) -> int:
-    """Of r rows, the coefficients of the others, and the order of the outputs."""
+    """Stored numbers of r rows, the coefficients of the others, and the order of the outputs."""
     return rank * (inputs + outputs - rank) + outputs
 
 

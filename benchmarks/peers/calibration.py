@@ -16,7 +16,7 @@ DAMPING = 1e-5
 
 @dataclass
 class Statistics:
-    """Of the inputs X (N, I) of a dense layer.
+    """Sums over the inputs X (N, I) of a dense layer.
 
     Attributes:
         gram: (I, I), X^T X, float64.

@@ -51,7 +51,7 @@ class Job:
 
     @cached_property
     def statistics(self) -> dict[str, Statistics]:
-        """Of the inputs of each layer."""
+        """Statistics of the inputs of each layer."""
         return collect(self.dense, self.names, self.batches)
 
     @cached_property

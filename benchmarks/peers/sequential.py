@@ -42,7 +42,7 @@ class Call:
         return block(*self.args, **self.kwargs)
 
     def following(self, output: Any) -> "Call":
-        """Of the next block: the first argument is what this one gives."""
+        """The call of the next block: the first argument is what this one gives."""
         return Call((main_output(output), *self.args[1:]), self.kwargs)
 
 

@@ -21,5 +21,5 @@ def decompose_matrix(matrix: Tensor) -> Factors:
 
 
 def decompose(job: Job, name: str) -> Factors:
-    """Of the weight."""
+    """The singular value decomposition of the weight."""
     return decompose_matrix(job.weight(name))

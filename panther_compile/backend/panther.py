@@ -316,7 +316,7 @@ def _example(inputs: Sequence[Any]) -> tuple[Any, ...]:
 def _without_head(graph_module: fx.GraphModule, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with the layers excluded that make an output of the graph, unless `include` is given.
 
-    `sketchify` knows a head by its place among the other layers, of which a graph may show none.
+    `sketchify` knows a head by its place among the other layers, and a graph may show none of them.
     """
     if options.get("include") is not None:
         return dict(options)

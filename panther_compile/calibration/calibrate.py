@@ -8,13 +8,13 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.couplings import find_couplings
+from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.residuals import Residuals, find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.shared_input import stack_name
 from panther_compile.calibration.shared_plan import share_input
-from panther_compile.calibration.residuals import Residuals, find_residuals
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
@@ -34,7 +34,7 @@ _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 # One input factor for several layers is taken where results come closer than this share of the distance.
 WORTH_SHARING = 0.95
 WORTH_TRYING = 1.1  # and tried where the study expects no more than this times what is lost apart
-_OF_GROUPS = 4  # one in so many of the held-out batches tries groups, of which there are many
+_OF_GROUPS = 4  # one in so many of the held-out batches tries groups, as there are many
 _TRIAL = 8  # batches at most on which an allocation is fitted to be tried
 _FEW_ROWS = 8  # for each input of a layer, below which data may tell less than the weights alone
 WEIGHTS_ALONE = "weights alone"
@@ -190,12 +190,12 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
         allocations.append(Allocation("sensitivity", damage))
     couplings = tuple(study.losses.values())
     plans = [_plan(studied, config, one, couplings) for one in allocations]
-    narrow, tried, told = _best(studied, plans, config, {}, plain=plans[1])
-    best, undecided = narrow, [told]
+    narrow, tried, doubt = _best(studied, plans, config, {}, plain=plans[1])
+    best, undecided = narrow, [doubt]
     if any(line.choice and line.choice.coupling for line in narrow.layers):
         apart = _plan(studied, config, allocations[plans.index(narrow)], ())
-        best, tried, told = _best(studied, [narrow, apart], config, tried, plain=apart)
-        undecided.append(told)
+        best, tried, doubt = _best(studied, [narrow, apart], config, tried, plain=apart)
+        undecided.append(doubt)
     means = {name: sum(found) / len(found) for name, found in tried.items()}
     return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))
 

@@ -77,11 +77,11 @@ class OutputSums:
             one.see(wanted, found, kept)
 
     def closeness(self, inputs: str) -> Closeness:
-        """Of the tensor that lost most; of logits, where there are any."""
-        told = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
-        if not told:
+        """The closeness of the tensor that lost most; of logits, where there are any."""
+        sums = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
+        if not sums:
             return Closeness.unknown("the model's result holds no floating tensor")
-        return max((one.closeness(inputs) for one in told), key=lambda one: one.share)
+        return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)
 
 
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
@@ -105,7 +105,7 @@ class _Sums:
         raise NotImplementedError
 
     def closeness(self, inputs: str) -> Closeness:
-        """Of all that was seen."""
+        """The closeness of all that was seen."""
         raise NotImplementedError
 
 

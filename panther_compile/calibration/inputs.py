@@ -114,7 +114,7 @@ def read_output(
         model: the dense model; is not changed.
         found: its sites.
         calls: of it; if there are none, nothing is said.
-        config: the options; where `output` is "auto", logits that can be told are taken for such.
+        config: the options; where `output` is "auto", logits are recognised.
 
     Raises:
         ConfigTypeError: the model cannot be copied.

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.narrow import (
     cut_coupling,
+    extend,
     fit_reader,
     fit_writer,
-    extend,
     narrow_rows,
 )
 from panther_compile.calibration.resume import FittedLayer, Folder
@@ -135,7 +135,7 @@ class LayerFit:
     def _reader_sums(
         self, target: Target, coupling: Coupling, basis: Tensor, count: int, arrivals: Sequence[Arrival]
     ) -> MomentSums | None:
-        """Of all features in the dense model and of the kept ones in the sketched one."""
+        """Sums over all features in the dense model and of the kept ones in the sketched one."""
         added = all(_is_added(arrival) for arrival in arrivals)
         sums: MomentSums | None = None
         for arrival in arrivals:
@@ -163,7 +163,7 @@ class LayerFit:
         return self._cut[choice.coupling]
 
     def cut(self, names: Sequence[str]) -> None:
-        """Make those of these layers from the study that hang on others: no batch reached them."""
+        """Make those of these layers from the study that depend on others: no batch reached them."""
         for name in names:
             if self.choices[name].coupling:
                 narrow, target = self.cut_coupling(self.choices[name])[name], self.targets[name]

@@ -35,7 +35,7 @@ class _Stopped(BaseException):
 
 
 class _Runner:
-    """One batch on its way through one model, in a thread of its own that runs only when told to.
+    """One batch on its way through one model, in a thread of its own that runs only when asked to.
 
     Attributes:
         at: name of the layer it has paused at; None while it runs and when it is through.

@@ -8,8 +8,8 @@ metric of G, the weight of errors at its output.
   time, whose absence costs least with the best weights for the rest: of feature j ‖G^½ w_j‖² / (S⁻¹)_jj, w_j
   its weights by then. This is the rule of Hassibi and Stork, "Second order derivatives for network
   pruning" (1992), for features in place of single weights, as ZipLM (2302.04089) has it.
-- Of a head any directions can be kept: T is the left factor of the truncated G^½ W_h S_h^½, of which the
-  value's weights take T W_v. Heads that share a value share T, of their summed squares.
+- Of a head any directions can be kept: T is the left factor of the truncated G^½ W_h S_h^½; the
+  value's weights become T W_v. Heads that share a value share T, of their summed squares.
 
 With S = L Lᵀ in the order in which features are kept, the first k columns of G^½ W L are what k features
 keep, whitened: what the others lose and what ranks of the narrow reader lose are read off them.
@@ -33,7 +33,7 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.planning.coupled import Coupling
 
 _STEPS = 48  # in which features are left out
-_GRID = 12  # numbers of features of which losses are known, where they pass one by one
+_GRID = 12  # numbers of features with known losses, where they pass one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def keep(coupling: Coupling, basis: Tensor, kept: int, features: Tensor) -> Tens
 
 
 def extend(coupling: Coupling, basis: Tensor, kept: int) -> Tensor:
-    """Features (N, K of each head) of which T makes the kept ones, and zeros of the others, float64."""
+    """Features (N, K of each head) that T maps to the kept ones, and to zeros of the others, float64."""
     if not coupling.padded:
         extended = torch.zeros(coupling.width, kept, dtype=torch.float64, device=basis.device)
         extended[basis[:kept], torch.arange(kept, device=basis.device)] = 1.0
@@ -113,7 +113,7 @@ def extend(coupling: Coupling, basis: Tensor, kept: int) -> Tensor:
 
 
 def features_kept(coupling: Coupling) -> list[int]:
-    """The numbers of features of a head of which losses are asked for, descending; all of them first."""
+    """The numbers of features of a head to find losses for, descending; all of them first."""
     if coupling.padded:
         return list(range(coupling.width, 0, -1))
     step = 8 if coupling.width >= 120 else 1

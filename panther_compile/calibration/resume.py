@@ -86,11 +86,11 @@ class Folder:
         kept = self._read("study.safetensors", device)
         if kept is None:
             return None
-        tensors, told = kept
+        tensors, record = kept
         couplings = {
-            Coupling(**one | {"writers": tuple(one["writers"])}): total for one, total in told.pop("links")
+            Coupling(**one | {"writers": tuple(one["writers"])}): total for one, total in record.pop("links")
         }
-        study = Study(**told)
+        study = Study(**record)
         parts: dict[str, list[Tensor]] = {}
         for key, tensor in sorted(tensors.items()):
             kind, _, name = key.partition("/")
@@ -120,9 +120,9 @@ class Folder:
             one = study.between[name]
             told_of = (one.basis, one.covariance, one.mean, lost.kept, lost.narrowed, lost.members)
             tensors |= {f"links/{place}/{name}": part for place, part in enumerate(told_of)}
-        told = {kind: getattr(study, kind) for kind in _PLAIN}
-        told["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
-        self._write_tensors("study.safetensors", tensors, told)
+        record = {kind: getattr(study, kind) for kind in _PLAIN}
+        record["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
+        self._write_tensors("study.safetensors", tensors, record)
 
     def tried(self, plans: Sequence[SketchPlan]) -> dict[str, list[float]] | None:
         """How the allocations of these plans did, None if it is not kept."""
@@ -138,20 +138,20 @@ class Folder:
         kept = self._read(_layer_file(plan, name), weight.device)
         if kept is None:
             return None
-        tensors, told = kept
-        layer_type = layer_types()[told["type"]]
-        layer = layer_type(**told["spec"], device="meta", dtype=weight.dtype).to_empty(device=weight.device)
+        tensors, record = kept
+        layer_type = layer_types()[record["type"]]
+        layer = layer_type(**record["spec"], device="meta", dtype=weight.dtype).to_empty(device=weight.device)
         for key, held in layer.state_dict(keep_vars=True).items():
             copy_into(held, tensors[key])
         take_over(layer, dense, weight.requires_grad)
-        fitted = told["fitted"]
+        fitted = record["fitted"]
         return layer, Fitted(**fitted | {"ranks": tuple(fitted["ranks"])})
 
     def keep_layer(self, plan: SketchPlan, name: str, layer: SketchedLayer, fitted: Fitted) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
-        told = {"type": type(layer).__name__, "spec": layer.sketch_spec(), "fitted": asdict(fitted)}
+        record = {"type": type(layer).__name__, "spec": layer.sketch_spec(), "fitted": asdict(fitted)}
         tensors = {key: held.detach() for key, held in layer.state_dict().items()}
-        self._write_tensors(_layer_file(plan, name), tensors, told)
+        self._write_tensors(_layer_file(plan, name), tensors, record)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.path / name
@@ -164,21 +164,21 @@ class Folder:
         return found
 
     def _read(self, name: str, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors of a file, and what was told of them; None if there is no such file."""
+        """The tensors of a file, and their record; None if there is no such file."""
         file = self.path / name
         if not file.exists():
             return None
         try:
             with safe_open(file, framework="pt", device=str(device)) as kept:
-                told = json.loads(kept.metadata()["told"])
+                record = json.loads(kept.metadata()["told"])
                 # Copies: what is read is mapped from the file.
-                return {key: kept.get_tensor(key).clone() for key in kept.keys()}, told  # noqa: SIM118
+                return {key: kept.get_tensor(key).clone() for key in kept.keys()}, record  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ResumeError(f"{file} cannot be read, it was cut short or changed: {error}") from error
 
-    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         separate = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        metadata = {"told": json.dumps(told)}
+        metadata = {"told": json.dumps(record)}
         self._write(name, lambda file: save_file(separate, file, metadata))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
@@ -256,7 +256,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def _key(*plans: SketchPlan) -> str:
-    """Of what the plans do, not of how they came about."""
+    """A key of what the plans do, not of how they came about."""
     done = [
         [
             (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.coupling)

@@ -39,8 +39,8 @@ def output_gradients(
     """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
 
     Args:
-        model: a copy of the dense model that holds the stand-ins.
-        watched: the stand-ins.
+        model: a copy of the dense model that holds the replacements.
+        watched: the replacements.
         channel_dims: which dimension of a layer's output is O.
         calls: the data; a third of it is used.
         seed: of the projections.
@@ -108,7 +108,7 @@ def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
 def _projected(
     result: Any, kept: Tensor | None, generator: torch.Generator, logits: bool | None
 ) -> Tensor | None:
-    """A random number that hangs on every tensor of the result that has a gradient; None if none has."""
+    """A random number that depends on every tensor of the result that has a gradient; None if none has."""
     total: Tensor | None = None
     for name, tensor in named_tensors(result):
         if not tensor.requires_grad:

@@ -5,7 +5,7 @@
 
 At equal numbers r is larger in the second. It is the pivoted form of the stack of all Wᵢ, which is cut at
 rank r as one matrix: with sᵢ Gᵢ = Kᵢ Kᵢᵀ the weight of an error at output i (`sensitivity.py`), the squared
-errors of the rows Kᵢᵀ Wᵢ, one below the other, add up to the damage of all. Whether that is better hangs on
+errors of the rows Kᵢᵀ Wᵢ, one below the other, add up to the damage of all. Whether that is better depends on
 how much the row spaces of the Wᵢ have in common, and on how their errors, which are alike then, add up in the
 model: it is tried at equal numbers (`calibrate.py`).
 """
@@ -29,7 +29,7 @@ from panther_compile.kinds.targets import Target
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import SketchedLinear
 
-MOST_WITH_PAIRS = 4  # layers of a group, of which pairs are tried too
+MOST_WITH_PAIRS = 4  # layers of a group whose pairs are tried too
 
 
 class InputGroups:

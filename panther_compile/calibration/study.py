@@ -36,7 +36,7 @@ class Study:
 
     Attributes:
         values: singular values of G^½ W R, float64, descending; of matrices.
-        factors: W as left (O, m) and right (m, I), m = min(O, I), of which the first r of each are the best
+        factors: W as left (O, m) and right (m, I), m = min(O, I); the first r of each are the best
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
         weights: G, float32; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
@@ -167,16 +167,16 @@ def _study_stacks(
     """Add what the stacks of layers of one input are like."""
     moments = sums.moments(centred=targets[sets[0][0]].view.has_mean)
     root = root_of(moments.covariance)
-    told: list[Sequence[str]] = []
+    groups: list[Sequence[str]] = []
     for names in sets:
         stack, key = study.stack(targets[name] for name in names), stack_name(names)
         if stack is not None:
             left, right = best_of_stack(stack, moments, root)
             study.values[key] = term_sizes(left, right, moments.covariance, None)
             _keep_factors(study, key, torch.cat(stack.parts(left)), right, moments.mean_x)
-            told.append(names)
-    if told:
-        study.shared.append(told)
+            groups.append(names)
+    if groups:
+        study.shared.append(groups)
 
 
 def _study_reader(

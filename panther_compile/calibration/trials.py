@@ -1,9 +1,9 @@
-"""A trial on held-out batches: what comes closest is taken, the plain choice where that cannot be told."""
+"""A trial on held-out batches: what comes closest is taken, or the plain choice where that is noise."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-NOISE = 1.0  # standard errors of the difference, over the batches, within which nothing can be told
+NOISE = 1.0  # standard errors of the difference, over the batches, within which a difference is noise
 ALIKE = 0.02  # of the distance, if there is but one batch
 
 

@@ -29,8 +29,8 @@ WORTHWHILE = 0.9
 # A convolution of so few input channels, the stem of an image model, ran at .5 to .8 of the dense speed with
 # every scheme at batch 32. The roofline does not show it, so it is a rule.
 STEM_CHANNELS, STEM_SPEEDUP = 4, 0.7
-# Schemes with a product ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then, where
-# the roofline says up to 1.3; "channel" strides in its first product and was never slower.
+# Schemes with a product ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then,
+# where the roofline says up to 1.3; "channel" strides in its first product and was never slower.
 AHEAD_OF_STRIDE, STRIDED_SPEEDUP = ("spatial", "tucker2"), 0.7
 
 

@@ -15,7 +15,7 @@ RIDGE = 1e-4  # of the mean power, added to both second moments: where there is 
 
 @dataclass(frozen=True, slots=True)
 class ResidualMoments:
-    """Of s, what a layer's output is added to in the dense model, and of d = s - s', its change by sketching.
+    """Moments of s, the residual that a dense layer's output is added to, and of d = s - s', its change.
 
     Attributes:
         cross: E[d zᵀ] (O, I), float64, about the means if they are not zero.
@@ -32,7 +32,7 @@ class ResidualMoments:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of the inputs x of the dense layer and z of the sketched one, float64.
+    """Moments of the inputs x of the dense layer and z of the sketched one, float64.
 
     Attributes:
         cross: E[x zᵀ] (I, I), about the means if they are not zero, with the ridge. A narrow layer is given
@@ -129,7 +129,7 @@ class MomentSums:
         return ResidualMoments(cross, mean, sample, change - mean.float())
 
     def moments(self, *, centred: bool, extended: Tensor | None = None) -> Moments:
-        """Of what was added.
+        """Moments of what was added.
 
         Args:
             centred: about the means, for a layer with a bias, which makes up for them.

@@ -69,7 +69,7 @@ def to_pivoted(
     basis_OR, left_core = torch.linalg.qr(left.double())
     basis_IR, right_core = torch.linalg.qr(right.double().T)
     u, values, vh = torch.linalg.svd(left_core @ right_core.T)
-    scale = float(values[0]) or 1.0  # of which squares would leave the range of float64
+    scale = float(values[0]) or 1.0  # its squares may leave the range of float64
     values = values / scale
     basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = scale basis rows
     lowest = floor * values[-1].clamp_min(1e-10)

@@ -71,7 +71,7 @@ def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
 
 
 def _pivoted_factors(layers: Sequence[SketchedLayer]) -> Iterator[Factor]:
-    """Of layers with one input factor, which changes the weights of all."""
+    """Factors of layers with one input factor, which changes the weights of all."""
     down: nn.Parameter = layers[0].down.weight  # type: ignore[assignment, union-attr]
     first = layers[0].rank_first
     ups: dict[int, nn.Parameter] = {id(layer.up.weight): layer.up.weight for layer in layers}  # type: ignore[misc, union-attr]

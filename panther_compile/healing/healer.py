@@ -195,7 +195,7 @@ class _Healer:
         )
 
     def _blocks(self, parameters: Sequence[Tensor]) -> Iterator[tuple[str, list[bool]]]:
-        """Of each landmark its name, and which of the parameters are its own."""
+        """The name of each landmark, and which of the parameters are its own."""
         for name in self.match.landmarks:
             own = {id(parameter) for parameter in self.match.small.get_submodule(name).parameters()}
             yield name, [id(parameter) in own for parameter in parameters]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from panther_compile.errors import ConfigError, NoTargetError, TeacherMismatchError
 from panther_compile.layers.base import take_over
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.linear_stand_in import LinearStandIn
+from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Data, record_calls
 
@@ -179,7 +179,7 @@ def _residual(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> Tensor:
     except AttributeError as error:
         raise TeacherMismatchError(f"the dense model has no layer {name!r}") from error
     weight = getattr(twin, "weight", None)
-    if isinstance(twin, LinearStandIn) or weight is None or weight.shape != base.weight.shape:
+    if isinstance(twin, LinearReplacement) or weight is None or weight.shape != base.weight.shape:
         raise TeacherMismatchError(
             f"{name} of the dense model is {twin}: wanted a dense layer whose weight is "
             f"{tuple(base.weight.shape)}"
@@ -188,7 +188,7 @@ def _residual(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> Tensor:
     return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
 
 
-def _turned(base: LinearStandIn) -> bool:
+def _turned(base: LinearReplacement) -> bool:
     return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
 
 
@@ -266,7 +266,7 @@ def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
 def _dispatch(target: nn.Module, adapter_name: str, config: Any, **options: Any) -> nn.Module | None:
     """PEFT's layer for a target; None leaves it to whoever is asked next."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if isinstance(base, LinearStandIn) and options.get("parameter_name") is None:
+    if isinstance(base, LinearReplacement) and options.get("parameter_name") is None:
         return SketchedLoraLinear(target, adapter_name, config=config, **options)
     found: nn.Module | None = _theirs(target, adapter_name, config=config, **options)
     return found

@@ -221,12 +221,12 @@ def _line(number: str, layer: LatentLayer) -> CachedLayer:
         return CachedLayer(number, "no token yet", "no token yet", 0, 0)
     size = layer.inner.keys.element_size()
 
-    def told(span: Span | None, why: str) -> str:
+    def described(span: Span | None, why: str) -> str:
         return f"whole: {why}" if span is None else f"latent {span.basis.shape[1]} of {span.basis.shape[0]}"
 
-    values = "with the keys" if form.joint else told(form.values, form.why_values)
+    values = "with the keys" if form.joint else described(form.values, form.why_values)
     kept, whole = layer.kept_numbers * size, layer.whole_numbers * size
-    return CachedLayer(number, told(form.keys, form.why_keys), values, kept, whole)
+    return CachedLayer(number, described(form.keys, form.why_keys), values, kept, whole)
 
 
 def _tell_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

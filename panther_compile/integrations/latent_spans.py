@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.linear_stand_in import LinearStandIn
+from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
 
 
@@ -58,7 +58,7 @@ class Source:
     """
 
     name: str
-    layer: LinearStandIn
+    layer: LinearReplacement
     normalises: bool
     rotate: Callable[..., tuple[Tensor, Tensor]] | None
 
@@ -87,7 +87,7 @@ class Source:
         return self
 
 
-def output_factor(layer: LinearStandIn) -> Tensor:
+def output_factor(layer: LinearReplacement) -> Tensor:
     """A matrix (O, r) whose columns span what the layer writes, its bias aside."""
     if isinstance(layer, SketchedLinear):
         return layer.factors()[0]
@@ -102,7 +102,7 @@ def output_factor(layer: LinearStandIn) -> Tensor:
     return left.new_zeros(layer.out_features, left.shape[1]).index_copy(0, written.flatten(), left)
 
 
-def input_factor(layer: LinearStandIn) -> tuple[object, ...]:
+def input_factor(layer: LinearReplacement) -> tuple[object, ...]:
     """What is equal of layers that compute the same z."""
     inner = layer.narrow if isinstance(layer, NarrowLinear) else layer
     if not isinstance(inner, SketchedLinear):
@@ -133,7 +133,7 @@ def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Sour
         number = getattr(module, "layer_idx", None)
         if not isinstance(number, int):
             continue
-        layers = {n: m for n, m in module.named_modules() if isinstance(m, LinearStandIn)}
+        layers = {n: m for n, m in module.named_modules() if isinstance(m, LinearReplacement)}
         inside = [n for n, m in module.named_modules() if m is not module and hasattr(m, "layer_idx")]
         if not layers or inside:
             continue

@@ -123,7 +123,7 @@ def _is_product_or_sum(node: fx.Node) -> bool:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is an adapter of PEFT around a layer, told without importing peft.
+    """Whether a module is an adapter of PEFT around a layer, without an import of peft.
 
     Merging it writes to the layer's weight.
     """
@@ -132,7 +132,7 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
-    """Public names that a subclass adds, which callers may use and the stand-in would lack."""
+    """Public names that a subclass adds, which callers may use and the replacement would lack."""
     names = (name for cls in kind.__mro__[: kind.__mro__.index(base)] for name in vars(cls))
     return sorted({name for name in names if not name.startswith("_") and not hasattr(base, name)})
 

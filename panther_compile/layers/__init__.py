@@ -11,7 +11,7 @@ embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis
 favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read
 linear           SketchedLinear
-linear_stand_in  What stands in for a dense linear layer
+linear_replacement  What stands in for a dense linear layer
 narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
 recurrent        SketchedLSTM and SketchedGRU

@@ -36,7 +36,7 @@ Projection: TypeAlias = SketchedLinear | NarrowLinear | nn.Linear
 
 
 class SketchedMultiheadAttention(SketchedLayer):
-    """A stand-in for `nn.MultiheadAttention` whose projections are low-rank.
+    """A replacement of `nn.MultiheadAttention` whose projections are low-rank.
 
     The children `q_proj`, `k_proj`, `v_proj` and `out_proj`, which hold the biases, are each a
     `SketchedLinear`, or an `nn.Linear` where a sketch would not be smaller. Arguments, masks,
@@ -162,7 +162,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         features: int = 256,
         feature_seed: int = 0,
     ) -> Self:
-        """The stand-in for `layer` with projections made elsewhere.
+        """The replacement of `layer` with projections made elsewhere.
 
         Args:
             layer: the dense layer; gives everything but the projections.
@@ -444,7 +444,7 @@ class SketchedMultiheadAttention(SketchedLayer):
 
     @property
     def dense_macs(self) -> int:
-        """Of the projections, per token; see `SketchedLayer.dense_macs`."""
+        """Multiply-adds of the projections, per token; see `SketchedLayer.dense_macs`."""
         return self.embed_dim * (2 * self.embed_dim + self.kdim + self.vdim)
 
 

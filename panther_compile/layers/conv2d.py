@@ -68,7 +68,7 @@ _AXES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class SketchedConv2d(SketchedLayer):
-    """A low-rank stand-in for `nn.Conv2d`, for x (N, I, H, W) or (I, H, W).
+    """A low-rank replacement of `nn.Conv2d`, for x (N, I, H, W) or (I, H, W).
 
     Args:
         in_channels: I.

@@ -12,7 +12,7 @@ from panther_compile.layers.lazy_weight import lazy_weight
 
 
 class SketchedEmbedding(SketchedLayer):
-    """A rank-r stand-in for `nn.Embedding`; indices of shape (...) give (..., embedding_dim).
+    """A rank-r replacement of `nn.Embedding`; indices of shape (...) give (..., embedding_dim).
 
     The factors are those of a `SketchedLinear` pair with the same weight (up = codes, down = basis), so
     that an output head tied to the table can share them.

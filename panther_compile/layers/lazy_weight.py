@@ -63,7 +63,7 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], like: Tensor, product: Callable[[], Tensor]) -> Any:
-        """Make the stand-in; `like` gives dtype, device and `requires_grad`."""
+        """Make the replacement; `like` gives dtype, device and `requires_grad`."""
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
@@ -119,7 +119,7 @@ class _Values:
         for value, version in self._made:
             if version is not None and value._version != version:
                 raise FactoredWeightError(_REFUSED.format(name))
-        # Tensors of inference mode count no versions; what writes to its first argument is told by name.
+        # Tensors of inference mode count no versions; a function that writes is recognised by its name.
         first = (args[:1] or tuple(kwargs.values())) if _NAMES.fullmatch(name) else ()
         written = tree_leaves([first, kwargs.get("out")])
         if any(isinstance(one, self._kind) for one in written):

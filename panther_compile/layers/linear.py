@@ -25,15 +25,15 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured, is_compiling
-from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
+from panther_compile.layers.linear_replacement import Conv1DStandIn, LinearReplacement
 from panther_compile.ops.linear import sketched_linear
 from panther_compile.ops.linear_dispatch import has_kernel
 
 FORMS = ("auto", "pivoted", "pair")
 
 
-class SketchedLinear(LinearStandIn):
-    """A rank-r stand-in for `nn.Linear`; x of shape (..., in_features) gives (..., out_features).
+class SketchedLinear(LinearReplacement):
+    """A rank-r replacement of `nn.Linear`; x of shape (..., in_features) gives (..., out_features).
 
     Args:
         in_features: I.
@@ -296,7 +296,7 @@ class SketchedLinear(LinearStandIn):
 
 
 class SketchedConv1D(Conv1DStandIn, SketchedLinear):
-    """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+    """The replacement of Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., I) to (..., O); the argument is called as Conv1D's is."""

@@ -1,4 +1,4 @@
-"""NarrowLinear: a linear layer of which some features that it hands on, or is handed, are left out.
+"""NarrowLinear: a linear layer without some of the features that it writes, or reads.
 
 Two layers are narrowed together: the first writes fewer features, the second reads no more than those.
 
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from panther_compile.errors import ConfigError
 from panther_compile.layers.base import Spec, check_rank, take_over
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.linear_stand_in import Conv1DStandIn, LinearStandIn
+from panther_compile.layers.linear_replacement import Conv1DStandIn, LinearReplacement
 
 SIDES = ("out", "in")
 
 
-class NarrowLinear(LinearStandIn):
+class NarrowLinear(LinearReplacement):
     """Stands in for `nn.Linear`, of whose outputs or inputs it keeps the first K of each head.
 
     Args:
@@ -105,7 +105,7 @@ class NarrowLinear(LinearStandIn):
         padded: bool,
         places: Tensor | None = None,
     ) -> "NarrowLinear":
-        """The stand-in of a dense layer.
+        """The replacement of a dense layer.
 
         Args:
             inner: `(H K, I)` on the side "out", `(O, H K)` on "in"; not copied.
@@ -164,7 +164,7 @@ class NarrowLinear(LinearStandIn):
         return input
 
     def _picked(self, values: Tensor) -> Tensor:
-        """What is read of features (..., I) of which none is left out."""
+        """What is read of all features (..., I)."""
         assert self.places is not None
         return values.index_select(-1, self.places)
 
@@ -227,7 +227,7 @@ def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
 
 
 class NarrowConv1D(Conv1DStandIn, NarrowLinear):
-    """The stand-in for Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
+    """The replacement of Hugging Face's `Conv1D` (GPT-2): a linear layer whose weight is (I, O)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., I) to (..., O); the argument is called as Conv1D's is."""

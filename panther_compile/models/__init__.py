@@ -10,5 +10,5 @@ stopwatch     seconds that calls take
 natural       Images and sounds with the spectra of natural ones, and of the colours that a model's batch nor
 output_kind   What a model's result is
 own_text      Texts that a causal language model samples itself
-synthetic     Inputs made up for a model of which no data is given, by what it says of its own inputs
+synthetic     Inputs made up for a model without data, by what it says of its own inputs
 """

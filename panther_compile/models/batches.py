@@ -197,7 +197,7 @@ def _call(model: nn.Module, batch: Any, place: int) -> Call:
 
 
 def _without_cache(model: nn.Module, call: Call) -> Call:
-    """The call, told to make no cache where the model has a say in that: nobody reads it.
+    """The call, without a cache where the model has an option for that: nobody reads it.
 
     Raises:
         DataError: a cache is given, which every call of the model changes: no two calls would be alike.

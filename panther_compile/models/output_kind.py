@@ -3,7 +3,7 @@
 A result that names its logits is taken at its word. One tensor without a name is taken for logits if a
 linear layer makes it that is as wide as the vocabulary of an embedding or as a configuration's labels; if its
 rows are log-probabilities; or if its rows, as logits, would be sure of choices that differ from row to row,
-which those of a trained classifier are, and features are not. What cannot be told is taken for features.
+which those of a trained classifier are, and features are not. What is uncertain is taken for features.
 """
 
 import math
@@ -91,8 +91,8 @@ def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
                 return OutputKind("logits", f"{head} is as wide as config.{option}", head)
     chances = rows.log_softmax(-1)
     mean = chances.logsumexp(0) - math.log(len(rows))
-    told = float((chances.exp() * chances).sum(-1).mean() - (mean.exp() * mean).sum())
-    share = told / math.log(width)
+    information = float((chances.exp() * chances).sum(-1).mean() - (mean.exp() * mean).sum())
+    share = information / math.log(width)
     deviation = float((rows - rows.mean(-1, keepdim=True)).square().mean().sqrt())
     said = f"its rows, as logits, would tell {share:.0%} of a choice among {width}"
     if head is not None and share >= _SURE and deviation <= _STEEP:

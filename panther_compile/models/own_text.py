@@ -45,7 +45,7 @@ def own_texts(
     Args:
         model: a causal language model, in eval mode.
         call: of tokens (B, T).
-        starts: tokens (N, T), of which the first ones are kept.
+        starts: tokens (N, T); the first ones are kept.
         seed: of what is drawn.
         progress: whether to show a bar.
     """

@@ -1,4 +1,4 @@
-"""Inputs made up for a model of which no data is given, by what it says of its own inputs.
+"""Inputs made up for a model without data, by what it says of its own inputs.
 
 What `forward` takes is read off its signature, the configuration and the first layers, and then tried: the
 first form that the model runs on is taken.
@@ -143,7 +143,7 @@ def _forms(model: nn.Module) -> Iterator[_Form]:
 
 
 def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -> Iterator[_Form]:
-    """Of a Hugging Face model."""
+    """Input forms of a Hugging Face model."""
     config: Any = model.config
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
 

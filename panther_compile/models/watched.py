@@ -34,7 +34,7 @@ class Watched(nn.Module):
         self.instead: OnOutput | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Read from the layer what the stand-in has not."""
+        """Read from the layer what the replacement has not."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -59,7 +59,7 @@ class Arrival:
         batch: its place in the data.
         x: the layer's input in the dense model.
         z: likewise, in the sketched one.
-        residuals: what the layer's output will be added to in the dense model and in the sketched one, if known.
+        residuals: what the layer's output is added to, in the dense model and in the sketched one, if known.
     """
 
     batch: int
@@ -70,7 +70,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A copy of the model, and the stand-ins that it holds."""
+    """A copy of the model, and the replacements that it holds."""
 
     model: nn.Module
     watched: Mapping[str, Watched]

@@ -70,7 +70,7 @@ class ObservedModel:
         own = list(outputs)
         shown = [value for value in dict.fromkeys(values) if value not in given]
         try:
-            if shown:  # what they do not hang on is not run
+            if shown:  # what they do not depend on is not run
                 outputs.clear()
                 outputs.extend(shown)
             with saved_copy(model, folder) as path:

@@ -171,5 +171,5 @@ def _exportable(model: nn.Module) -> Iterator[None]:
 
 
 def _is_hugging_face(config: object) -> bool:
-    """Told without importing transformers."""
+    """Whether a config is one of transformers, which is not imported."""
     return any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in type(config).__mro__)

@@ -94,7 +94,7 @@ class End:
 
     @property
     def name(self) -> str:
-        """Of the output."""
+        """The name of the output."""
         return str(self.output.name)
 
 
@@ -188,7 +188,7 @@ class WeightFit:
 
     @property
     def names(self) -> list[str]:
-        """Of the weights that data can fit, in the order of the graph."""
+        """Names of the weights that data can fit, in the order of the graph."""
         return list(self._seen)
 
     def values(self, names: Sequence[str]) -> list[ir.Value]:
@@ -210,7 +210,7 @@ class WeightFit:
         return found
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """The weights in their order, in groups of which none hangs on another of its group.
+        """The weights in their order, in groups; none depends on another of its group.
 
         The graph may be changed in between, where the weights of earlier groups are read.
         """
@@ -242,7 +242,7 @@ class WeightFit:
         return fitted
 
     def _moments(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Moments]]:
-        """Of each matrix; those that are given the same rows share the sums."""
+        """Moments for each matrix; those that are given the same rows share the sums."""
         owners = {self._seen[name].key: name for name in reversed(names)}
         sizes = {name: 8 * self._seen[name].matrix.shape[1] ** 2 for name in owners.values()}
         for group in groups_within(MAX_BYTES, {name: sizes[name] for name in names if name in sizes}):
@@ -326,8 +326,8 @@ class WeightFit:
         rows: int,
         fitted: FittedWeights,
     ) -> None:
-        came_of_it = fitted_of(layer, self._seen[name].matrix, name, rows, error, self._config)
-        fitted.ready[name] = layer, came_of_it
+        record = fitted_of(layer, self._seen[name].matrix, name, rows, error, self._config)
+        fitted.ready[name] = layer, record
         if shift is not None:
             fitted.shifts[name] = shift
 

@@ -286,9 +286,9 @@ def _not_selected(weight: OnnxWeight, config: SketchConfig) -> str | None:
 
 
 def _selected(given: Selector | Iterable[Selector] | None, weight: OnnxWeight) -> bool:
-    stand_in = _example(_owner(weight))
+    replacement = _example(_owner(weight))
     return any(
-        selects(selector, stand_in, name)
+        selects(selector, replacement, name)
         for selector in selectors(given)  # type: ignore[arg-type]
         for name in weight.names
     )

@@ -156,7 +156,7 @@ def sketch_onnx(
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
     note = "" if data is None else NEVER_REACHED
     others = _rewrite(model, sites, rest, config, FittedWeights())
-    fitted |= {name: replace(came_of_it, note=note) for name, came_of_it in others.items()}
+    fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
 
     def check(draft: Path) -> None:
@@ -217,7 +217,7 @@ def _rewrite(
     config: SketchConfig,
     weights: FittedWeights,
 ) -> dict[str, Fitted]:
-    """Put a stand-in in the place of every weight that is chosen to be sketched; says what came of each."""
+    """Replace every weight that is chosen to be sketched; gives the record of each."""
     writer = GraphWriter(model)
     fitted: dict[str, Fitted] = {}
     sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
@@ -225,11 +225,11 @@ def _rewrite(
         for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config), leave=False):
             made = sketch_site(site, owner, choices, config, weights.ready)
             assert made is not None
-            layer, came_of_it = made
+            layer, record = made
             assert isinstance(layer, SketchedLayer)
             lower(sites.weights[site.name], layer, writer)
             if site.name in weights.shifts:
                 for use in sites.weights[site.name].uses:
                     shift_bias(use, weights.shifts[site.name], writer)
-            fitted |= came_of_it
+            fitted |= record
     return fitted

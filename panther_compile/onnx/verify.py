@@ -176,7 +176,7 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
         dtype = numpy_dtype(one)
         if dtype is None:
             raise OnnxMismatchError(
-                f"{what}: input {one.name!r} is a {one.type}, of which nothing random can be made; "
+                f"{what}: input {one.name!r} is a {one.type}, and nothing random can be made of it; "
                 "verify=False writes the sketched model unchecked"
             )
         floating = np.issubdtype(dtype, np.floating)
@@ -254,7 +254,7 @@ _CHANGES: tuple[Callable[[int], int], ...] = (
 
 
 def _dynamic_sizes(exported: ExportedProgram, tensors: list[Tensor]) -> dict[Any, tuple[int, int, int]]:
-    """Of each symbol in the inputs' shapes: its value in the example, and its range."""
+    """For each symbol in the inputs' shapes, its value in the example, and its range."""
     found: dict[Any, tuple[int, int, int]] = {}
     for expected, given in zip(_input_values(exported), tensors, strict=True):
         for size, known in zip(expected.shape, given.shape, strict=True):

@@ -13,7 +13,7 @@ whole_model        no pipeline: the user's own module tree, or its graph in shar
 pipeline           GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining
 crossing           shapes and dtypes between stages, under the autocast of a step
 divided_backward   which weights' gradients a zero-bubble schedule has to compute together
-microbatches       a batch in parts, the last of which may be short
+microbatches       a batch in parts; the last may be short
 losses             of each microbatch, its share of the loss over all rows or tokens
 clipping           the norm of the whole model's gradients
 engine             step, evaluate, predict; the user's own call

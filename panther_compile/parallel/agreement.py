@@ -53,7 +53,7 @@ def check_process_group(device: torch.device) -> None:
 def digest(model: nn.Module, part: Partition, options: Mapping[str, Any]) -> bytes:
     """32 bytes that are equal where plan, parameters and options are; predicted seconds do not count."""
     plan = json.loads(part.to_json())
-    told = {
+    described = {
         "mesh": plan["mesh"],
         "schedule": plan["schedule"],
         "microbatches": plan["microbatches"],
@@ -71,7 +71,7 @@ def digest(model: nn.Module, part: Partition, options: Mapping[str, Any]) -> byt
         ],
         "options": dict(options),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 
 def check_agreement(mine: bytes, device: torch.device) -> None:
@@ -101,12 +101,12 @@ def find_timeout(device: torch.device) -> timedelta:
 
 
 @contextmanager
-def named_failures(where: str, told: Callable[[], str] = lambda: "") -> Iterator[None]:
+def named_failures(where: str, pending: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turn what another rank left unanswered into an error that says where it happened, and in what.
 
     Args:
         where: rank, stage and step, as "rank 1 (stage 1), step 3".
-        told: what a schedule of torch has last asked of other ranks, and waits for.
+        pending: what a schedule of torch has last asked of other ranks, and waits for.
 
     Raises:
         CommunicationError: with the error of torch as its cause.
@@ -117,7 +117,7 @@ def named_failures(where: str, told: Callable[[], str] = lambda: "") -> Iterator
         silence = _find_silence(error)
         if silence is None:
             raise
-        operation = find_operation(error, told)
+        operation = find_operation(error, pending)
         raise CommunicationError(
             f"{where}{f', in {operation}' if operation else ''}: another rank did not answer within the "
             "timeout of the process group, or has failed; look for the first error of the other ranks. "
@@ -125,7 +125,7 @@ def named_failures(where: str, told: Callable[[], str] = lambda: "") -> Iterator
         ) from error
 
 
-def find_operation(error: BaseException, told: Callable[[], str]) -> str:
+def find_operation(error: BaseException, pending: Callable[[], str]) -> str:
     """The communication that an error came from; empty where torch's C++ started it, as DDP does.
 
     torch's flight recorder sees no sends and receives of gloo, and has to be turned on before the process
@@ -133,7 +133,7 @@ def find_operation(error: BaseException, told: Callable[[], str]) -> str:
 
     Args:
         error: of torch.
-        told: what a schedule of torch waits for.
+        pending: what a schedule of torch waits for.
     """
     innermost: FrameType | None = None
     caller: FrameType | None = None
@@ -156,27 +156,27 @@ def find_operation(error: BaseException, told: Callable[[], str]) -> str:
         function == "wait_tensor" and caller is not None
     ):  # functional collectives wait for what is named outside
         return _describe(caller.f_code.co_name.lstrip("_"), caller.f_locals)
-    return told() if module.startswith("torch.distributed.pipelining") else f"{module}.{function}"
+    return pending() if module.startswith("torch.distributed.pipelining") else f"{module}.{function}"
 
 
 def _describe(function: str, values: Mapping[str, Any]) -> str:
     """A call of torch.distributed from what its variables hold."""
-    told = [function]
+    words = [function]
     tensor = next((value for value in values.values() if isinstance(value, Tensor)), None)
     if tensor is not None:
-        told.append(f"of {describe_tensor(tensor)}")
+        words.append(f"of {describe_tensor(tensor)}")
     group = values.get("group")
     if isinstance(group, str):  # as functional collectives take it
         group = _resolve_process_group(values["group"])
     ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
     for name, way in (("group_src", "from"), ("group_dst", "to")):
         if isinstance(values.get(name), int):
-            told.append(f"{way} rank {ranks[values[name]]}")
-    return f"{' '.join(told)} between the ranks {ranks}{_number(group)}"
+            words.append(f"{way} rank {ranks[values[name]]}")
+    return f"{' '.join(words)} between the ranks {ranks}{_number(group)}"
 
 
 def _number(group: object) -> str:
-    """Of the last operation of a group, for those backends that count."""
+    """The number of the last operation of a group, for those backends that count."""
     group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
     if group is None or dist.get_backend(group) not in ("gloo", "nccl"):
         return ""

@@ -141,11 +141,11 @@ class TrainingCheckpoints:
         held = find_state(engine, optimizer, names)
         copies = {key: [piece.copied() for piece in pieces] for key, pieces in held.items()}
         try:
-            told = json.dumps({"step": step, "extra": dict(extra or {})})
+            text = json.dumps({"step": step, "extra": dict(extra or {})})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"extra={extra!r} cannot be written as JSON: {error}") from error
         document = {
-            **json.loads(told),
+            **json.loads(text),
             "mesh": asdict(engine.devices.shape),
             "names": dict(engine.names.first),
         }
@@ -173,8 +173,8 @@ class TrainingCheckpoints:
             problems = self._on_first_rank(
                 lambda: made.append(stack.enter_context(scratch_folder(self._folder)) / "checkpoint")
             )
-            told = self._gather((document, described["type"]))
-            differing = [rank for rank, one in enumerate(told) if one != told[0]]
+            gathered = self._gather((document, described["type"]))
+            differing = [rank for rank, one in enumerate(gathered) if one != gathered[0]]
             if differing:
                 raise RankMismatchError(
                     f"ranks {differing} save another step, extra or optimizer than rank 0: "
@@ -217,7 +217,7 @@ class TrainingCheckpoints:
     def latest(self) -> Path | None:
         """The newest checkpoint whose files have the right checksums; None if there is none at all.
 
-        Every rank reads its share of the files. Those that were passed over are told in a warning.
+        Every rank reads its share of the files. Those that were passed over are named in a warning.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, and none is whole.
@@ -265,7 +265,7 @@ class TrainingCheckpoints:
                 mine = find_damage(path, files, share)
             except CheckpointCorruptError as error:
                 mine = [str(error)]
-            return [one for told in self._gather(mine) for one in told]
+            return [one for part in self._gather(mine) for one in part]
 
         return _newest([self._folder / name for name in shown[0]], damage, tell=self._rank == 0)
 
@@ -282,9 +282,9 @@ class TrainingCheckpoints:
     def _agree(self, problems: list[str], error: type[PantherError]) -> None:
         """Raise on all ranks what went wrong on one, so that none waits for another."""
         everyone = self._gather(problems)
-        told = dict.fromkeys(one for mine in everyone for one in mine)
-        if told:
-            raise error("; ".join(told))
+        messages = dict.fromkeys(one for mine in everyone for one in mine)
+        if messages:
+            raise error("; ".join(messages))
 
     def _on_first_rank(self, action: Callable[[], None]) -> list[str]:
         return _try(action) if self._rank == 0 else []

@@ -287,28 +287,28 @@ class ParallelEngine(nn.Module):
     def _mean(self, loss: Tensor | None, rows: int) -> Tensor:
         """Over the replicas, for every rank; only those of the last stage have a part in it."""
         shape = self.devices.shape
-        told = torch.zeros(3, dtype=torch.float64, device=self.devices.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.devices.device)
         if loss is not None:
-            told[0] = loss.detach()
-        told[1], told[2] = rows, rows * rows
-        dist.all_reduce(told)
+            sums[0] = loss.detach()
+        sums[1], sums[2] = rows, rows * rows
+        dist.all_reduce(sums)
         ranks = shape.devices
-        if self.task.count_tokens is None and told[2] * ranks != told[1] * told[1]:
+        if self.task.count_tokens is None and sums[2] * ranks != sums[1] * sums[1]:
             raise BatchError(
-                f"replicas have batches of different sizes ({rows} rows here, {float(told[1] / ranks):.4g} "
+                f"replicas have batches of different sizes ({rows} rows here, {float(sums[1] / ranks):.4g} "
                 "on average): the mean of their means is not that of all rows; give count_tokens= to "
                 "parallelize_model, and a loss_fn that sums"
             )
-        return (told[0] / (shape.dp * shape.tp)).to(self.task.dtype)
+        return (sums[0] / (shape.dp * shape.tp)).to(self.task.dtype)
 
     def _send_to_all(self, outputs: Sequence[Tensor] | None) -> list[Tensor]:
         """The last stage's outputs, to every device of the pipeline."""
         group, received = self.devices.group("pp"), []
-        told: list[Any] = [None]
+        specs: list[Any] = [None]
         if outputs is not None:
-            told = [[(tuple(value.shape), value.dtype) for value in outputs]]
-        dist.broadcast_object_list(told, group=group, group_src=self._last_place)
-        for place, (shape, dtype) in enumerate(told[0]):
+            specs = [[(tuple(value.shape), value.dtype) for value in outputs]]
+        dist.broadcast_object_list(specs, group=group, group_src=self._last_place)
+        for place, (shape, dtype) in enumerate(specs[0]):
             value = (
                 torch.empty(shape, dtype=dtype, device=self.devices.device)
                 if outputs is None
@@ -336,12 +336,12 @@ class ParallelEngine(nn.Module):
     def _among(self, axis: str) -> str:
         return f" (ranks {', '.join(map(str, dist.get_process_group_ranks(self.devices.group(axis))))})"
 
-    def _named(self, action: str, told: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
+    def _named(self, action: str, pending: Callable[[], str] = lambda: "") -> AbstractContextManager[None]:
         stages = ", ".join(map(str, self.stages))
         return named_failures(
             f"rank {self.devices.rank} (stage {stages}; dp {self.devices.dp}, pp {self.devices.pp}, "
             f"tp {self.devices.tp}), {action}",
-            told,
+            pending,
         )
 
     # -------------------------------------------------------------------------------- parameters

@@ -1,4 +1,4 @@
-"""A batch of one replica is divided into microbatches, the last of which may be short.
+"""A batch of one replica is divided into microbatches; the last may be short.
 
     rows of the batch      0 1 | 2 3 | 4 5 | 6 7        four microbatches of two, as the example had
     the last of an epoch   0 1 | 2 3 | 4 . | . .        graphs: rows are repeated to fill it, no loss is taken
@@ -129,10 +129,10 @@ def read_batch(
         steps.append(step)
         found.add(shape[0] // step)
     if len(found) > 1:
-        told = ", ".join(
+        counts = ", ".join(
             f"{spec.name} {tuple(value.shape)}" for value, spec in zip(values, specs, strict=True)
         )
-        raise BatchError(f"the inputs have different numbers of rows: {told}")
+        raise BatchError(f"the inputs have different numbers of rows: {counts}")
     if not found:
         return Batch(tuple(values), tuple(steps), (0,) * count, 0)
     rows = found.pop()

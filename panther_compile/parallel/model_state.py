@@ -42,7 +42,7 @@ class Holder(Protocol):
 
     @property
     def layouts(self) -> Mapping[str, Shard]:
-        """Of the parameters that the tp axis divides, by name."""
+        """Layouts of the parameters that the tp axis divides, by name."""
 
 
 def held_parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -144,12 +144,12 @@ def restore(
     """
     packed = optimizer.state_dict()
     state = {}
-    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         known = [one for one in group["params"] if names[one] in described["group_of"]]
         for parameter in known[:1]:  # the others have the same options
             for key, value in described["groups"][described["group_of"][names[parameter]]].items():
-                told[key] = _like(value, group.get(key))
-        for index, parameter in zip(told["params"], group["params"], strict=True):
+                saved[key] = _like(value, group.get(key))
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
             held = {**tensors.get(parameter, {}), **described["numbers"].get(names[parameter], {})}
             if held:
                 state[index] = held

@@ -18,7 +18,7 @@ ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Options:
-    """Of `parallelize_model`, under the same names.
+    """Options of `parallelize_model`, under the same names.
 
     Attributes:
         data_parallel: "ddp", "fsdp" or None.
@@ -44,7 +44,7 @@ class Options:
     activation_checkpointing: str
     broadcast: bool
 
-    def told(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """As JSON takes it, to compare with other ranks."""
         return {key: value if _is_plain(value) else repr(value) for key, value in asdict(self).items()}
 

@@ -76,8 +76,8 @@ def parallelize_model(
         reshard_after_forward: for "fsdp": True frees whole parameters between forward and backward (ZeRO-3),
             False keeps them (ZeRO-2). True if None without a pipeline; with one, where each microbatch would
             gather them again, False.
-        shard_size: for "fsdp": replicas that share one set of parameters, of which dp / shard_size are
-            kept equal (hybrid sharding); all of dp if None.
+        shard_size: for "fsdp": replicas that share one set of parameters; dp / shard_size sets
+            are kept equal (hybrid sharding); all of dp if None.
         units: for "fsdp" with dp alone: names of the modules that are gathered one at a time; blocks of even
             bytes if None. With pp or tp they are cut on the graph.
         mp_policy: for "fsdp": torch's `MixedPrecisionPolicy`, dtypes to compute and to reduce in.
@@ -125,8 +125,8 @@ def parallelize_model(
         broadcast=broadcast,
     )
     with named_failures(f"rank {dist.get_rank()}, parallelize_model"):
-        told = {**options.told(), "trains": loss_fn is not None, "counts": count_tokens is not None}
-        check_agreement(digest(model, part, told), device)
+        described = {**options.as_record(), "trains": loss_fn is not None, "counts": count_tokens is not None}
+        check_agreement(digest(model, part, described), device)
         # From here on all ranks have the same arguments, so that all of them pass or all of them raise.
         staged = part.split()
         graphs = list(cast(Iterable[fx.GraphModule], staged.stages))
@@ -249,7 +249,7 @@ def _shard(graph: fx.GraphModule, part: Partition, index: int, devices: Devices)
 
 
 def _find_device(model: nn.Module) -> torch.device:
-    """Of all parameters and buffers."""
+    """The one device of all parameters and buffers."""
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(found) > 1:
         raise ParallelError(

@@ -168,7 +168,7 @@ class Pipeline:
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Of the last stage, as it last ran."""
+        """Outputs of the last stage, as it last ran."""
         return self._specs[-1]
 
     def _prepare(self) -> Any:

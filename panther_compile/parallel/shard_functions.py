@@ -127,7 +127,7 @@ class _JoinGradients(torch.autograd.Function):
 
 
 def sum_gradients(tensor: Tensor, group: str) -> Tensor:
-    """The tensor itself, of which every rank will have a term of the gradient."""
+    """The tensor itself; every rank will have a term of its gradient."""
     return _SumGradients.apply(tensor, group)
 
 
@@ -147,7 +147,7 @@ def scatter_shards(tensor: Tensor, dim: int, blocks: int, tp: int, group: str) -
 
 
 def scatter_gradients(whole: Tensor, shard: Tensor, dim: int, blocks: int, tp: int, group: str) -> Tensor:
-    """What was gathered from shards, of which every rank will have a term of the gradient."""
+    """What was gathered from shards; every rank will have a term of its gradient."""
     return _ScatterGradients.apply(whole, shard, dim, blocks, tp, group)
 
 

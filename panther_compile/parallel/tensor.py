@@ -106,7 +106,7 @@ def tensor_placements(part: Partition) -> dict[str, dtensor.Placement]:
 
 
 def join_shards(tensor: Tensor, layout: Shard, tp: dist.ProcessGroup) -> Tensor:
-    """The whole of a tensor of which each rank of a group has a shard; every rank must call this."""
+    """The whole of a tensor that the ranks of a group have shards of; every rank must call this."""
     shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(tp.size())]
     dist.all_gather(shards, tensor.contiguous(), group=tp)
     return layout.full(shards)
@@ -242,7 +242,7 @@ class _Rewriter:
             (arguments, node.kwargs), lambda operand: self._get(operand, step.needs[operand.name])
         )
         if node.target is aten.dropout.default and argument(node, 1, "p") > 0:
-            # The mask of the whole, of which this rank takes its part: other parts are dropped otherwise.
+            # This rank takes its part of the mask of the whole: other parts are dropped otherwise.
             ones = self._graph.call_function(aten.new_ones.default, (args[0], shape(node)))
             mask = self._graph.call_function(node.target, (ones, *args[1:]), kwargs)
             place = (step.out.dim, step.out.blocks, self._tp, self._rank, self._group)

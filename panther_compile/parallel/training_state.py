@@ -118,7 +118,7 @@ def restore_state(
         else:
             value = torch.zeros(shape, dtype=dtype)
             wanted[stored_key] = find_pieces(value, None, 1, 0)
-        for copy in copies[name]:  # of which load_state_dict makes tensors of their own
+        for copy in copies[name]:  # load_state_dict copies it
             state[copy][key] = value
     generators = {}
     if manifest["mesh"] == asdict(engine.devices.shape):

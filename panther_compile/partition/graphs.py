@@ -56,7 +56,7 @@ class Graphs:
     )
 
     def prices(self, tp: int) -> tuple[Prices, ...]:
-        """Of memory when sharding, in the order to be tried."""
+        """Prices of memory when sharding, in the order to be tried."""
         if tp == 1:
             return _PRICES[:1]
         return (_SEQUENCES, *_PRICES[1:]) if self.sequence_parallel is True else _PRICES

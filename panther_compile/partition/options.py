@@ -70,7 +70,7 @@ class PlanOptions:
     master_weights: bool = False
 
     def microbatches_of(self, mesh: Mesh) -> int:
-        """Of one step, through each replica."""
+        """Microbatches of one step, through each replica."""
         if self.global_batch is not None:
             return self.global_batch // (mesh.dp * self.samples)
         return _MICROBATCHES_PER_STAGE * mesh.pp if self.microbatches is None else self.microbatches
@@ -104,7 +104,7 @@ class PlanOptions:
 
         Args:
             mesh: that passes `check`.
-            operations: vertices of the graph, of which each stage needs one.
+            operations: vertices of the graph; each stage needs one.
         """
         shardings = list(
             find_shardings(

@@ -208,7 +208,7 @@ class Stage:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device at its peak."""
+        """Bytes of a device at its peak."""
         return self.memory.total
 
     @property

@@ -99,7 +99,7 @@ def find_replica_links(hardware: Hardware, mesh: Mesh, sharers: int) -> ReplicaL
 
 
 def _ring_link(hardware: Hardware, stride: int, members: int) -> Link:
-    """Of rings of devices so far apart: several in a node share the load of its links to others."""
+    """The link of rings of devices so far apart: several in a node share the load of its links to others."""
     if members < 2:
         return NO_LINK
     if hardware.same_node(0, stride * (members - 1)):
@@ -175,7 +175,7 @@ def count_replica_seconds(
     backward_seconds: float,
     units: int,
 ) -> ReplicaSeconds:
-    """Of one stage.
+    """Seconds of one stage.
 
     Args:
         sharding: of the states.

@@ -24,7 +24,7 @@ from panther_compile.partition.stages.split import StagedModel, split
 from panther_compile.partition.traffic import Traffic, count_traffic
 from panther_compile.reporting.tables import render_table
 
-# The number of a layer in a name, as in blocks.3.mlp; alike layers are told in one line.
+# The number of a layer in a name, as in blocks.3.mlp; alike layers share one line.
 _NUMBER = re.compile(r"(\.)\d+(?=\.)")
 
 
@@ -115,7 +115,7 @@ class Partition:
 
     @property
     def bottleneck_seconds(self) -> float:
-        """Of the slowest stage, for one microbatch."""
+        """Seconds of the slowest stage, for one microbatch."""
         return max(stage.seconds for stage in self.stages)
 
     @property
@@ -125,7 +125,7 @@ class Partition:
 
     @property
     def device_memory_bytes(self) -> int:
-        """Of the fullest device, which holds one stage or, interleaved, several."""
+        """Bytes of the fullest device, which holds one stage or, interleaved, several."""
         held = [0] * self.mesh.pp
         for stage in self.stages:
             held[stage.device] += stage.memory_bytes
@@ -166,7 +166,7 @@ class Partition:
 
     def to_json(self) -> str:
         """The records as JSON: what is above, without graphs and the timeline's slots."""
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "model": self.model,
             "route": self.route,
             "mesh": dataclasses.asdict(self.mesh),
@@ -189,7 +189,7 @@ class Partition:
             "sequence": self.sequence,
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
         }
-        return json.dumps(told, indent=2)
+        return json.dumps(record, indent=2)
 
     def __str__(self) -> str:
         """A table: one line for each stage, then the step."""
@@ -242,12 +242,12 @@ class Partition:
         return render_table(self.title, columns, rows, footer)
 
     def _told_traffic(self) -> str:
-        told = []
+        amounts = []
         for where, name in (("inside nodes", "intra_node_bytes"), ("between nodes", "inter_node_bytes")):
             sizes = {one.purpose: getattr(one, name) for one in self.traffic}
             parts = ", ".join(f"{purpose} {size / 1e9:,.3f}" for purpose, size in sizes.items() if size)
-            told.append(f"{sum(sizes.values()) / 1e9:,.3f} GB {where}{f' ({parts})' if parts else ''}")
-        return f"sent in a step by all devices: {'; '.join(told)}"
+            amounts.append(f"{sum(sizes.values()) / 1e9:,.3f} GB {where}{f' ({parts})' if parts else ''}")
+        return f"sent in a step by all devices: {'; '.join(amounts)}"
 
     def _told_shards(self, sharding: Sharding) -> Iterator[str]:
         layers = sum(shard.kind != "sequence" for shard in sharding.shards)
@@ -255,7 +255,7 @@ class Partition:
             f"each stage is of {self.mesh.tp} devices, which divide {layers} layers; "
             "seconds and bytes are of one of them"
         )
-        told: dict[str, list[str]] = {}
+        alike: dict[str, list[str]] = {}
         for shard in sharding.shards:
             axes = ", ".join(
                 f"{name} {'whole' if dim is None else f'axis {dim}'}"
@@ -265,11 +265,11 @@ class Partition:
                 f"{one.phase} {one.kind} {one.bytes / 1e6:,.3f} MB" for one in shard.collectives
             )
             line = f"{shard.name}: {shard.kind} ({axes}){': ' if moved else ''}{moved}"
-            told.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
+            alike.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
         for name, reason in sharding.whole:
             line = f"{name}: whole, {reason}"
-            told.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
-        for pattern, lines in told.items():
+            alike.setdefault(_NUMBER.sub(r"\1*", line), []).append(line)
+        for pattern, lines in alike.items():
             yield f"  {lines[0]}" if len(lines) == 1 else f"  {len(lines)} x {pattern}"
         if sharding.sequence:
             yield f"  {len(sharding.sequence)} operations give shards of the sequence"

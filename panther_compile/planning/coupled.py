@@ -48,7 +48,7 @@ class Coupling:
 
     @property
     def name(self) -> str:
-        """Of the unit that they make."""
+        """The name of the unit that they make."""
         return " > ".join(self.names)
 
     def heads_of(self, name: str) -> int:
@@ -133,7 +133,7 @@ class CouplingCandidate(Candidate):
         return self.ways[rank - 1].numbers
 
     def member_numbers(self, way: Way, member: int) -> int:
-        """Of one layer, the reader's bias left out."""
+        """Stored numbers of one layer, the reader's bias left out."""
         return self._numbers(member, way.kept, way.ranks[member])
 
     def _narrow_shape(self, member: int, kept: int) -> tuple[int, int]:
@@ -198,7 +198,7 @@ Pool = Sequence[tuple[Unit, str]]
 def join(
     pool: Pool, couplings: Sequence[CouplingLosses], *, step: int | None, slow: bool | None
 ) -> list[tuple[Unit, str]]:
-    """The units with kinds, in which each coupling that is wholly among them is one unit in place of its layers.
+    """The units with kinds; a coupling that is wholly among them is one unit in place of its layers.
 
     Args:
         pool: units of matrices among others.

@@ -64,7 +64,7 @@ Clock = Callable[[str, Choice], Timed | None]
 """From the name of a unit and a way to store it, how that ran; None where no input is known."""
 
 WholeClock = Callable[[Mapping[nn.Module, nn.Module]], WholeTimes]
-"""From the stand-ins of the dense layers, how the whole model ran with them."""
+"""From the replacements of the dense layers, how the whole model ran with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def make_plan(
 
 
 def _allowed(couplings: Sequence[CouplingLosses], timed: TimedSites | None) -> list[CouplingLosses]:
-    """Where time counts, those that surely run faster, and of which nothing has to be dense."""
+    """Where time counts, those that surely run faster, and where nothing has to be dense."""
     if timed is None:
         return list(couplings)
     returned = set(timed.returned)
@@ -191,7 +191,7 @@ def picks(selector: Selector, site: Site) -> bool:
 
 
 def _with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
-    """The units, the first of which also counts the biases of the layers tied to the site."""
+    """The units; the first also counts the biases of the layers tied to the site."""
     biases = [module._parameters.get("bias") for _, module in site.tied]
     numbers = sum(bias.numel() for bias in biases if bias is not None)
     return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units

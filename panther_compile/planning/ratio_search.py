@@ -63,7 +63,7 @@ def check_search(ratio_given: bool, max_drop: object, evaluate: object) -> None:
 
 
 def search_ratio(score_at: Callable[[float], float], dense_score: float, max_drop: float) -> RatioCurve:
-    """Search `RATIOS` with at most `MOST` evaluations, down to neighbours of which one passes.
+    """Search `RATIOS` with at most `MOST` evaluations, down to neighbours where one passes.
 
     Args:
         score_at: score of the model at a ratio. It may raise NoTargetError where there is no point in it: too

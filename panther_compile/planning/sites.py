@@ -293,7 +293,7 @@ def _any(given: tuple[Selector, ...], match: _Match) -> bool:
 
 
 def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
-    """The layer that makes the model's output, if it is told apart from the others.
+    """The layer that makes the model's output, if it can be distinguished from the others.
 
     Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
     the number of features, and it is not one of a list of equal blocks.
@@ -336,7 +336,7 @@ def _tied_groups(matches: list[_Match]) -> list[list[_Match]]:
 
 
 def _can_lead(match: _Match, group: list[_Match]) -> bool:
-    """Whether all others of the group can use the factors of this one's stand-in."""
+    """Whether all others of the group can use the factors of this one's replacement."""
     others = (other for other in group if other is not match)
     return all(match.owner.can_share(match.module, other.module) for other in others)
 

@@ -134,7 +134,7 @@ def time_sites(
 
 
 def without_least(found: TimedSites, plan: SketchPlan, times: WholeTimes) -> TimedSites:
-    """The sites, of which the half of the sketched units that saves least time stays dense.
+    """The sites; the half of the sketched units that saves least time stays dense.
 
     Args:
         found: the sites.
@@ -181,7 +181,7 @@ def _record(model: nn.Module, sites: Sequence[Site], call: Call) -> dict[str, li
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    """What time hangs on."""
+    """What time depends on."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 

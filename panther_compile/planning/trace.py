@@ -58,7 +58,7 @@ def read_graph(model: nn.Module) -> Reading:
     if tracer.is_leaf_module(model, ""):
         return Reading("module tree")
     try:
-        with torch.random.fork_rng(devices=[]):  # forward may draw numbers that hang on no input
+        with torch.random.fork_rng(devices=[]):  # forward may draw numbers that depend on no input
             graph = tracer.trace(_on_meta(model))
     # Tracing runs the model's own code on proxies: it may raise anything, and the route says what.
     except Exception as error:
@@ -116,7 +116,7 @@ def read_run(model: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[
 
 
 class _WatchReads(TorchFunctionMode):
-    """Keeps the parameters of which tensors are made; to ask for a shape or a dtype is not to read."""
+    """Keeps the parameters that tensors are made from; to ask for a shape or a dtype is not to read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def square_of(features, rank, generator):
 
 
 def least_loss(rows, covariance, kept):
-    """Of the best weights for some features, in the plainest way."""
+    """The loss of the best weights for some features, in the plainest way."""
     best = torch.linalg.solve(covariance[kept][:, kept], covariance[kept])
     residual = covariance - covariance[:, kept] @ best
     return float(torch.trace(rows @ residual @ rows.T))

@@ -52,7 +52,7 @@ def test_frozen_model():
 
 
 class Hides(nn.Sequential):
-    """Gives results of which some are hidden by -inf, and a loss of no label."""
+    """Gives results, some hidden by -inf, and a loss of no label."""
 
     def forward(self, x):
         out = super().forward(x)

@@ -25,7 +25,7 @@ def run(rows, inputs=40):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Lines of the kernel, of which the second is the faster; returns the calls that were timed."""
+    """Lines of the kernel; the second is the faster; returns the calls that were timed."""
     lines, calls = [line(16), line(32)], []
 
     def do_bench(call, quantiles):

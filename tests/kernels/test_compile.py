@@ -50,6 +50,6 @@ def test_every_configuration(dtype):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_older_device():
-    """Of compute capability 8.0, which has less shared memory; its registers were not looked at."""
+    """Compute capability 8.0 has less shared memory; its registers were not looked at."""
     records = compile_all("--arch", "80", "--dtypes", "bf16", "--first")
     assert [one for one in records if "error" in one] == []

@@ -46,7 +46,7 @@ def name_of(value):
 
 
 def embedded(*shape, dtype):
-    """A tensor with every other column of a larger one, the rest of which is NaN."""
+    """A tensor with every other column of a larger one, whose rest is NaN."""
     around = torch.full((*shape[:-1], 2 * shape[-1] + 1), torch.nan, dtype=dtype, device=DEVICE)
     around = torch.cat([around, around[:1]]) if len(shape) > 1 else around
     inside = around[: shape[0], 1::2] if len(shape) > 1 else around[1::2]

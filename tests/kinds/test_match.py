@@ -1,4 +1,4 @@
-"""A module that is more than the plain layer it looks like is told, with the reason."""
+"""A module that is more than the plain layer it looks like is named, with the reason."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The stand-ins for Hugging Face's Conv1D are its twins in all that models read of them."""
+"""The replacements for Hugging Face's Conv1D are its twins in all that models read of them."""
 
 import pickle
 

@@ -233,9 +233,9 @@ def main(folder, steps, kill_at):
     torch.manual_seed(rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     kill = int(kill_at) if first and rank == last else None
-    told = go_on(rank, steps=int(steps), folder=folder, kill_at=kill, data_parallel="ddp")
-    del told["state"]
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(told))
+    found = go_on(rank, steps=int(steps), folder=folder, kill_at=kill, data_parallel="ddp")
+    del found["state"]
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -329,7 +329,7 @@ def peak(rank, *, units, depth=8):
 
 
 def sketches(rank):
-    """Of sketched blocks selective checkpointing keeps the r numbers between the factors, and is exact."""
+    """Selective checkpointing keeps the r numbers between the factors of sketched blocks, and is exact."""
     kept, products = {}, {}
     for mode in ("none", "selective", "full"):
         with torch.random.fork_rng():

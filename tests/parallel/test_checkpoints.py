@@ -85,10 +85,10 @@ def reshard(ranks, folder, source, targets, name):
         options |= one["options"]
     assert any(key == "exp_avg" for _, key in state)
     for target in targets:
-        told = ranks(target).run(
+        found = ranks(target).run(
             checkpoint_jobs.load, folder=str(folder), name=name, steps=2, **MESHES[target]
         )
-        for one in told:
+        for one in found:
             assert_equal(one["model"], saved[0]["model"])
             assert one["optimizer"]
             assert_equal(one["optimizer"], {key: state[key] for key in one["optimizer"]})
@@ -106,7 +106,7 @@ def test_any_mesh_reads_a_pipelines(ranks, tmp_path):
 
 
 def test_any_mesh_reads_shards(ranks, tmp_path):
-    """Of replicas, and of the tp axis."""
+    """Shards of replicas, and of the tp axis."""
     reshard(ranks, tmp_path / "dp", "dp2-fsdp", ["pp2-zbv"], "bert")
     reshard(ranks, tmp_path / "tp", "pp2-tp2", ["dp4-fsdp", "one"], "gpt2")
 
@@ -140,8 +140,8 @@ def test_pieces_of_all_ranks_are_the_whole(dim, blocks, tp):
 def saved(ranks, tmp_path_factory):
     """A folder with two checkpoints, and the model of the second."""
     folder = tmp_path_factory.mktemp("saved")
-    told = ranks(2).run(checkpoint_jobs.save, folder=str(folder), name="mlp", **MESHES["dp2-fsdp"])
-    return folder, told[0]["model"]
+    found = ranks(2).run(checkpoint_jobs.save, folder=str(folder), name="mlp", **MESHES["dp2-fsdp"])
+    return folder, found[0]["model"]
 
 
 def truncate(path):
@@ -247,6 +247,6 @@ def test_kill_9_under_torchrun_changes_nothing(ranks, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "exitcode: -9" in done.stderr
     for rank, one in enumerate(straight):
-        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert told["start"] == 3
-        assert told["seen"] == {str(step): list(one["seen"][step]) for step in (3, 4)}
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["start"] == 3
+        assert found["seen"] == {str(step): list(one["seen"][step]) for step in (3, 4)}

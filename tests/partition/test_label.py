@@ -137,7 +137,7 @@ def test_megatrons_sequence_parallelism_is_found(name):
 
 
 def joined_bytes(part):
-    """Of the parameters that are used on the sequence."""
+    """Bytes of the parameters that are used on the sequence."""
     used = {
         name
         for step in part.sharding.plan.steps.values()
@@ -210,7 +210,7 @@ def test_weights_are_divided_where_they_do_not_fit():
 
 
 def tokens(part):
-    """Of a row of the batch."""
+    """Tokens of a row of the batch."""
     nodes = {node.name: node for node in part.captured.graph_module.graph.nodes}
     norm = next(node for name, node in nodes.items() if name.startswith("layer_norm"))
     return norm.meta["tensor"].numel() // (norm.meta["tensor"].shape[0] * 1024)
@@ -512,9 +512,9 @@ def test_table_json_and_lighter_stages():
     kinds = {shard.name: shard.kind for shard in part.shards}
     assert kinds["first"] == "column"
     assert kinds["second"] == "row"
-    told = str(part)
+    shown = str(part)
     for text in ("first: column (first.weight axis 0", "second: row", "forward all_reduce 0.008 MB"):
-        assert text in told
+        assert text in shown
     read = json.loads(part.to_json())
     assert [shard["name"] for shard in read["shards"]] == list(kinds)
     assert read["shards"][1]["parameters"] == {"second.weight": 1, "second.bias": None}

@@ -62,8 +62,8 @@ def test_equal_blocks_are_divided_evenly():
 def test_print_json_and_plot(tmp_path):
     part = cut(mesh={"dp": 2, "pp": 2, "tp": 2}, memory_per_device="40GiB")
     text = str(part)
-    for told in ("dp 2 x pp 2 x tp 2", "1f1b", "sent MB", "bubble", "each stage is of 2 devices"):
-        assert told in text
+    for shown in ("dp 2 x pp 2 x tp 2", "1f1b", "sent MB", "bubble", "each stage is of 2 devices"):
+        assert shown in text
     read = json.loads(part.to_json())
     assert read["stages"][0]["seconds"] == part.stages[0].seconds
     assert read["mesh"] == {"dp": 2, "pp": 2, "tp": 2}

@@ -84,8 +84,8 @@ def test_predictions_by_hand():
         assert stage.backward_seconds == pytest.approx(products * (2.0 + 256e-9), rel=1e-6)
     inference = partition_model(model, x, mesh={"pp": 2}, hardware=cluster, training=False)
     assert all(stage.backward_seconds == 0 for stage in inference.stages)
-    told = json.loads(part.to_json())["hardware"]["rates"]
-    assert told[0] == dataclasses.asdict(cluster.rates[0])
+    record = json.loads(part.to_json())["hardware"]["rates"]
+    assert record[0] == dataclasses.asdict(cluster.rates[0])
 
 
 def test_models_without_data_and_modules_that_look_at_values():

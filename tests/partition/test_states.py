@@ -63,7 +63,7 @@ def test_master_weights_are_states(kind, bytes_a_number):
 
 
 def test_whole_units_are_counted():
-    """Of parameters two, of gradients one, where all of them are shared."""
+    """Two of the parameters count, one of the gradients, where all of them are shared."""
     part = cut(data_parallel="zero3")
     unit = part.stages[0].memory.gathered
     assert 3 * WIDTH * (WIDTH + 1) * 4 <= unit < 3 * NUMBERS * 4

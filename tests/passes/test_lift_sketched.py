@@ -38,7 +38,7 @@ class One(nn.Module):
 
 
 def graphs_of(model, *inputs, dynamic=False):
-    """Of each graph that Dynamo makes for the inputs: normalized but for the pass, its result, the count."""
+    """Each graph that Dynamo makes for the inputs: normalized but for the pass, its result, the count."""
     found = []
 
     def backend(graph_module, values):

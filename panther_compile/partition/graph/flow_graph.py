@@ -6,8 +6,8 @@ A vertex is one node, or several where a cut between them would be wrong:
     a tensor written in place, views of it included    stays with everything that touches it
     what would otherwise make a cycle                  stays together
 
-Nodes that hang on no input and no parameter, as positions and causal masks, are computed by every stage that
-uses them, and are no vertices. A parameter that several vertices use is held by each of their stages, which
+Nodes that depend on no input and no parameter, as positions and causal masks, are computed by every stage
+that uses them, and are no vertices. A parameter that several vertices use is held by each of their stages, which
 then reduce its gradient; or its vertices are kept together (`together`).
 """
 
@@ -316,7 +316,7 @@ def _values(
 
 
 def held_bytes(tensor: Tensor, costs: Costs) -> tuple[int, int]:
-    """Of a parameter or buffer itself, and of its gradient and optimizer states."""
+    """Bytes of a parameter or buffer itself, and of its gradient and optimizer states."""
     if not (costs.training and tensor.requires_grad):
         return tensor_size(tensor), 0
     states = OPTIMIZER_BYTES[costs.optimizer] + _MASTER_BYTES * _has_master(tensor, costs)

@@ -181,7 +181,7 @@ class _Observer(fx.Interpreter):
         return result
 
     def fetch_attr(self, target: str) -> Any:
-        """A parameter or buffer, as a fake tensor of which there is one for each real one."""
+        """A parameter or buffer, as a fake tensor, one for each real one."""
         real = super().fetch_attr(target)
         if not isinstance(real, Tensor) or self._fake is None:
             value = real
@@ -300,7 +300,7 @@ def _run_backward(captured: Captured, notes: Mapping[fx.Node, Observed], fake: F
 
 
 def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
-    """Write numbers that hang on shapes alone into their users, so that no cut has to send them."""
+    """Write numbers that depend on shapes alone into their users, so that no cut has to send them."""
     graph = captured.graph_module.graph
     for node in reversed(list(graph.nodes)):
         note = notes[node]
@@ -320,7 +320,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def _kind(func: Any, args: tuple[Any, ...]) -> str:
-    """Of `KINDS`, by what torch says of an operation."""
+    """The one of `KINDS`, by what torch says of an operation."""
     name = str(func.overloadpacket)
     if func.overloadpacket in flop_registry:
         if "attention" in name:

@@ -103,7 +103,7 @@ class _Sequence(nn.Module):
 
 
 def _sequences(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[_Sequence, Tensor]]:
-    """Of all probes alike, and of a few more than of the others."""
+    """Sequences of all probes alike, and of a few more than of the others."""
     draw = random.Random(0)
     for shape in _SHAPES:
         probes = _probes(shape)

@@ -37,7 +37,7 @@ class Sharding:
 
 def describe_shards(problem: Problem, plan: ShardingPlan, placed: list[Placed]) -> tuple[ShardedLayer, ...]:
     """A record for each layer that is sharded, for other parameters that are, and for those on a sequence."""
-    found, told = [], set[str]()
+    found, named = [], set[str]()
     for node in problem.graph_module.graph.nodes:
         step = plan.steps.get(node.name)
         if step is None:
@@ -48,7 +48,7 @@ def describe_shards(problem: Problem, plan: ShardingPlan, placed: list[Placed]) 
         if step.layer is None and not on_sequence and not any(name in plan.parameters for name in names):
             continue
         name = step.layer.name if step.layer else names[0].removesuffix(".weight")
-        told.update(names)
+        named.update(names)
         stored = {one: plan.parameters.get(one) for one in names}
         found.append(
             ShardedLayer(

@@ -108,7 +108,7 @@ class Energy:
         self._forbidden.append(tuple(sorted(set(literals))))
 
     def cost(self, values: Sequence[bool]) -> int:
-        """Of values of all choices; None is forbidden here."""
+        """The cost of values of all choices; None is forbidden here."""
         return self.constant + sum(
             cost
             for literals, cost in self._all_clauses().items()

@@ -93,7 +93,7 @@ class Labels:
         return not any(all(_holds(labels, one) for one in key) for key in self.forbidden)
 
     def cost(self, labels: Sequence[str]) -> int:
-        """Of labels that are allowed."""
+        """The cost of labels that are allowed."""
         return self.constant + sum(
             cost for key, cost in self.clauses.items() if all(_holds(labels, one) for one in key)
         )
@@ -101,7 +101,7 @@ class Labels:
     def move(
         self, labels: Sequence[str], offers: Sequence[Mapping[int, str]], limit: int
     ) -> tuple[list[str], Minimum]:
-        """The best labels of which each offer is taken or not.
+        """The best labels where each offer is taken or not.
 
         Args:
             labels: of all variables, allowed.

@@ -39,7 +39,7 @@ class ShardableLayer:
         bias: read of its bias, if it has one.
         out_dim: axis of the weight along the outputs; rows of an embedding's table.
         in_dim: axis of the weight along the inputs.
-        members: its nodes, the last of which is `node`.
+        members: its nodes; the last is `node`.
         pivots: first and last but one feature of x1, in the pivoted form.
     """
 
@@ -55,7 +55,7 @@ class ShardableLayer:
 
     @property
     def name(self) -> str:
-        """Of the layer: that of its weight, without the last part if this is `weight`."""
+        """The name of the layer: that of its weight, without the last part if this is `weight`."""
         return str(self.weight.target).removesuffix(".weight")
 
     def column(self, blocks: int, tp: int) -> tuple[Shard, dict[fx.Node, Placement]] | None:
@@ -120,8 +120,8 @@ def uneven_reason(layer: ShardableLayer, tp: int) -> str:
     sizes = shape(layer.weight)
     if layer.form == "embedding":
         return f"{sizes[0]} rows do not divide by {tp}" if sizes[0] % tp else ""
-    told = [("outputs", shape(layer.node)[-1]), ("inputs", shape(layer.x)[-1])]
-    return " and ".join(f"{size} {what} do not divide by {tp}" for what, size in told if size % tp)
+    sizes = [("outputs", shape(layer.node)[-1]), ("inputs", shape(layer.x)[-1])]
+    return " and ".join(f"{size} {what} do not divide by {tp}" for what, size in sizes if size % tp)
 
 
 def _parameter(graph_module: fx.GraphModule, node: object, dims: int) -> bool:

@@ -33,7 +33,7 @@ class Ring:
     link: Link
 
     def seconds(self, kind: str, size: int) -> float:
-        """Of a collective on a tensor of so many bytes: rounds in which each device sends a piece."""
+        """Seconds of a collective on a tensor of so many bytes: rounds in which each device sends a piece."""
         return self.rounds(kind) * self.link.seconds(size / self.tp)
 
     def rounds(self, kind: str) -> int:
@@ -164,7 +164,7 @@ def tensor_key(node: fx.Node) -> str:
 
 
 def tensor_bytes(node: fx.Node) -> int:
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     tensor = node.meta["tensor"]
     return int(tensor.numel() * tensor.element_size())
 
@@ -278,7 +278,7 @@ def _follow_features(problem: Problem) -> None:
 
 
 def _drop_repeated_rules(problem: Problem) -> None:
-    """Of a node whose features lie where the sequence would, one way is enough."""
+    """Keep one way of a node whose features lie where the sequence would."""
     rules = problem.positions.rules
     for node, rule in list(rules.items()):
         if node in problem.fixed or (node in problem.rules and problem.rules[node].out == rule.out):

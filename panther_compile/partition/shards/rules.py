@@ -103,7 +103,7 @@ def has_shape(node: fx.Node) -> bool:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     return tuple(node.meta["tensor"].shape)
 
 
@@ -264,7 +264,7 @@ def piece_ranges(node: fx.Node) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _pieces(node: fx.Node, source: fx.Node, shard: Shard, tp: int) -> Rule | None:
-    """Of a split as a whole: the placement of its operand, if every piece has one."""
+    """A rule for a split as a whole: the placement of its operand, if every piece has one."""
     dim, ranges = piece_ranges(node)
     size = shape(source)[dim]
     if dim == shard.dim and any(through_range(shard, size, *ends, tp) is None for ends in ranges):

@@ -147,7 +147,7 @@ class CutNetwork:
     def certain(self, least: float, most: float) -> tuple[Prefix, Prefix]:
         """What every prefix with so many seconds of work holds, and what it can hold at most.
 
-        Without v, a prefix is without all that hangs on v; with v, it has all that v hangs on.
+        Without v, a prefix is without all that depends on v; with v, it has all that v depends on.
         """
         low, high = self.empty, self.full
         for vertex in range(len(self)):

@@ -150,7 +150,7 @@ def _stage_module(
 def _with_constants(
     wanted: Sequence[fx.Node], own: Sequence[fx.Node], constants: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """The stage's own nodes, and the reads and constants that they or its results hang on."""
+    """The stage's own nodes, and the reads and constants that they or its results depend on."""
     found, queue = set(own), list(wanted)
     while queue:
         node = queue.pop()

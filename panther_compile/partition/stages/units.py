@@ -40,7 +40,7 @@ def find_units(flow: FlowGraph) -> tuple[int, ...]:
 
 
 def _fewest_bytes(alive: Sequence[float], saved: Sequence[int], most: int) -> tuple[int, ...]:
-    """The ends of units none of which saves more, with the fewest bytes alive where they start."""
+    """The ends of units that save no more, with the fewest bytes alive where they start."""
     best, came_from = [0.0], [0]
     queue = deque([0])  # starts within reach, the cheapest first
     costs = [alive[0]]  # of everything up to a start, what is alive there included

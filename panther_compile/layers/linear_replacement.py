@@ -12,7 +12,7 @@ from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.layers.lazy_weight import lazy_weight
 
 
-class LinearStandIn(SketchedLayer):
+class LinearReplacement(SketchedLayer):
     """Stands in for an `nn.Linear`.
 
     Attributes:
@@ -71,7 +71,7 @@ class LinearStandIn(SketchedLayer):
         return self.out_features * self.in_features
 
 
-class Conv1DStandIn(LinearStandIn):
+class Conv1DStandIn(LinearReplacement):
     """Stands in for Hugging Face's `Conv1D`: a linear layer whose weight is (I, O)."""
 
     @property
