@@ -142,12 +142,12 @@ def _is_worthwhile(layers: list[Layer], rows: int | None) -> bool:
     device = cost.device_class(next(layers[0].parameters()).device)
     rows = device.positions if rows is None else rows
     shapes = [(_first_rows(layer), _width([layer])) for layer in layers]
-    apart = [stage for shape in shapes for stage in cost.dense_stages(shape, 1, (1, 1), rows)]
+    apart = [stage for shape in shapes for stage in cost.dense_products(shape, 1, (1, 1), rows)]
     total = sum(_first_rows(layer) for layer in distinct)
-    together = [*cost.dense_stages((total, _width(layers)), 1, (1, 1), rows)]
+    together = [*cost.dense_products((total, _width(layers)), 1, (1, 1), rows)]
     if _kind(layers[0]) in ("leading", "trailing"):
         # apart, an addition is part of the product; here all are one kernel that reads two and writes one
-        together.append(cost.Stage(0.0, 3.0 * rows * total, 0.0))
+        together.append(cost.Product(0.0, 3.0 * rows * total, 0.0))
     return cost.seconds(tuple(together), device) <= cost.seconds(tuple(apart), device)
 
 

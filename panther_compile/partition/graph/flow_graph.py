@@ -7,8 +7,8 @@ A vertex is one node, or several where a cut between them would be wrong:
     what would otherwise make a cycle                  stays together
 
 Nodes that depend on no input and no parameter, as positions and causal masks, are computed by every stage
-that uses them, and are no vertices. A parameter that several vertices use is held by each of their stages, which
-then reduce its gradient; or its vertices are kept together (`together`).
+that uses them, and are no vertices. A parameter that several vertices use is held by each of their stages,
+which then reduce its gradient; or its vertices are kept together (`together`).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -266,7 +266,7 @@ def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate]
 def _by_roofline(note: Observed, costs: Costs, devices: int) -> tuple[float, float]:
     device = costs.hardware.device
     products = tuple(
-        cost.Stage(product.macs / devices, product.activations / devices, product.weights / devices)
+        cost.Product(product.macs / devices, product.activations / devices, product.weights / devices)
         for product in note.products
     )
     forward = cost.seconds(products, device, itemsize=1)

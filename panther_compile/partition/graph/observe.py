@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from panther_compile.errors import CaptureError
-from panther_compile.factorization.cost import Stage
+from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
 
@@ -83,7 +83,7 @@ class Observed:
     """
 
     value: Any = None
-    products: list[Stage] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     backward: list[Operation] = field(default_factory=list)
     saved_bytes: int = 0
@@ -175,7 +175,7 @@ class _Observer(fx.Interpreter):
         if n.target in _ATTENTION:
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
             macs = sum(product.macs for product in note.products)
-            note.products = [Stage(macs, sum(map(_bytes, (*used, *made))), 0)]
+            note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
             note.operations = [Operation("attention", macs, note.products[0].activations)]
             note.saved_bytes = sum(map(_bytes, (*used[:3], *made))) if note.gradients else 0
         return result
@@ -246,7 +246,7 @@ class _Operations(TorchDispatchMode):
             moved = [_bytes(tensor) for tensor in inputs]
             weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
             activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
-            note.products.append(Stage(flops / 2, activations, weights))
+            note.products.append(Product(flops / 2, activations, weights))
             note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights))
         return result
 

@@ -120,8 +120,8 @@ def uneven_reason(layer: ShardableLayer, tp: int) -> str:
     sizes = shape(layer.weight)
     if layer.form == "embedding":
         return f"{sizes[0]} rows do not divide by {tp}" if sizes[0] % tp else ""
-    sizes = [("outputs", shape(layer.node)[-1]), ("inputs", shape(layer.x)[-1])]
-    return " and ".join(f"{size} {what} do not divide by {tp}" for what, size in sizes if size % tp)
+    widths = [("outputs", shape(layer.node)[-1]), ("inputs", shape(layer.x)[-1])]
+    return " and ".join(f"{size} {what} do not divide by {tp}" for what, size in widths if size % tp)
 
 
 def _parameter(graph_module: fx.GraphModule, node: object, dims: int) -> bool:
