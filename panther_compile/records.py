@@ -75,7 +75,7 @@ class Choice:
         stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
         sharing: names of all the weights that share this one's input factor, its own among them; else empty.
-        coupling: names of the layers that write the features a narrow layer keeps, then of their reader, see
+        link: names of the layers that write the features a narrow layer keeps, then of their reader, see
             `coupled.Coupling`; else empty.
     """
 
@@ -85,7 +85,7 @@ class Choice:
     stored_numbers: int
     error: float | None
     sharing: tuple[str, ...] = ()
-    coupling: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class LayerPlan:
     @property
     def link_text(self) -> str:
         """With which layers the weight is narrowed; empty if with none."""
-        coupling = () if self.choice is None else self.choice.coupling
+        coupling = () if self.choice is None else self.choice.link
         others = ", ".join(name for name in coupling if name != self.name)
         return f"narrowed with {others}" if others else ""
 

@@ -131,8 +131,8 @@ def test_a_plan_with_a_link_keeps_the_budget_and_adds_up(ratio, allocation):
     assert sum(line.stored_numbers for line in parts) <= ratio * sum(line.dense_numbers for line in parts)
     chosen = {line.name: line.choice for line in parts}
     up, down = chosen["up"], chosen["down"]
-    assert up.coupling == down.coupling
-    if up.coupling:
+    assert up.link == down.link
+    if up.link:
         assert up.ranks[0] == down.ranks[0] == up.rank
         assert up.scheme == down.scheme == SCHEME
     else:

@@ -192,7 +192,7 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
     plans = [_plan(studied, config, one, couplings) for one in allocations]
     narrow, tried, doubt = _best(studied, plans, config, {}, plain=plans[1])
     best, undecided = narrow, [doubt]
-    if any(line.choice and line.choice.coupling for line in narrow.layers):
+    if any(line.choice and line.choice.link for line in narrow.layers):
         apart = _plan(studied, config, allocations[plans.index(narrow)], ())
         best, tried, doubt = _best(studied, [narrow, apart], config, tried, plain=apart)
         undecided.append(doubt)
@@ -359,7 +359,7 @@ class _HeldOut:
         """The model with the layers of a plan."""
         studied, chosen = self._studied, _chosen(plan, self._studied.targets)
         sketched, trial = watch(studied.model, chosen), self.trial(plan)
-        coupled = {line.name for line in plan.sketched if line.choice and line.choice.coupling}
+        coupled = {line.name for line in plan.sketched if line.choice and line.choice.link}
         if set(chosen) - coupled <= set(studied.study.factors):
             _put(sketched, {name: trial(name, ()) for name in chosen})
         else:
@@ -389,7 +389,7 @@ class _Trial:
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
         target, choice = self._fit.targets[name], self._fit.choices[name]
-        if choice.coupling:
+        if choice.link:
             return self._fit.cut_coupling(choice)[name]
         together = choice.sharing or (name,)
         if stack_name(together) not in self._study.factors:

@@ -91,7 +91,7 @@ class LayerFit:
         view = target.view
         layer: SketchedLayer
         error: float | None
-        if choice.coupling:
+        if choice.link:
             layer, error, rows = self._narrow(target, choice, arrivals, weight)
         elif view.is_matrix:
             moments = self._moments(target, arrivals)
@@ -153,19 +153,19 @@ class LayerFit:
 
     def cut_coupling(self, choice: Choice) -> Mapping[str, NarrowLinear]:
         """The layers of a coupling from the study, by name."""
-        if choice.coupling not in self._cut:
+        if choice.link not in self._cut:
             study, coupling = self._study, self._study.coupling(choice)
             ranks = {name: self.choices[name].ranks for name in coupling.names}
             between = study.between[coupling.name]
-            self._cut[choice.coupling] = cut_coupling(
+            self._cut[choice.link] = cut_coupling(
                 self.targets, coupling, between, ranks, study.weights, study.factors
             )
-        return self._cut[choice.coupling]
+        return self._cut[choice.link]
 
     def cut(self, names: Sequence[str]) -> None:
         """Make those of these layers from the study that depend on others: no batch reached them."""
         for name in names:
-            if self.choices[name].coupling:
+            if self.choices[name].link:
                 narrow, target = self.cut_coupling(self.choices[name])[name], self.targets[name]
                 self.ready[name] = narrow, self._fitted(target, narrow, None, self._study.reached[name])
             sharing = self.choices[name].sharing

@@ -259,7 +259,7 @@ def _key(*plans: SketchPlan) -> str:
     """A key of what the plans do, not of how they came about."""
     done = [
         [
-            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.coupling)
+            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.link)
             for line in plan.sketched
             if line.choice
         ]

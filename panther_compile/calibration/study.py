@@ -59,7 +59,7 @@ class Study:
 
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
-        return next(one.coupling for one in self.losses.values() if one.coupling.names == choice.coupling)
+        return next(one.coupling for one in self.losses.values() if one.coupling.names == choice.link)
 
     def stack(self, targets: Iterable[Target]) -> Stack | None:
         """The stack of some layers, None if gradients tell only of some what their errors do."""

@@ -269,4 +269,4 @@ def _part(choice: Choice, candidate: CouplingCandidate, unit: Unit, member: int)
         return replace(choice, scheme="pivoted", rank=rank, ranks=(rank,), stored_numbers=numbers)
     features = coupling.heads_of(unit.name) * way.kept
     ranks = (features,) if rank is None else (features, rank)
-    return replace(choice, rank=way.kept, ranks=ranks, stored_numbers=numbers, coupling=coupling.names)
+    return replace(choice, rank=way.kept, ranks=ranks, stored_numbers=numbers, link=coupling.names)
