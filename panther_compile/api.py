@@ -19,6 +19,7 @@ from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
+from panther_compile.names import owner_of
 from panther_compile.planning.ratio_search import Evaluate, check_search, measured
 from panther_compile.planning.sites import check_module
 from panther_compile.records import (
@@ -178,8 +179,7 @@ def _tie_again(dense: Mapping[nn.Module, nn.Module]) -> None:
             if other is None or other is mine or name.endswith("bias") or other.shape != mine.shape:
                 continue
             if mine.is_meta or torch.equal(mine, other):
-                owner, _, leaf = name.rpartition(".")
-                setattr(plain.get_submodule(owner), leaf, other)
+                setattr(*owner_of(plain, name), other)
 
 
 def _check_factors(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, 
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
+from panther_compile.names import owner_of
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
 from panther_compile.records import (
@@ -424,7 +425,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
     buffers = _all_buffers(model)
     device = next((tensor.device for tensor in tensors.values()), None)
     for name in buffers:
-        owner, leaf = _owner(model, name)
+        owner, leaf = owner_of(model, name)
         # Before narrow layers kept them, the features were put in the order of what is kept.
         if isinstance(owner, NarrowLinear) and leaf == "places" and name not in tensors:
             tensors[name] = owner.first_places(device)
@@ -444,13 +445,13 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
         first = document.aliases.get(name, name)
         if first not in made:
             made[first] = nn.Parameter(tensors[first], name not in frozen)
-        owner, leaf = _owner(model, name)
+        owner, leaf = owner_of(model, name)
         owner._parameters[leaf] = made[first]
     for name in buffers:
-        owner, leaf = _owner(model, name)
+        owner, leaf = owner_of(model, name)
         owner._buffers[leaf] = tensors[name]
     for name in persistent - set(parameters) - set(buffers):  # the extra state of a module, as a tensor
-        _owner(model, name)[0].set_extra_state(tensors[name])
+        owner_of(model, name)[0].set_extra_state(tensors[name])
 
 
 def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
@@ -469,11 +470,6 @@ def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: Sketch
 
 def _holds_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner), leaf
 
 
 def _put_in_place(weights: Path, weights_place: Path, plan: Path, plan_place: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from panther_compile.kinds.match import why_not_plain
+from panther_compile.names import attribute
 from panther_compile.passes.batchnorm_calls import STATISTICS, read_batchnorm
 from panther_compile.passes.runner import PassResult
 
@@ -77,8 +78,7 @@ def _is_frozen_norm(module: nn.Module) -> bool:
 def _tensor(graph_module: fx.GraphModule, node: Any) -> Tensor | None:
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    owner_name, _, leaf = str(node.target).rpartition(".")
-    value = getattr(graph_module.get_submodule(owner_name), leaf)
+    value = attribute(graph_module, str(node.target))
     return value if isinstance(value, Tensor) else None
 
 

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.registry import find_functional
+from panther_compile.names import attribute, owner_of
 from panther_compile.passes.runner import PassResult
 
 
@@ -139,8 +140,7 @@ def _drop_unused_parameters(graph_module: fx.GraphModule) -> None:
             graph_module.graph.erase_node(node)
     still_read = {str(node.target) for node in reads if node.users}
     for node in reads:
-        owner_name, _, leaf = str(node.target).rpartition(".")
-        owner = graph_module.get_submodule(owner_name)
+        owner, leaf = owner_of(graph_module, str(node.target))
         plain = type(owner) is nn.Module or isinstance(owner, fx.GraphModule)
         if str(node.target) not in still_read and plain and leaf in owner._parameters:
             delattr(owner, leaf)
@@ -149,5 +149,4 @@ def _drop_unused_parameters(graph_module: fx.GraphModule) -> None:
 def _attribute(graph_module: fx.GraphModule, node: fx.Node | None) -> Any:
     if node is None:
         return None
-    owner_name, _, leaf = str(node.target).rpartition(".")
-    return getattr(graph_module.get_submodule(owner_name), leaf)
+    return attribute(graph_module, str(node.target))

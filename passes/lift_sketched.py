@@ -28,6 +28,7 @@ from torch import fx, nn
 
 from panther_compile.kinds.match import is_plain_linear
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.names import attribute
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
 
@@ -135,8 +136,7 @@ def _parameter(graph_module: fx.GraphModule, node: object) -> nn.Parameter | Non
     """The parameter that a node reads."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    owner, _, leaf = str(node.target).rpartition(".")
-    found = getattr(graph_module.get_submodule(owner), leaf)
+    found = attribute(graph_module, str(node.target))
     return found if isinstance(found, nn.Parameter) else None
 
 

@@ -23,6 +23,7 @@ from panther_compile.errors import CheckpointVersionError
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.layers.base import outermost
 from panther_compile.models.substitute import replace_inside
+from panther_compile.names import owner_of
 from panther_compile.records import keep_record, on_record_change
 from panther_compile.typed_json import read_record
 
@@ -114,8 +115,7 @@ class DiffusionSketchQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Tie what was tied, and leave a model that can be trained, cast and moved as any other."""
         sketch: Any = self.quantization_config
         for other, first in sketch.aliases.items():
-            owner, _, leaf = other.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+            setattr(*owner_of(model, other), model.get_parameter(first))
         model.is_quantized = False
         del model.quantization_method
         keep_record(model, None)

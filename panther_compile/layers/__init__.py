@@ -7,6 +7,7 @@ capture          Whether a graph is being captured, and by whom
 conv1d           SketchedConv1d
 conv2d           SketchedConv2d: nn.Conv2d as a chain of smaller ones
 conv_transpose   SketchedConvTranspose1d and 2d: a 1 x 1 convolution and a thinner transposed one
+convolution      SketchedConvolution: what the sketched convolutions have in common
 embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)
 favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read

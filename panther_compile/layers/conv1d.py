@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from panther_compile.errors import LayerError
 from panther_compile.factorization.pivot import split_at
-from panther_compile.layers.base import SketchedLayer, Spec, copy_into, take_over
+from panther_compile.layers.base import copy_into, take_over
 from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.convolution import SketchedConvolution
 
 _GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
 
 
-class SketchedConv1d(SketchedLayer):
+class SketchedConv1d(SketchedConvolution):
     """A low-rank replacement of `nn.Conv1d`, for x (N, I, L) or (I, L).
 
     Args:
@@ -44,7 +44,9 @@ class SketchedConv1d(SketchedLayer):
         ConfigError, LayerError, RankError: see `SketchedConv2d`.
     """
 
+    down: nn.Conv1d
     core: nn.Conv1d
+    up: nn.Conv1d
 
     def __init__(
         self,
@@ -106,8 +108,6 @@ class SketchedConv1d(SketchedLayer):
                     dtype=dtype,
                 ),
             )
-        self.down: nn.Conv1d
-        self.up: nn.Conv1d
 
     @classmethod
     def from_plane(cls, plane: SketchedConv2d, like: nn.Conv1d) -> Self:
@@ -179,36 +179,11 @@ class SketchedConv1d(SketchedLayer):
         take_over(dense, self, self.down.weight.requires_grad)
         return dense
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (O, I/G, k) that the factors stand for; read-only, computed when read."""
-        shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
-        return lazy_weight(shape, self.up.weight, self._product)
+    def _weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias (O,), or None."""
-        return self.up.bias
-
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.dense_macs + (self.out_channels if self.bias is not None else 0)
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`."""
-        return self.out_channels * (self.in_channels // self.groups) * self.kernel_size[0]
-
-    def sketch_spec(self) -> Spec:
-        """See `SketchedLayer.sketch_spec`."""
-        rank = list(self.rank) if isinstance(self.rank, tuple) else self.rank
-        return {**geometry(self), "rank": rank, "scheme": self.scheme, "start": self.start}
-
-    def extra_repr(self) -> str:
-        """The constructor's arguments and the stored share, as `print(model)` shows them."""
-        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
+    def _geometry(self) -> dict[str, Any]:
+        return geometry(self)
 
 
 def geometry(layer: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,6 @@ have no bias, so zeros stay zeros and copies stay copies. The weights come from 
 """
 
 # N batch, O out_channels, I in_channels, G groups
-import math
 from typing import Any, Literal, Self
 
 import torch
@@ -34,8 +33,6 @@ from panther_compile.factorization.factorize import factorize
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.kernels import reference
 from panther_compile.layers.base import (
-    SketchedLayer,
-    Spec,
     check_rank,
     check_rank_or_ratio,
     copy_into,
@@ -43,7 +40,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -67,7 +64,7 @@ _AXES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-class SketchedConv2d(SketchedLayer):
+class SketchedConv2d(SketchedConvolution):
     """A low-rank replacement of `nn.Conv2d`, for x (N, I, H, W) or (I, H, W).
 
     Args:
@@ -136,10 +133,10 @@ class SketchedConv2d(SketchedLayer):
         r_in, r_out = self.ranks[0], self.ranks[-1]
         width = in_channels - r_in if scheme == "pivoted" else in_channels
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.down = self._stage("down", width, groups * r_in, False, factory)
+        self.down = self._make_factor("down", width, groups * r_in, False, factory)
         if scheme == "tucker2":
-            self.core = self._stage("core", groups * r_in, groups * r_out, False, factory)
-        self.up = self._stage("up", groups * r_out, out_channels, bias, factory)
+            self.core = self._make_factor("core", groups * r_in, groups * r_out, False, factory)
+        self.up = self._make_factor("up", groups * r_out, out_channels, bias, factory)
 
     def _checked_rank(self, rank: int | tuple[int, ...]) -> int | tuple[int, ...]:
         what = f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {self.scheme})"
@@ -157,7 +154,9 @@ class SketchedConv2d(SketchedLayer):
         }
         return _one_rank(rank, largest[self.scheme], what)
 
-    def _stage(self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]) -> nn.Conv2d:
+    def _make_factor(
+        self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]
+    ) -> nn.Conv2d:
         axes = _AXES[self.scheme].get(name, ())
 
         def along(values: tuple[int, ...], other: int) -> tuple[int, int]:
@@ -367,44 +366,11 @@ class SketchedConv2d(SketchedLayer):
         take_over(dense, self, self.down.weight.requires_grad)
         return dense
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (O, I/G, kh, kw) that the factors stand for; read-only, computed when read."""
-        return lazy_weight(self._weight_shape(), self.up.weight, self._product)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias (O,), or None."""
-        return self.up.bias
-
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.dense_macs + (self.out_channels if self.bias is not None else 0)
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`."""
-        return math.prod(self._weight_shape())
-
     def _weight_shape(self) -> tuple[int, ...]:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
-    def sketch_spec(self) -> Spec:
-        """See `SketchedLayer.sketch_spec`."""
-        spec = {
-            **_geometry(self),
-            "rank": self.rank,
-            "scheme": self.scheme,
-            "bias": self.bias is not None,
-            "start": self.start,
-        }
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in spec.items()}
-
-    def extra_repr(self) -> str:
-        """The constructor's arguments and the stored share, as `print(model)` shows them."""
-        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
+    def _geometry(self) -> dict[str, Any]:
+        return _geometry(self)
 
 
 def _geometry(layer: nn.Module) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError, LayerError
 from panther_compile.factorization.pivot import from_pivoted, split_at
-from panther_compile.layers.base import SketchedLayer, Spec, check_rank, copy_into, take_over
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.base import check_rank, copy_into, take_over
+from panther_compile.layers.convolution import SketchedConvolution
 
 TRANSPOSED_SCHEMES = ("channel", "pivoted")
 _GEOMETRY = (
@@ -32,7 +32,7 @@ _GEOMETRY = (
 )
 
 
-class _SketchedConvTranspose(SketchedLayer):
+class _SketchedConvTranspose(SketchedConvolution):
     """A low-rank replacement of a transposed convolution, for x (N, I, ...) or (I, ...).
 
     Args:
@@ -188,44 +188,11 @@ class _SketchedConvTranspose(SketchedLayer):
         take_over(dense, self, self.down.weight.requires_grad)
         return dense
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (I, O/G, ...) that the factors stand for; read-only, computed when read."""
-        return lazy_weight(self._weight_shape(), self.up.weight, self._product)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias (O,), or None."""
-        return self.up.bias
-
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.dense_macs + (self.out_channels if self.bias is not None else 0)
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`; per input position."""
-        return math.prod(self._weight_shape())
-
     def _weight_shape(self) -> tuple[int, ...]:
         return (self.in_channels, self.out_channels // self.groups, *self.up.kernel_size)
 
-    def sketch_spec(self) -> Spec:
-        """See `SketchedLayer.sketch_spec`."""
-        spec = {
-            **geometry(self),
-            "rank": self.rank,
-            "scheme": self.scheme,
-            "bias": self.bias is not None,
-            "start": self.start,
-        }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in spec.items()}
-
-    def extra_repr(self) -> str:
-        """The constructor's arguments and the stored share, as `print(model)` shows them."""
-        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
+    def _geometry(self) -> dict[str, Any]:
+        return geometry(self)
 
 
 class SketchedConvTranspose1d(_SketchedConvTranspose):

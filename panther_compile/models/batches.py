@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from panther_compile.errors import ConfigTypeError, DataError, PantherError
+from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.surroundings import eval_mode
 
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
@@ -55,7 +55,7 @@ def run_dense(model: nn.Module, call: Call, place: int) -> Any:
         raise
     # The model's own code runs here, on what the user gave; it may raise anything.
     except Exception as error:
-        brief = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        brief = first_line(error) or "no message"
         raise DataError(
             f"batch {place} of the data: the model was given {described(call)} and raised "
             f"{type(error).__name__}: {brief}"

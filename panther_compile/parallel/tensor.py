@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from panther_compile.errors import MeshError
+from panther_compile.names import attribute, is_persistent, leave_out_of_state
 from panther_compile.parallel.shard_functions import (
     embed_vocabulary,
     gather_shards,
@@ -38,7 +39,6 @@ from panther_compile.parallel.shard_functions import (
     sum_shards,
     take_shard,
 )
-from panther_compile.partition.graph.capture import attribute
 from panther_compile.partition.result import Partition
 from panther_compile.partition.shards.layers import COLUMN, VOCABULARY, ShardableLayer, local_pivots
 from panther_compile.partition.shards.placements import Placement, Replicate, Shard
@@ -167,9 +167,8 @@ class _Rewriter:
         module = fx.GraphModule(self._tensors, self._graph, class_name=f"Stage{self._index}")
         module.training = self._stage.training
         for name, _ in module.named_buffers():
-            owner, _, leaf = name.rpartition(".")
-            if leaf in self._stage.get_submodule(owner)._non_persistent_buffers_set:
-                module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+            if not is_persistent(self._stage, name):
+                leave_out_of_state(module, name)
         return module
 
     def _join(self) -> None:

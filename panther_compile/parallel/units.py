@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from panther_compile.errors import ConfigError
-from panther_compile.partition.graph.capture import attribute
+from panther_compile.names import attribute, is_persistent, leave_out_of_state
 from panther_compile.partition.graph.recomputed import recomputed_region
 
 # A unit holds at most this share of the parameters' bytes, where the model can be divided so far.
@@ -403,9 +403,8 @@ def _module_of(
     module = fx.GraphModule(dict(tensors), graph, class_name=name)
     module.training = source.training
     for key, _ in module.named_buffers():
-        owner, _, leaf = key.rpartition(".")
-        if key in tensors and leaf in source.get_submodule(owner)._non_persistent_buffers_set:
-            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+        if key in tensors and not is_persistent(source, key):
+            leave_out_of_state(module, key)
     return module
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from panther_compile.partition.graph.capture import Captured, attribute
+from panther_compile.names import attribute
+from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import FlowGraph, Holding
 from panther_compile.partition.graph.hardware import NO_LINK, Link
 from panther_compile.partition.options import PlanOptions, Strategy

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from panther_compile.errors import CaptureError, first_line
+from panther_compile.names import attribute
 from panther_compile.partition.graph.recomputed import checkpoints_marked, checkpoints_refused
 from panther_compile.planning.trace import SketchTracer
 
@@ -277,12 +278,6 @@ def _restore_names(graph_module: fx.GraphModule, model: nn.Module) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             node.target = first.get(id(attribute(graph_module, str(node.target))), node.target)
-
-
-def attribute(root: nn.Module, name: str) -> Any:
-    """What a dotted name stands for."""
-    owner, _, leaf = name.rpartition(".")
-    return getattr(root.get_submodule(owner), leaf)
 
 
 def _captured(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from panther_compile.factorization import cost
-from panther_compile.partition.graph.capture import Captured, attribute
+from panther_compile.names import attribute
+from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
 from panther_compile.partition.graph.hardware import Hardware, Rate
 from panther_compile.partition.graph.measure import Measured

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from panther_compile.partition.graph.capture import attribute
+from panther_compile.names import attribute
 from panther_compile.partition.shards.placements import Placement, Replicate, Shard
 from panther_compile.partition.shards.rules import argument, aten, has_shape, shape, slice_bounds
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from panther_compile.partition.graph.capture import Captured, attribute
+from panther_compile.names import attribute
+from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import Work
 from panther_compile.partition.graph.flow_graph import Costs, add_work, held_bytes, loss_bytes, weigh
 from panther_compile.partition.graph.hardware import Link

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from panther_compile.partition.graph.capture import CallForm, Captured, attribute
+from panther_compile.names import attribute, leave_out_of_state
+from panther_compile.partition.graph.capture import CallForm, Captured
 
 aten: Any = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -165,5 +166,4 @@ def _mark_buffers(module: fx.GraphModule, persistent: Collection[str]) -> None:
     """Keep out of the state dict what the model keeps out of its own."""
     for name, _ in list(module.named_buffers()):
         if name not in persistent:
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+            leave_out_of_state(module, name)

@@ -1,0 +1,80 @@
+"""SketchedConvolution: what the sketched convolutions, transposed ones too, have in common."""
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther_compile.layers.base import SketchedLayer, Spec
+from panther_compile.layers.lazy_weight import lazy_weight
+
+
+class SketchedConvolution(SketchedLayer):
+    """A chain of convolutions in place of one; `up`, the last one, has the bias.
+
+    Attributes:
+        in_channels: I.
+        out_channels: O.
+        groups: G.
+        scheme: name of the scheme.
+        rank: r per group, or several.
+        ranks: of the factors.
+        start: first channel of the pivot slice ("pivoted" only).
+    """
+
+    in_channels: int
+    out_channels: int
+    groups: int
+    scheme: str
+    rank: int | tuple[int, ...]
+    start: int
+    up: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
+
+    @abstractmethod
+    def _weight_shape(self) -> tuple[int, ...]:
+        """The shape of the dense weight."""
+
+    @abstractmethod
+    def _product(self) -> Tensor:
+        """The dense weight, from the factors."""
+
+    @abstractmethod
+    def _geometry(self) -> dict[str, Any]:
+        """What the dense layer is built with, bias aside."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight that the factors stand for; read-only, computed when read."""
+        return lazy_weight(self._weight_shape(), self.up.weight, self._product)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (O,), or None."""
+        return self.up.bias
+
+    @property
+    def dense_numbers(self) -> int:
+        """See `SketchedLayer.dense_numbers`."""
+        return self.dense_macs + (self.out_channels if self.bias is not None else 0)
+
+    @property
+    def dense_macs(self) -> int:
+        """See `SketchedLayer.dense_macs`; of a transposed convolution per input position."""
+        return math.prod(self._weight_shape())
+
+    def sketch_spec(self) -> Spec:
+        """See `SketchedLayer.sketch_spec`."""
+        spec = {
+            **self._geometry(),
+            "rank": self.rank,
+            "scheme": self.scheme,
+            "bias": self.bias is not None,
+            "start": self.start,
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in spec.items()}
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments and the stored share, as `print(model)` shows them."""
+        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
+        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"

@@ -1,0 +1,28 @@
+"""Names of what a module holds, as paths with dots."""
+
+from typing import Any
+
+from torch import nn
+
+
+def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds what a name stands for, and what it is called there."""
+    owner, _, leaf = name.rpartition(".")
+    return root.get_submodule(owner), leaf
+
+
+def attribute(root: nn.Module, name: str) -> Any:
+    """What a name stands for: a parameter, a buffer, a constant."""
+    return getattr(*owner_of(root, name))
+
+
+def is_persistent(root: nn.Module, name: str) -> bool:
+    """Whether a state dict holds a buffer."""
+    owner, leaf = owner_of(root, name)
+    return leaf not in owner._non_persistent_buffers_set
+
+
+def leave_out_of_state(root: nn.Module, name: str) -> None:
+    """Let no state dict hold a buffer."""
+    owner, leaf = owner_of(root, name)
+    owner._non_persistent_buffers_set.add(leaf)
