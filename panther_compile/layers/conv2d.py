@@ -90,7 +90,9 @@ class SketchedConv2d(SketchedConvolution):
         ValueError: from `nn.Conv2d`, for what it refuses itself.
     """
 
+    down: nn.Conv2d
     core: nn.Conv2d
+    up: nn.Conv2d
 
     def __init__(
         self,

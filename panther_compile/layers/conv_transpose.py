@@ -59,6 +59,7 @@ class _SketchedConvTranspose(SketchedConvolution):
     """
 
     rank_first = True
+    rank: int
     dense_type: ClassVar[type[nn.Module]]
     _pixel_type: ClassVar[type[nn.Module]]
     _axes: ClassVar[int]
