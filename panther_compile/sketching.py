@@ -233,6 +233,9 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     new, fitted = _sketch(prepared.found, plan, config, ready)
     fitted |= {name: replace(one, note=note) for name, one in fitted.items() if note}
     fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
+    for name, why in ({} if studied is None else studied.left_alone).items():
+        if name in fitted:
+            fitted[name] = replace(fitted[name], note=f"data leaves it alone: {why}")
     return Made(new, plan, fitted, unreached, calibrated=studied is not None)
 
 

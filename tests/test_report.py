@@ -316,6 +316,22 @@ def test_kernels_have_no_prediction_on_data():
     assert all(row.output_error is not None for row in rows)
 
 
+def test_layers_that_data_leaves_alone():
+    model = nn.Sequential(
+        nn.Embedding(40, 16),
+        nn.Flatten(),
+        nn.Linear(64, 24),
+        nn.Unflatten(1, (24, 1)),
+        nn.ConvTranspose1d(24, 16, 3, groups=2),
+    )
+    data = [torch.randint(40, (64, 4)) for _ in range(3)]
+    rows = pc.sketch_report(pc.sketchify(model, 0.5, data=data, include="*", **OPTIONS)).rows
+    notes = {row.name: row.note for row in rows}
+    assert notes["0"] == "data leaves it alone: rows of a table are looked up, not multiplied"
+    assert notes["4"] == "data leaves it alone: a grouped kernel"
+    assert notes["2"] == ""
+
+
 def test_layers_that_the_data_never_reached():
     with pytest.warns(
         UserWarning, match="data never reached spare: sketched from the weights alone"

@@ -52,6 +52,7 @@ class Studied:
         calls: the data.
         masks: of each batch, see `batches.kept_positions`.
         targets: what data can fit.
+        left_alone: why data fits no other weight, by the name of its unit.
         residuals: where the outputs of layers are added to, see `find_residuals`.
         study: of the batches in `learnt`.
         folder: where the work is kept as it is done, or None.
@@ -63,6 +64,7 @@ class Studied:
     calls: Sequence[Call]
     masks: Sequence[Tensor | None]
     targets: Mapping[str, Target]
+    left_alone: Mapping[str, str]
     residuals: Residuals
     study: Study
     folder: Folder | None
@@ -119,7 +121,7 @@ def study_model(
         DataError: NaN or Inf reaches a layer.
         ResumeError: the folder is of another run, or cannot be used.
     """
-    targets = find_targets([site for site, _ in found.sites])
+    targets, left_alone = find_targets([site for site, _ in found.sites])
     folder = study = None
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
@@ -141,7 +143,7 @@ def study_model(
             folder.keep_study(study)
     residuals = find_residuals(watch(model, targets), calls[0])
     masks = [kept_positions(model, call) for call in calls]
-    return Studied(model, found, route, calls, masks, targets, residuals, study, folder)
+    return Studied(model, found, route, calls, masks, targets, left_alone, residuals, study, folder)
 
 
 def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:

@@ -134,9 +134,9 @@ class Kind(ABC):
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """The replacement of a layer by its shape alone: initial numbers, or none on the meta device."""
 
-    def view(self, module: nn.Module) -> LinearView | None:
-        """What data sees of a layer; None if data leaves it alone."""
-        return None
+    def view(self, module: nn.Module) -> LinearView | str:
+        """What data sees of a layer, or why data leaves it alone."""
+        return "layers of its kind are no matrix on rows of input"
 
     def can_share(self, module: nn.Module, other: nn.Module) -> bool:
         """Whether `other`, which has the same weight as `module`, can use the factors of its replacement."""

@@ -124,9 +124,9 @@ class _ConvTransposeKind(Kind):
         tensors = frozenset({"weight", "bias"})
         return why_not_plain(module, self._dense_type, tensors=tensors, sizes=(1, 1, 1))
 
-    def view(self, module: nn.Module) -> ConvTransposeView | None:
+    def view(self, module: nn.Module) -> ConvTransposeView | str:
         """See `Kind.view`."""
-        return ConvTransposeView(module, self._layer_type) if module.groups == 1 else None
+        return ConvTransposeView(module, self._layer_type) if module.groups == 1 else "a grouped kernel"
 
     def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
         """See `Kind.unit`; pivoted without groups."""

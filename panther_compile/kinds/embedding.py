@@ -33,6 +33,10 @@ class EmbeddingKind(Kind):
         """Called "Embedding"."""
         return "Embedding" if isinstance(module, nn.Embedding) else None
 
+    def view(self, module: nn.Module) -> str:
+        """Why data leaves it alone."""
+        return "rows of a table are looked up, not multiplied"
+
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`."""
         assert isinstance(module, nn.Embedding)

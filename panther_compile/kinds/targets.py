@@ -51,21 +51,24 @@ class Target:
         return self.view.build(found)
 
 
-def find_targets(sites: Sequence[Site]) -> dict[str, Target]:
-    """Every weight of the sites that data can fit, by the name of its unit.
+def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, str]]:
+    """Every weight of the sites that data can fit, by the name of its unit; why it leaves the others alone.
 
-    A weight that several layers use is not any one layer's to fit, and some kinds data leaves alone.
+    A weight that several layers use is not any one layer's to fit.
     """
     found: dict[str, Target] = {}
+    left_alone: dict[str, str] = {}
     for site in sites:
-        if site.tied:
-            continue
         for suffix, part in kind_of(site.module).parts(site.module).items():
             view = kind_of(part).view(part)
-            if view is not None:
-                name = unit_name(site, suffix)
+            name = unit_name(site, suffix)
+            if site.tied:
+                left_alone[name] = "several layers use it"
+            elif isinstance(view, str):
+                left_alone[name] = view
+            else:
                 found[name] = Target(name, suffix, site, part, view)
-    return found
+    return found, left_alone
 
 
 def watch(model: nn.Module, targets: Mapping[str, Target]) -> Side:

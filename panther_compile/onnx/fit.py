@@ -183,7 +183,7 @@ class WeightFit:
         for site, kind in sites.found.sites:
             weight, view = sites.weights[site.name], kind.view(site.module)
             seen = all(_graph_of(_data_of(use)) is model.graph for use in weight.uses)
-            if seen and view is not None:
+            if seen and not isinstance(view, str):
                 self._seen[site.name] = _Seen(weight, site.module, kind, view)
 
     @property

@@ -19,7 +19,7 @@ WIDTH, HIDDEN = 8, 24
 def links_of(model, data):
     model.eval()
     config = SketchConfig(min_params=1, include="*")
-    targets = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
+    targets, _ = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
     return find_couplings(watch(model, targets), targets, record_calls(model, data))
 
 

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 def skips_of(model, *inputs):
     sites = [Site(n, m, "Linear") for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return find_residuals(watch(model.eval(), find_targets(sites)), Call(inputs, {}))
+    return find_residuals(watch(model.eval(), find_targets(sites)[0]), Call(inputs, {}))
 
 
 def test_normalised_first():
@@ -72,7 +72,7 @@ def test_attention_of_torch():
         Site("0.self_attn", layer.self_attn, "MultiheadAttention"),
         *(Site(f"0.{name}", layer.get_submodule(name), "Linear") for name in ("linear1", "linear2")),
     ]
-    found = find_residuals(watch(model, find_targets(sites)), Call((torch.randn(3, 5, 8),), {}))
+    found = find_residuals(watch(model, find_targets(sites)[0]), Call((torch.randn(3, 5, 8),), {}))
     assert found == {
         "0.self_attn.out_proj": Passage("0.norm1", "in"),
         "0.linear2": Passage("0.norm2", "in"),

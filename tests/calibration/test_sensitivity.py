@@ -12,7 +12,7 @@ from panther_compile.records import Site
 
 def gradients(model, x, **options):
     sites = [Site(name, model.get_submodule(name), "Linear") for name in ("0", "2")]
-    targets = find_targets(sites)
+    targets, _ = find_targets(sites)
     side = watch(model, targets)
     return output_gradients(
         side.model,
