@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from panther_compile.factorization.factorize import LowRank, choose_method, factorize
+from panther_compile.factorization.factorize import LowRankPair, choose_method, factorize
 from panther_compile.factorization.sketches import SKETCH_KINDS
 
 SHAPES = [(512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096)]
@@ -37,9 +37,9 @@ def make_weight(spectrum: str, rows: int, columns: int, generator: torch.Generat
     return (left * values) @ right.mT
 
 
-def time_in_turn(weight: Tensor, rank: int, repeats: int, seed: int) -> dict[str, tuple[float, LowRank]]:
+def time_in_turn(weight: Tensor, rank: int, repeats: int, seed: int) -> dict[str, tuple[float, LowRankPair]]:
     """Return the best time in seconds and the pair of "svd" and of each sketch."""
-    results: dict[str, tuple[float, LowRank]] = {}
+    results: dict[str, tuple[float, LowRankPair]] = {}
     for _ in range(repeats):
         for name in ("svd", *SKETCH_KINDS):
             options = {"method": "svd"} if name == "svd" else {"method": "randomized", "sketch": name}
@@ -51,7 +51,7 @@ def time_in_turn(weight: Tensor, rank: int, repeats: int, seed: int) -> dict[str
     return results
 
 
-def residual(weight: Tensor, pair: LowRank) -> float:
+def residual(weight: Tensor, pair: LowRankPair) -> float:
     """Return ||W - left right||_F in float64."""
     return float(torch.linalg.vector_norm(weight.double() - pair.left.double() @ pair.right.double()))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorization.factorize import (
-    LowRank,
+    LowRankPair,
     choose_method,
     factorize,
     probe_error,
@@ -49,7 +49,7 @@ def with_spectrum(name: str, rows: int, columns: int) -> Tensor:
     return (left * values) @ right.mT
 
 
-def relative_error(weight: Tensor, pair: LowRank) -> float:
+def relative_error(weight: Tensor, pair: LowRankPair) -> float:
     weight = weight.double()
     return float((weight - pair.left.double() @ pair.right.double()).norm() / weight.norm())
 

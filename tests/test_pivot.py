@@ -21,7 +21,7 @@ def factors(out_features, in_features, rank, seed=0):
 
 
 def product(pivoted):
-    left, right = from_pivoted(pivoted.columns, pivoted.coefficients, pivoted.start)
+    left, right = from_pivoted(pivoted.left, pivoted.right, pivoted.start)
     return left @ right
 
 
@@ -81,9 +81,9 @@ def truncated(matrix, ratio):
 
 
 def output(pivoted, x, dtype):
-    pivots, others = split_at(x.to(dtype), pivoted.columns.shape[1], pivoted.start)
-    latent = torch.addmm(pivots, others, pivoted.coefficients.to(dtype).T)
-    return (latent @ pivoted.columns.to(dtype).T).double()
+    pivots, others = split_at(x.to(dtype), pivoted.left.shape[1], pivoted.start)
+    latent = torch.addmm(pivots, others, pivoted.right.to(dtype).T)
+    return (latent @ pivoted.left.to(dtype).T).double()
 
 
 # ------------------------------------------------------------------------------- matrices of rank r
@@ -95,8 +95,8 @@ def test_a_matrix_of_rank_r_is_kept(shape, seed):
     left, right = factors(*shape, seed)
     pivoted = to_pivoted(left, right, dtype=torch.float64)
     out_features, in_features, rank = shape
-    assert pivoted.columns.shape == (out_features, rank)
-    assert pivoted.coefficients.shape == (rank, in_features - rank)
+    assert pivoted.left.shape == (out_features, rank)
+    assert pivoted.right.shape == (rank, in_features - rank)
     assert relative(product(pivoted), left @ right) < 1e-10
     assert pivoted.change < 1e-10 * float((left @ right).norm())
 
@@ -117,7 +117,7 @@ def test_a_matrix_of_rank_r_changes_less_than_its_dtype_rounds(dtype, seed):
 def test_columns_are_columns_of_the_matrix():
     left, right = factors(12, 20, 5)
     pivoted = to_pivoted(left, right, dtype=torch.float64)
-    assert relative(pivoted.columns, (left @ right)[:, pivoted.start :][:, :5]) < 1e-12
+    assert relative(pivoted.left, (left @ right)[:, pivoted.start :][:, :5]) < 1e-12
 
 
 def test_prefers_the_leading_slice():
@@ -156,7 +156,7 @@ def test_rank_deficient_factors(dtype):
     right[3] = right[0] + right[1]
     pivoted = to_pivoted(left, right, dtype=dtype)
     assert relative(product(pivoted), left @ right) < 1e-9
-    assert float(pivoted.coefficients.abs().max()) < 1e3
+    assert float(pivoted.right.abs().max()) < 1e3
 
 
 @pytest.mark.parametrize("zero", ["left", "right", "both"])
@@ -165,8 +165,8 @@ def test_a_zero_matrix_is_zero(zero):
     left = left if zero == "right" else torch.zeros_like(left)
     right = right if zero == "left" else torch.zeros_like(right)
     pivoted = to_pivoted(left, right, dtype=torch.float32)
-    assert not pivoted.columns.any()
-    assert not pivoted.coefficients.isnan().any()
+    assert not pivoted.left.any()
+    assert not pivoted.right.isnan().any()
     assert pivoted.change == 0
 
 
@@ -175,8 +175,8 @@ def test_scale_makes_no_difference(scale):
     left, right = factors(10, 12, 4)
     wanted = to_pivoted(left, right, dtype=torch.float64)
     found = to_pivoted(scale * left, right, dtype=torch.float64)
-    torch.testing.assert_close(found.columns / scale, wanted.columns, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.coefficients, wanted.coefficients, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.left / scale, wanted.left, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.right, wanted.right, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(10, 6, 6), (6, 10, 6), (5, 5, 5), (1, 6, 1), (6, 1, 1)])
@@ -227,7 +227,7 @@ def test_a_float32_form_withstands_bfloat16(kind):
 def test_float32_factors_are_worked_on_in_float64():
     left, right = (factor.float() for factor in factors(12, 20, 5))
     pivoted = to_pivoted(left, right, dtype=torch.float32)
-    assert pivoted.columns.dtype == pivoted.coefficients.dtype == torch.float64
+    assert pivoted.left.dtype == pivoted.right.dtype == torch.float64
 
 
 def test_factors_and_random_numbers_are_left_alone():
@@ -272,4 +272,4 @@ def test_splitting_the_input_is_the_same_product(start):
 
 def test_numbers_are_those_of_the_tensors():
     pivoted = to_pivoted(*factors(10, 12, 4), dtype=torch.float64)
-    assert pivoted_numbers(10, 12, 4) == pivoted.columns.numel() + pivoted.coefficients.numel()
+    assert pivoted_numbers(10, 12, 4) == pivoted.left.numel() + pivoted.right.numel()

@@ -18,7 +18,7 @@ from panther_compile.calibration.shared_plan import share_input
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.fit_matrix import FittedMatrix, shifted_bias
+from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.layers.base import SketchedLayer
@@ -402,7 +402,7 @@ class _Trial:
         weight, bias = target.weight_and_bias()
         left, right = left[:, : choice.rank], right[: choice.rank]
         bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))
-        return target.build(FittedMatrix(left, right, None, bias, 0.0))
+        return target.build(FittedPair(left, right, None, bias, 0.0))
 
 
 def _learnt(calls: Sequence[Call]) -> Sequence[Call]:

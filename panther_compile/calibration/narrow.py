@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from panther_compile.factorization.fit_matrix import FittedMatrix, fit_matrix_to, fit_whole_to, shifted_bias
+from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, fit_whole_to, shifted_bias
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.whiten import lower_root, root_of, solve
 from panther_compile.kinds.targets import Target
@@ -253,7 +253,7 @@ def _fit(
     return _around(target, coupling, basis, found), found.output_error
 
 
-def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedMatrix) -> NarrowLinear:
+def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedPair) -> NarrowLinear:
     side = "in" if target.name == coupling.reader else "out"
     inner = _linear_of(found, target.weight_and_bias()[0])
     heads = coupling.heads_of(target.name)
@@ -265,12 +265,12 @@ def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedMatr
     )
 
 
-def _linear_of(found: FittedMatrix, like: Tensor) -> nn.Linear | SketchedLinear:
+def _linear_of(found: FittedPair, like: Tensor) -> nn.Linear | SketchedLinear:
     """A layer that stores what was fitted, of the dtype and on the device of another tensor."""
     dtype, device, bias = like.dtype, like.device, found.bias
-    if found.down is not None:
+    if found.right is not None:
         return SketchedLinear.from_stored(
-            found.left, found.down, bias, start=found.start, dtype=dtype, device=device
+            found.left, found.right, bias, start=found.start, dtype=dtype, device=device
         )
     outputs, inputs = found.left.shape
     whole = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias is not None, device=device, dtype=dtype)
@@ -307,7 +307,7 @@ def cut_coupling(
             target, coupling, between, kept, factors.get(name), weights.get(name)
         )
         left, right = _truncated(weight, spread, metric, rank[0]) if rank else (weight, None)
-        layers[name] = _around(target, coupling, between.basis, FittedMatrix(left, right, None, bias, 0.0))
+        layers[name] = _around(target, coupling, between.basis, FittedPair(left, right, None, bias, 0.0))
     return layers
 
 

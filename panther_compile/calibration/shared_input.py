@@ -21,7 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from panther_compile.factorization.fit_matrix import FittedMatrix, fit_matrix_to, shifted_bias
+from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, shifted_bias
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.factorization.whiten import Root, output_error
@@ -116,7 +116,7 @@ def best_of_stack(stack: Stack, moments: Moments, root: Root) -> tuple[Tensor, T
 
 def fit_shared(
     targets: Sequence[Target], stack: Stack, moments: Moments, rank: int, dtype: torch.dtype
-) -> list[FittedMatrix]:
+) -> list[FittedPair]:
     """Fit Wᵢ' z + bᵢ' to Wᵢ x + bᵢ with one input factor: of each, `down` and `start` are the same.
 
     Args:
@@ -128,8 +128,8 @@ def fit_shared(
     """
     found = fit_matrix_to(stack.weight, None, moments, None, rank, pivoted=True, dtype=dtype)
     assert found.start is not None
-    assert found.down is not None
-    right = from_pivoted(found.left, found.down, found.start)[1]
+    assert found.right is not None
+    right = from_pivoted(found.left, found.right, found.start)[1]
     fitted = []
     for target, left in zip(targets, stack.parts(found.left), strict=True):
         weight, bias = target.weight_and_bias()
@@ -142,18 +142,18 @@ def fit_shared(
 
 def cut_shared(
     targets: Sequence[Target], left: Tensor, right: Tensor, mean: Tensor, rank: int
-) -> list[FittedMatrix]:
+) -> list[FittedPair]:
     """The same from the factors of the stack, see `Study.factors`, without moments."""
     dtype = targets[0].weight_and_bias()[0].dtype
     found = to_pivoted(left[:, :rank], right[:rank], dtype=dtype, residual=math.inf)
     assert found is not None
-    rows = from_pivoted(found.columns, found.coefficients, found.start)[1]
+    rows = from_pivoted(found.left, found.right, found.start)[1]
     mean = mean.double()
     cut = []
-    for target, columns in zip(targets, found.columns.split([one.outputs for one in targets]), strict=True):
+    for target, columns in zip(targets, found.left.split([one.outputs for one in targets]), strict=True):
         weight, bias = target.weight_and_bias()
         bias = shifted_bias(bias, weight.detach().double() @ mean, columns @ (rows @ mean))
-        cut.append(FittedMatrix(columns, found.coefficients, found.start, bias, 0.0))
+        cut.append(FittedPair(columns, found.right, found.start, bias, 0.0))
     return cut
 
 

@@ -29,7 +29,7 @@ _PROBE_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRankPair:
     """A low-rank pair, W ~ left right.
 
     Attributes:
@@ -62,7 +62,7 @@ def factorize(
     generator: torch.Generator,
     oversampling: int | None = None,
     power_iterations: int = POWER_ITERATIONS,
-) -> LowRank:
+) -> LowRankPair:
     """Factorize a weight into a pair of the given rank.
 
     The work is done on the weight's device. The factors of "svd" and "randomized" are balanced:
@@ -108,11 +108,11 @@ def factorize(
         method = choose_method(weight.shape[0], weight.shape[1], rank)
     if method == "svd":
         left, right, error = _truncate(weight, rank)
-        return LowRank(left, right, method, error)
+        return LowRankPair(left, right, method, error)
     work = weight if weight.dtype == torch.float64 else weight.float()
     columns = min(rank + oversampling, highest)
     left, right = _randomized(work, rank, columns, power_iterations, sketch, generator)
-    return LowRank(left, right, method, probe_error(weight, left, right, generator=generator))
+    return LowRankPair(left, right, method, probe_error(weight, left, right, generator=generator))
 
 
 def choose_method(out_features: int, in_features: int, rank: int) -> str:

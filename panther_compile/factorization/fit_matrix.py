@@ -23,19 +23,19 @@ _ACCEPTED = 1.005
 
 
 @dataclass(frozen=True, slots=True)
-class FittedMatrix:
+class FittedPair:
     """Factors as they are stored, float64, and how far their output is from the dense layer's.
 
     Attributes:
         left: (O, r); the weight itself (O, I) if it is not factorized.
-        down: (r, I), or (r, I - r) in the pivoted form; None if it is not factorized.
+        right: (r, I), or (r, I - r) in the pivoted form; None if it is not factorized.
         start: of the pivot slice; None for a plain pair.
         bias: (O,), or None.
         output_error: relative, on the calibration data.
     """
 
     left: Tensor
-    down: Tensor | None
+    right: Tensor | None
     start: int | None
     bias: Tensor | None
     output_error: float
@@ -50,7 +50,7 @@ def fit_matrix_to(
     *,
     pivoted: bool,
     dtype: torch.dtype,
-) -> FittedMatrix:
+) -> FittedPair:
     """Fit W' z + b' to W x + b, or to W x + b + s - s' where the output is added to s.
 
     Args:
@@ -70,17 +70,17 @@ def fit_matrix_to(
         down = split_at(right, rank, start)[1]
     error = output_error(dense, left, right, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
-    return FittedMatrix(left, down, start, bias, error)
+    return FittedPair(left, down, start, bias, error)
 
 
-def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedMatrix:
+def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedPair:
     """The same without a bound on the rank; z may have other features than x. See `fit_matrix_to`."""
     dense = weight.detach().to(moments.covariance.device).double()
     new = solve(moments.covariance, anchored_product(dense, moments).T).T
     identity = torch.eye(new.shape[1], dtype=new.dtype, device=new.device)
     error = output_error(dense, new, identity, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), new @ moments.mean_z)
-    return FittedMatrix(new, None, None, bias, error)
+    return FittedPair(new, None, None, bias, error)
 
 
 def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:
@@ -107,7 +107,7 @@ def _pivot(
     for floor in FLOORS:
         found = to_pivoted(left, right * size, dtype=dtype, residual=math.inf, floor=floor)
         assert found is not None
-        _, rows = from_pivoted(found.columns, found.coefficients, found.start)
+        _, rows = from_pivoted(found.left, found.right, found.start)
         rows = size[found.start : found.start + rank, None] * rows / size
         columns = _refit(weight, rows, moments)
         best = found.start, columns, rows

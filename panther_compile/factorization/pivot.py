@@ -32,15 +32,15 @@ _GOOD_ENOUGH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Pivoted:
-    """W = A [1 C], with A = `columns` (O, r) and C = `coefficients` (r, I - r), both float64.
+class PivotedPair:
+    """W = A [1 C], with A = `left` (O, r) and C = `right` (r, I - r), both float64.
 
     `start` is where the pivot slice begins: 0, or I - r where W = A [C 1]. `change` is the Frobenius norm of
     the difference to the matrix that was given.
     """
 
-    columns: Tensor
-    coefficients: Tensor
+    left: Tensor
+    right: Tensor
     start: int
     change: float
 
@@ -53,7 +53,7 @@ def pivoted_numbers(out_features: int, in_features: int, rank: int) -> int:
 @torch.no_grad()
 def to_pivoted(
     left: Tensor, right: Tensor, *, dtype: torch.dtype, residual: float = 0.0, floor: float = FLOOR
-) -> Pivoted | None:
+) -> PivotedPair | None:
     """Rewrite left @ right in pivoted form; None at full rank, where that would save nothing.
 
     Args:
@@ -81,14 +81,13 @@ def to_pivoted(
             start, parts = in_features - rank, trailing
     raised = max(1, int((parts[1] < lowest).sum()))
     found = _pivot_on(basis_OR, rows_RI, start, parts, lowest.clamp_max(accepted / raised**0.5))
-    return replace(found, columns=scale * found.columns, change=scale * found.change)
+    return replace(found, left=scale * found.left, change=scale * found.change)
 
 
-def from_pivoted(columns: Tensor, coefficients: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def from_pivoted(left: Tensor, right: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """The plain factors left (O, r) and right (r, I) of a pivoted matrix: exact, and differentiable."""
-    identity = torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
-    parts = (identity, coefficients) if start == 0 else (coefficients, identity)
-    return columns, torch.cat(parts, dim=1)
+    identity = torch.eye(left.shape[1], dtype=left.dtype, device=left.device)
+    return left, torch.cat((identity, right) if start == 0 else (right, identity), dim=1)
 
 
 def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +103,7 @@ def _lack(values: Tensor, floor: Tensor) -> float:
 
 def _pivot_on(
     basis: Tensor, rows: Tensor, start: int, parts: tuple[Tensor, Tensor, Tensor], floor: Tensor
-) -> Pivoted:
+) -> PivotedPair:
     """Pivot W = basis rows, basis (O, r) orthonormal, on the slice at `start`, whose SVD is `parts`."""
     rank = rows.shape[0]
     block, rest = split_at(rows, rank, start)
@@ -116,4 +115,4 @@ def _pivot_on(
     product = block @ q[:rank] + rest @ q[rank:]
     core = torch.linalg.solve_triangular(r, product.T, upper=True).T
     lost = torch.stack([torch.linalg.norm(block - core), torch.linalg.norm(rest - core @ coefficients)])
-    return Pivoted(basis @ core, coefficients, start, float(torch.linalg.norm(lost)))
+    return PivotedPair(basis @ core, coefficients, start, float(torch.linalg.norm(lost)))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, why_not_convolution
 from panther_compile.kinds.view import LinearView
@@ -68,7 +68,7 @@ class Conv1dView(LinearView):
         """See `LinearView`."""
         return self._plane.rows(x.unsqueeze(-1), kept)
 
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
         return _on_line(self._plane.build(found), self.layer)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import conv_candidates, is_depthwise
 from panther_compile.factorization.cost import device_class
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.fit_conv2d import channel_rows, fit_conv2d_to, fit_kernel
 from panther_compile.kinds.match import why_not_plain
@@ -47,10 +47,10 @@ class Conv2dView(LinearView):
         """The pixels that are read, of a k x k kernel all of them; no mask is for pixels."""
         return channel_rows(self.layer, x)
 
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
-        assert found.down is not None
-        kernels = (found.down[..., None, None], found.left[..., None, None])
+        assert found.right is not None
+        kernels = (found.right[..., None, None], found.left[..., None, None])
         scheme = "channel" if found.start is None else "pivoted"
         conv = SketchedConv2d.from_kernels(scheme, kernels, self.layer, start=found.start or 0)
         if found.bias is not None and conv.up.bias is not None:

@@ -19,7 +19,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.candidates import Candidate, LinearCandidate, kept_energies
 from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.factorize import singular_values
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.moments import thinned
 from panther_compile.factorization.pivot import to_pivoted
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
@@ -95,11 +95,11 @@ class ConvTransposeView(LinearView):
             return None
         return torch.kron(gradient, torch.eye(taps, dtype=gradient.dtype, device=gradient.device))
 
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
-        assert found.down is not None
-        left, down = found.left.unsqueeze(0), found.down.unsqueeze(0)
-        return self._layer_type.from_stored(left, down, self._dense.bias, self.layer, start=found.start)
+        assert found.right is not None
+        left, right = found.left.unsqueeze(0), found.right.unsqueeze(0)
+        return self._layer_type.from_stored(left, right, self._dense.bias, self.layer, start=found.start)
 
 
 class _ConvTransposeKind(Kind):
@@ -166,7 +166,7 @@ class _ConvTransposeKind(Kind):
             residual = pairs[0].residual(matrices[0])
             found = to_pivoted(left[0], right[0], dtype=dense.weight.dtype, residual=residual)
             assert found is not None
-            left, right, start = found.columns.unsqueeze(0), found.coefficients.unsqueeze(0), found.start
+            left, right, start = found.left.unsqueeze(0), found.right.unsqueeze(0), found.start
         layer = self._layer_type.from_stored(left, right, dense.bias, module, start=start)
         error = layer.weight_error(dense.weight, generator_for(name, config, dense.weight.device))
         return layer, Fitted(layer.scheme, layer.ranks, pairs[0].method, error)

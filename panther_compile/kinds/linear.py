@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.match import computes_linear, why_not_plain
 from panther_compile.kinds.view import LinearView
@@ -45,12 +45,12 @@ class MatrixView(LinearView):
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return (weight.t() if self._transposed else weight), self.layer.bias  # type: ignore[return-value]
 
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
-        assert found.down is not None
+        assert found.right is not None
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         layer = self._layer_type.from_stored(
-            found.left, found.down, found.bias, start=found.start, dtype=weight.dtype, device=weight.device
+            found.left, found.right, found.bias, start=found.start, dtype=weight.dtype, device=weight.device
         )
         take_over(layer, self.layer, weight.requires_grad)
         return layer

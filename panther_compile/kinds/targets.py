@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.parts import unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.view import LinearView
@@ -46,7 +46,7 @@ class Target:
         """The layer's input as rows (n, I), padded positions left out."""
         return self.view.rows(x, kept)
 
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
         return self.view.build(found)
 

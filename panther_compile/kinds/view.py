@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.fit_matrix import FittedMatrix
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival
@@ -63,7 +63,7 @@ class LinearView(ABC):
         return gradient
 
     @abstractmethod
-    def build(self, found: FittedMatrix) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
 
     def fit(

@@ -8,7 +8,7 @@ from torch import Tensor
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.factorization.cost import device_class
-from panther_compile.factorization.factorize import LowRank, factorize, singular_values
+from panther_compile.factorization.factorize import LowRankPair, factorize, singular_values
 from panther_compile.records import Unit
 
 # Spectra of larger matrices cost minutes on a CPU; the planner then assumes a common decay.
@@ -54,7 +54,7 @@ def matrix_unit(
     )
 
 
-def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRank:
+def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> LowRankPair:
     """Factorize a weight (O, I) on the device asked for, with random numbers of its own."""
     weight = weight.detach()
     if config.device is not None:

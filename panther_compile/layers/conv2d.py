@@ -291,7 +291,7 @@ class SketchedConv2d(SketchedConvolution):
         pivoted = to_pivoted(left, right, dtype=like.weight.dtype, residual=residual)
         if pivoted is None:
             return cls.from_kernels("channel", (right[..., None, None], left[..., None, None]), like)
-        kernels = (pivoted.coefficients[..., None, None], pivoted.columns[..., None, None])
+        kernels = (pivoted.right[..., None, None], pivoted.left[..., None, None])
         return cls.from_kernels("pivoted", kernels, like, start=pivoted.start)
 
     def forward(self, input: Tensor) -> Tensor:

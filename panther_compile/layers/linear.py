@@ -114,7 +114,7 @@ class SketchedLinear(LinearReplacement):
             raise RankError(f"{rank=} of a weight ({out_features}, {in_features}), wanted below full rank")
         start = None
         if pivoted is not None:
-            left, right, start = pivoted.columns, pivoted.coefficients, pivoted.start
+            left, right, start = pivoted.left, pivoted.right, pivoted.start
         device = left.device if device is None else device
         return cls.from_stored(left, right, bias, start=start, dtype=dtype, device=device)
 

@@ -173,7 +173,7 @@ def test_shared_fit_is_the_best_of_the_stack(biases):
     found = fit_shared(
         targets, Stack.of([one.weight for one in layers], metrics), moments, rank, torch.float64
     )
-    assert torch.equal(found[0].down, found[1].down)
+    assert torch.equal(found[0].right, found[1].right)
     assert found[0].start == found[1].start
 
     roots = [torch.linalg.cholesky(metric) for metric in metrics]
@@ -188,7 +188,7 @@ def test_shared_fit_is_the_best_of_the_stack(biases):
     for one, root, part in zip(layers, roots, found, strict=True):
         layer = pc.SketchedLinear(24, one.out_features, rank, form="pivoted", start=part.start).double()
         with torch.no_grad():
-            layer.down.weight.copy_(part.down)
+            layer.down.weight.copy_(part.right)
             layer.up.weight.copy_(part.left)
             layer.up.bias.copy_(torch.zeros(one.out_features) if part.bias is None else part.bias)
             error = (one(x) - layer(z)) @ root
@@ -206,11 +206,11 @@ def test_what_no_batch_reaches_is_cut_with_one_factor():
     stack = torch.cat([one.weight.detach() for one in layers])
     u, s, vh = torch.linalg.svd(stack, full_matrices=False)
     found = cut_shared(targets, u * s, vh, torch.ones(WIDTH), 16)
-    assert found[0].down is found[1].down
+    assert found[0].right is found[1].right
     for one, part in zip(layers, found, strict=True):
         layer = pc.SketchedLinear(WIDTH, WIDTH, 16, form="pivoted", start=part.start)
         with torch.no_grad():
-            layer.down.weight.copy_(part.down)
+            layer.down.weight.copy_(part.right)
             layer.up.weight.copy_(part.left)
             layer.up.bias.copy_(part.bias)
             x = torch.randn(64, WIDTH) + 1.0

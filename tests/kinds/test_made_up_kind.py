@@ -87,14 +87,14 @@ class WavyView(LinearView):
         rank = found.left.shape[1]
         layer = SketchedWavy(self.layer.inputs, self.layer.outputs, rank, found.start or 0)
         if found.start is None:  # a trial's plain pair: pivot it
-            left, right = found.left.double(), found.down.double()
+            left, right = found.left.double(), found.right.double()
             inner = SketchedLinear.from_factors(left, right, None, form="pivoted", dtype=torch.float32)
             layer = SketchedWavy(self.layer.inputs, self.layer.outputs, rank, inner.start)
             copy_into(layer.up.weight, inner.up.weight)
             copy_into(layer.down.weight, inner.down.weight)
         else:
             copy_into(layer.up.weight, found.left)
-            copy_into(layer.down.weight, found.down)
+            copy_into(layer.down.weight, found.right)
         copy_into(layer.bias, self.layer.bias)
         take_over(layer, self.layer, True)
         return layer
