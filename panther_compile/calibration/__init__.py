@@ -4,6 +4,7 @@ sensitivity   what an error at a layer's output does to the model's
 study         what the dense model shows of its layers on the data
 residuals         where the output of a layer is added to what went around it
 couplings         layers that hand their features to one other layer only
+paths         whether the model's code may lead elsewhere than data showed
 narrow        what two such layers keep of the features between them
 shared_input  layers that are given one tensor, and one input factor for all of them
 shared_plan   a plan in which they share it, at no more stored numbers

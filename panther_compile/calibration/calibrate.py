@@ -141,7 +141,7 @@ def study_model(
         )
         if folder is not None:
             folder.keep_study(study)
-    residuals = find_residuals(watch(model, targets), calls[0])
+    residuals = find_residuals(watch(model, targets), calls)
     masks = [kept_positions(model, call) for call in calls]
     return Studied(model, found, route, calls, masks, targets, left_alone, residuals, study, folder)
 

@@ -16,18 +16,20 @@ answered first, but for some whose answers are changed in a way that would be se
     permuted and scaled in each head ──► alike in the reader's input: heads pass as they are
 
 What is found is taken only if nothing else in the model sees the change, and if it is so in every batch: a
-model may take one path or another, as its input is.
+model may take one path or another, as its input is. What no batch has shown is read from the model's code
+(`paths.py`): where features may go elsewhere, they are left out by zeros, and heads are no coupling.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from panther_compile.calibration.paths import goes_one_way
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.outputs import named_tensors
@@ -71,7 +73,16 @@ def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Ca
         if not couplings:
             break
         couplings = _Looker(side, targets, calls, place).confirmed(couplings)
-    return couplings
+    return list(_made_safe(side.model, couplings))
+
+
+def _made_safe(model: nn.Module, couplings: Sequence[Coupling]) -> Iterator[Coupling]:
+    """The couplings with which the model runs on paths too that no batch has taken, some at full width."""
+    for coupling in couplings:
+        if goes_one_way(model, coupling):
+            yield coupling
+        elif not coupling.padded:
+            yield replace(coupling, wide=True)
 
 
 class _Looker:
@@ -100,18 +111,26 @@ class _Looker:
                 watched.on_input = watched.on_output = watched.instead = None
 
     def changed(self, changes: Mapping[str, Change]) -> _Record:
-        """A run in which every layer answers what it answered first, some of them changed."""
+        """A run in which layers answer what they answered first, some of them changed; empty if it raises."""
         record = _Record()
 
         def answer(name: str, x: Tensor) -> Tensor:
+            answers = self._dense.outputs[name]
             place = len(record.inputs[name])
             record.inputs[name].append(x)
-            out = self._dense.outputs[name][place].clone()
-            return changes[name](out) if name in changes else out
+            if place >= len(answers):  # the change has led another way: the inputs will tell
+                return self._side.watched[name].layer(x)  # type: ignore[no-any-return]
+            return changes[name](answers[place].clone()) if name in changes else answers[place].clone()
 
         for watched in self._side.watched.values():
             watched.instead = answer
-        record.results = self._run(lambda: self._call.run(self._side.model))
+        try:
+            record.results = self._run(lambda: self._call.run(self._side.model))
+        except torch.OutOfMemoryError:
+            raise
+        # The model's own code may raise anything on features that it does not expect.
+        except Exception:
+            return _Record()
         return record
 
     def confirmed(self, couplings: Sequence[Coupling]) -> list[Coupling]:
@@ -165,20 +184,25 @@ class _Looker:
         return [
             coupling
             for coupling in couplings
-            if _alike(
-                self._input(seen, coupling), self._input(self._dense, coupling)[..., orders[coupling.reader]]
-            )
+            if seen.inputs[coupling.reader]
+            and _alike(seen.inputs[coupling.reader][0], self._input(coupling)[..., orders[coupling.reader]])
         ]
 
-    @staticmethod
-    def _input(record: _Record, coupling: Coupling) -> Tensor:
-        return record.inputs[coupling.reader][0]
+    def _input(self, coupling: Coupling) -> Tensor:
+        """Of the reader, in the dense model."""
+        return self._dense.inputs[coupling.reader][0]
 
     def _seen(self, couplings: Sequence[Coupling]) -> list[Coupling]:
         """Those that still compute the same when some features are not there, or heads are changed alike."""
-        if self._holds(couplings):
-            return list(couplings)
-        return [coupling for coupling in couplings if self._holds([coupling])]
+        # Links that have a layer in common would expect one another's changes.
+        apart = [
+            coupling
+            for coupling in couplings
+            if _is_apart(coupling, [other for other in couplings if other is not coupling])
+        ]
+        if not self._holds(apart):
+            apart = []
+        return [coupling for coupling in couplings if coupling in apart or self._holds([coupling])]
 
     def _holds(self, couplings: Sequence[Coupling]) -> bool:
         """Whether nothing but the readers sees that features are left out, or that heads are changed."""
@@ -187,7 +211,7 @@ class _Looker:
         changes: dict[str, Change] = {}
         wanted: dict[str, Tensor] = {}
         for coupling in couplings:
-            dense = self._input(self._dense, coupling)
+            dense = self._input(coupling)
             if coupling.padded:
                 changes[coupling.writers[0]] = _Mixed(coupling)
                 wanted[coupling.reader] = _Mixed(coupling, coupling.shared)(dense)
@@ -195,14 +219,7 @@ class _Looker:
             kept = coupling.width - max(1, coupling.width // _WIDTHS)
             changes |= dict.fromkeys(coupling.writers, lambda out, kept=kept: out[..., :kept])  # type: ignore[misc]
             wanted[coupling.reader] = dense[..., :kept]
-        try:
-            seen = self.changed(changes)
-        except torch.OutOfMemoryError:
-            raise
-        # The model's own code may raise anything at a width that it does not expect: it cannot be narrowed.
-        except Exception:
-            return False
-        return self._unseen(seen, wanted)
+        return self._unseen(self.changed(changes), wanted)
 
     def _unseen(self, seen: _Record, wanted: Mapping[str, Tensor]) -> bool:
         """Whether readers were given what is wanted, and all else is as it was."""
@@ -237,6 +254,8 @@ class _Looker:
         seen = self.changed(first)
         couplings = []
         for reader, writer in pairs.items():
+            if not seen.inputs[reader]:
+                continue
             outputs, inputs = self._sizes[writer][0], self._sizes[reader][1]
             width = _head_width(seen.inputs[reader][0])
             # One head of all features is what several look like to a single position.

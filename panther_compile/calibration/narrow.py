@@ -260,8 +260,9 @@ def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedPair
     places = None
     if not coupling.padded:
         places = basis[: inner.in_features if side == "in" else inner.out_features]
+    wide = coupling.wide and side == "out"
     return NarrowLinear.around(
-        inner, target.layer, side=side, heads=heads, padded=coupling.padded, places=places
+        inner, target.layer, side=side, heads=heads, padded=coupling.padded, wide=wide, places=places
     )
 
 

@@ -11,7 +11,7 @@ Found by looking, whatever the model's code is: y, s and v pass in or out of mod
 is v to the bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -70,13 +70,24 @@ def observe(model: nn.Module, passages: set[Passage], seen: Seen) -> AbstractCon
     return stack
 
 
-def find_residuals(side: Side, call: Call) -> dict[str, Passage]:
+def find_residuals(side: Side, calls: Sequence[Call]) -> dict[str, Passage]:
     """The layers of a watched model whose output is added to a tensor, and where that is seen.
 
+    A layer is left out if it is not added to the same in every batch that reaches it.
+
     Args:
-        side: the dense model, watched; runs once.
-        call: one batch.
+        side: the dense model, watched; runs once on each batch.
+        calls: the batches.
     """
+    seen: dict[str, set[Passage | None]] = {}
+    for call in calls:
+        for name, passage in _residuals_of(side, call).items():
+            seen.setdefault(name, set()).add(passage)
+    return {name: one for name, (one, *others) in seen.items() if one is not None and not others}
+
+
+def _residuals_of(side: Side, call: Call) -> dict[str, Passage | None]:
+    """The same in one batch, of every layer that it reaches."""
     recent: dict[int, tuple[Passage, Tensor]] = {}  # holds the tensors, so that no address is used again
     entered: dict[str, list[tuple[Passage, Tensor]]] = {}
     pending: dict[str, _Pending] = {}
@@ -93,8 +104,9 @@ def find_residuals(side: Side, call: Call) -> dict[str, Passage]:
         recent.pop(id(tensor), None)
         recent[id(tensor)] = passage, tensor
 
-    def enter(name: str, _: Tensor) -> None:
-        entered.setdefault(name, list(recent.values())[::-1])
+    def enter(name: str, x: Tensor) -> None:
+        if x.numel():  # an expert may be called with no token
+            entered.setdefault(name, list(recent.values())[::-1])
 
     def leave(name: str, out: Tensor) -> Tensor:
         if name in entered:
@@ -112,7 +124,7 @@ def find_residuals(side: Side, call: Call) -> dict[str, Passage]:
     finally:
         for watched in side.watched.values():
             watched.on_input = watched.on_output = None
-    return found
+    return {name: found.get(name) for name in entered}
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
 from panther_compile.storage import SCRATCH_PREFIX, replace_file
 
-FORMAT = "panther_compile.calibration 4"
+FORMAT = "panther_compile.calibration 5"
 MANIFEST = "calibration.json"
 _UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
 _PLAIN = ("sensitivity", "power", "reached", "shared")  # numbers and names

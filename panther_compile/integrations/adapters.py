@@ -76,7 +76,8 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
             a, b = self.lora_A[name], self.lora_B[name]
             seen = self._cast_input_dtype(seen, a.weight.dtype)
             more = b(a(self.lora_dropout[name](seen))) * self.scaling[name]
-            y = y + (base.pad(more, -1) if base.side == "out" and base.padded else more).to(y.dtype)
+            is_wide = base.side == "out" and (base.padded or base.wide)
+            y = y + (base.pad(more, -1) if is_wide else more).to(y.dtype)
         return y
 
     def _active(self) -> list[str]:

@@ -478,7 +478,8 @@ def exact_attention(
         is_causal = masks.is_causal and mask is None
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
     logits = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
-    weights = (logits if mask is None else logits + mask).softmax(dim=-1)
+    # Under autocast the logits are of its type, and the mask takes it, as in torch.
+    weights = (logits if mask is None else logits + mask.to(logits.dtype)).softmax(dim=-1)
     weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
     return weights @ v, weights
 

@@ -11,7 +11,8 @@ What is between two layers of a feed-forward part never sees the features that a
 its heads at their full width: the features left out are written as zeros, and not read.
 
 A model may take another path than data showed, and hand the second layer the features of a layer that writes
-them all. It then picks those that it reads: `places` says which they were in the dense layer.
+them all. It then picks those that it reads: `places` says which they were in the dense layer. Where the first
+one's features may go elsewhere, it is `wide`: it writes zeros for those that are left out.
 """
 
 # O out_features, I in_features, H heads, D features of a head, K kept features of a head
@@ -41,6 +42,7 @@ class NarrowLinear(LinearReplacement):
         padded: whether x and y keep the dense layer's widths: outputs left out are zeros, inputs left out
             are not read. Otherwise they are H K wide on that side; x may be I wide all the same, and those
             at `places` are read.
+        wide: whether y is O wide on the side "out" though not padded, zeros where nothing is kept.
         bias: whether there is a bias.
         factors: spec of the `SketchedLinear` that maps between the narrow widths; None for an `nn.Linear`.
         device: where the weight is made.
@@ -67,6 +69,7 @@ class NarrowLinear(LinearReplacement):
         side: str,
         heads: int = 1,
         padded: bool = False,
+        wide: bool = False,
         bias: bool = True,
         factors: Spec | None = None,
         device: torch.device | str | None = None,
@@ -81,7 +84,7 @@ class NarrowLinear(LinearReplacement):
             raise ConfigError(f"{what}: {heads=}, wanted a divisor of {features}")
         check_rank(kept, features // heads, what)
         self.in_features, self.out_features = in_features, out_features
-        self.side, self.heads, self.kept, self.padded = side, heads, kept, padded
+        self.side, self.heads, self.kept, self.padded, self.wide = side, heads, kept, padded, wide
         shape = (in_features, heads * kept) if side == "out" else (heads * kept, out_features)
         self.register_buffer("places", None if padded else self.first_places(device))
         self.narrow: nn.Linear | SketchedLinear
@@ -103,6 +106,7 @@ class NarrowLinear(LinearReplacement):
         side: str,
         heads: int,
         padded: bool,
+        wide: bool = False,
         places: Tensor | None = None,
     ) -> "NarrowLinear":
         """The replacement of a dense layer.
@@ -110,9 +114,10 @@ class NarrowLinear(LinearReplacement):
         Args:
             inner: `(H K, I)` on the side "out", `(O, H K)` on "in"; not copied.
             like: the dense layer, an `nn.Linear` or Hugging Face's `Conv1D`; gives mode and `requires_grad`.
-            side: see the class; so for the other two.
+            side: see the class; so for the next three.
             heads: H.
             padded: whether widths are kept.
+            wide: whether y is.
             places: see the class; the first K of each head unless given.
         """
         dense: Any = like.weight
@@ -126,6 +131,7 @@ class NarrowLinear(LinearReplacement):
             side=side,
             heads=heads,
             padded=padded,
+            wide=wide,
             bias=inner.bias is not None,
             factors=inner.sketch_spec() if isinstance(inner, SketchedLinear) else None,
             device="meta",
@@ -150,7 +156,7 @@ class NarrowLinear(LinearReplacement):
         """Map input (..., I) to (..., O), narrow on one side unless padded."""
         if self.side == "out":
             values = self.narrow(input)
-            return self.pad(values, -1) if self.padded else values
+            return self.pad(values, -1) if self.padded or self.wide else values
         return self.narrow(self.read(input))
 
     def read(self, input: Tensor) -> Tensor:
@@ -208,6 +214,7 @@ class NarrowLinear(LinearReplacement):
             "side": self.side,
             "heads": self.heads,
             "padded": self.padded,
+            **({"wide": True} if self.wide else {}),
             "bias": self.narrow.bias is not None,
             "factors": self.narrow.sketch_spec() if isinstance(self.narrow, SketchedLinear) else None,
         }

@@ -32,6 +32,8 @@ class Coupling:
         shared: heads of the reader for each head of the writer (grouped-query attention).
         width: features of a head, or all of them.
         padded: whether what is between needs the dense widths.
+        wide: whether features pass one by one, and what is left out is written as zeros all the same, since
+            they may go elsewhere on a path that no data has taken.
     """
 
     writers: tuple[str, ...]
@@ -40,6 +42,7 @@ class Coupling:
     shared: int
     width: int
     padded: bool
+    wide: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from tests import zoo
 WIDTH, HIDDEN = 8, 24
 
 
-def links_of(model, data):
+def couplings_of(model, data):
     model.eval()
     config = SketchConfig(min_params=1, include="*")
     targets, _ = find_targets([site for site, _ in find_sites(model, config, read_graph(model)).sites])
@@ -91,7 +91,7 @@ def crossed(self, x):
 )
 def test_feed_forward_parts(between, writers):
     torch.manual_seed(0)
-    found = links_of(Part(between), [torch.randn(4, 6, WIDTH)])
+    found = couplings_of(Part(between), [torch.randn(4, 6, WIDTH)])
     assert [(coupling.writers, coupling.reader) for coupling in found] == (
         [(writers, "down")] if writers else []
     )
@@ -107,15 +107,52 @@ def test_memory_that_runs_out_is_no_answer():
         return self.down(hidden)
 
     with pytest.raises(torch.OutOfMemoryError):
-        links_of(Part(short), [torch.randn(4, 6, WIDTH)])
+        couplings_of(Part(short), [torch.randn(4, 6, WIDTH)])
 
 
 def test_no_layer_is_in_two_links():
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(4)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), layers[3])
-    found = links_of(model, [torch.randn(8, 16)])
+    found = couplings_of(model, [torch.randn(8, 16)])
     assert [coupling.names for coupling in found] == [("0", "2"), ("4", "6")]
+
+
+def test_features_that_two_layers_read_are_no_link():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gate, self.up, self.down = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    torch.manual_seed(0)
+    found = couplings_of(Model(), [torch.randn(8, 16)])
+    assert [coupling.names for coupling in found] == [("gate", "up", "down")]
+
+
+def test_a_change_that_leads_another_way_is_no_link():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.middle, self.down = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.up(x)
+            # The order of features decides how often a layer is called, and whether the model raises.
+            for _ in range(1 + int(x[0, 0] != self.first)):
+                x = torch.relu(self.middle(x))
+            if x[0, :4].sum() != self.sum:
+                raise ValueError("other features")
+            return self.down(x)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 16)
+    hidden = model.up(x)
+    model.first, model.sum = hidden[0, 0].item(), torch.relu(model.middle(hidden))[0, :4].sum().item()
+    assert couplings_of(model, [x]) == []
 
 
 class Attention(nn.Module):
@@ -128,7 +165,8 @@ class Attention(nn.Module):
         self.k, self.v = nn.Linear(16, 16 // shared), nn.Linear(16, 16 // shared)
 
     def forward(self, x):
-        made = {name: getattr(self, name)(x) for name in self.order}
+        layers = {"q": self.q, "k": self.k, "v": self.v}
+        made = {name: layers[name](x) for name in self.order}
         q, k, v = (made[name].unflatten(-1, (-1, 16 // self.heads)).transpose(1, 2) for name in "qkv")
         k, v = (one.repeat_interleave(self.shared, 1) for one in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -139,7 +177,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("shared", [1, 2])
 def test_attention_by_heads(order, shared):
     torch.manual_seed(0)
-    (coupling,) = links_of(Attention(order, shared), [torch.randn(2, 6, 16)])
+    (coupling,) = couplings_of(Attention(order, shared), [torch.randn(2, 6, 16)])
     assert coupling.names == ("v", "out")
     assert (coupling.heads, coupling.shared, coupling.width, coupling.padded) == (4, shared, 4, True)
     assert coupling.heads_of("v") == 4 // shared
@@ -147,7 +185,7 @@ def test_attention_by_heads(order, shared):
 
 def test_a_single_position_tells_nothing_of_heads():
     torch.manual_seed(0)
-    assert links_of(Attention(), [torch.randn(2, 1, 16)]) == []
+    assert couplings_of(Attention(), [torch.randn(2, 1, 16)]) == []
 
 
 def test_values_that_are_seen_elsewhere_are_no_link():
@@ -156,7 +194,7 @@ def test_values_that_are_seen_elsewhere_are_no_link():
             return super().forward(x), self.v(x)
 
     torch.manual_seed(0)
-    assert links_of(Shows(), [torch.randn(2, 6, 16)]) == []
+    assert couplings_of(Shows(), [torch.randn(2, 6, 16)]) == []
 
 
 # Of the zoo's models: couplings one by one, by heads.
@@ -178,7 +216,7 @@ COUNTS = {
 def test_models_of_the_zoo(name):
     entry = zoo.ZOO[name]
     inputs = entry.inputs()
-    found = links_of(entry.build(), lambda model: zoo.call(model, inputs))
+    found = couplings_of(entry.build(), lambda model: zoo.call(model, inputs))
     heads = sum(coupling.padded for coupling in found)
     assert (len(found) - heads, heads) == COUNTS[name]
 
@@ -186,4 +224,4 @@ def test_models_of_the_zoo(name):
 def test_half_types_are_seen_through():
     torch.manual_seed(0)
     model = Part(plain).to(torch.bfloat16)
-    assert len(links_of(model, [torch.randn(4, 6, WIDTH, dtype=torch.bfloat16)])) == 1
+    assert len(couplings_of(model, [torch.randn(4, 6, WIDTH, dtype=torch.bfloat16)])) == 1

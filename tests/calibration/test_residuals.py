@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 def skips_of(model, *inputs):
     sites = [Site(n, m, "Linear") for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return find_residuals(watch(model.eval(), find_targets(sites)[0]), Call(inputs, {}))
+    return find_residuals(watch(model.eval(), find_targets(sites)[0]), [Call(inputs, {})])
 
 
 def test_normalised_first():
@@ -72,11 +72,32 @@ def test_attention_of_torch():
         Site("0.self_attn", layer.self_attn, "MultiheadAttention"),
         *(Site(f"0.{name}", layer.get_submodule(name), "Linear") for name in ("linear1", "linear2")),
     ]
-    found = find_residuals(watch(model, find_targets(sites)[0]), Call((torch.randn(3, 5, 8),), {}))
+    found = find_residuals(watch(model, find_targets(sites)[0]), [Call((torch.randn(3, 5, 8),), {})])
     assert found == {
         "0.self_attn.out_proj": Passage("0.norm1", "in"),
         "0.linear2": Passage("0.norm2", "in"),
     }
+
+
+def test_another_sum_in_another_batch_is_none():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x):
+            normed = self.norm(x)
+            x = self.norm(self.one(normed) + (x if x.sum() > 0 else normed))
+            return self.norm(x + self.two(torch.relu(x)))
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.rand(5, 8)
+    sites = [Site(n, m, "Linear") for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    watched = watch(model, find_targets(sites)[0])
+    first = find_residuals(watched, [Call((x,), {})])
+    assert set(first) == {"one", "two"}
+    found = find_residuals(watched, [Call((x,), {}), Call((-x,), {})])
+    assert found == {"two": first["two"]}
 
 
 def test_hooks_are_gone_afterwards():
@@ -112,7 +133,7 @@ def test_full_rank_fit_is_least_squares_to_the_sum(bias):
     wanted = (layer(x) + s - changed).detach().double()
     known = torch.cat((z, torch.ones(rows, 1)), 1).double() if bias else z.double()
     best = torch.linalg.lstsq(known, wanted).solution
-    torch.testing.assert_close((found.left @ found.down).T, best[:inputs], rtol=0, atol=5e-3)
+    torch.testing.assert_close((found.left @ found.right).T, best[:inputs], rtol=0, atol=5e-3)
     if bias:
         torch.testing.assert_close(found.bias, best[-1], rtol=0, atol=5e-3)
     total = (layer(x) - layer(x).mean(0) * bias + s).detach()

@@ -104,7 +104,7 @@ class Whole(nn.Module):
 
 def rank_one(shape: torch.Size) -> Tensor:
     """Numbers of rank 1 however they are cut into rows and columns."""
-    product = torch.ones(shape)
+    product = torch.ones(shape, dtype=torch.float64)
     for place, size in enumerate(shape):
         product *= torch.randn(size).view(size, *(1,) * (len(shape) - place - 1))
     return product / 3
@@ -115,13 +115,13 @@ def build(case: Case, seed: int | None = None) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed if seed is None else seed)
         model = Whole(case)
+        if case.dtype != "float32":
+            model = model.to(DTYPES[case.dtype])
         if case.low_rank:
             with torch.no_grad():
                 for parameter in dict.fromkeys(model.parameters()):
                     if parameter.dim() > 1:
                         parameter.copy_(rank_one(parameter.shape))
-        if case.dtype != "float32":
-            model = model.to(DTYPES[case.dtype])
     return model.train(case.training)
 
 
@@ -173,7 +173,9 @@ COMMON = st.one_of(
         bias=st.booleans(),
         wrapped=st.booleans(),
     ),
-    st.builds(Gated, kind=st.sampled_from(["gated", "one_input", "gate_only_sometimes"])),
+    st.builds(
+        Gated, kind=st.sampled_from(["gated", "one_input", "gate_only_sometimes", "down_only_sometimes"])
+    ),
 )
 ODD = st.one_of(
     st.builds(Linear, out=WIDTHS, bias=st.booleans(), call=st.sampled_from(CALLS)),

@@ -494,10 +494,15 @@ class Gates(nn.Module):
         self.down = nn.Linear(hidden, width)
         if kind == "gate_only_sometimes":
             self.left = nn.Linear(width, hidden)
+        if kind == "down_only_sometimes":
+            self.away = nn.Linear(hidden, width)
 
     def forward(self, x, extra):
         if self.kind == "gate_only_sometimes":
             return self.down(torch.relu(self.gate(x) if x.sum() > 0 else self.left(x)))
+        if self.kind == "down_only_sometimes":
+            hidden = torch.relu(self.gate(x))
+            return self.down(hidden) if x.sum() > 0 else self.away(hidden)
         if self.kind == "gated":
             return self.down(F.silu(self.gate(x)) * self.up(x))
         return self.down(torch.tanh(self.gate(x)) + torch.sin(self.up(x)))

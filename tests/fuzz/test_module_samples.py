@@ -29,11 +29,6 @@ INFOS = {info.module_cls.__name__: info for info in module_db if info.module_cls
 OPTIONS = {"include": "*", "min_params": 0, "allow_slower": True, "progress": False}
 
 
-# Known, not mended yet.
-NAMES = LAYERS
-AUTOCAST = pytest.mark.xfail(strict=True, reason="results of another dtype than the dense layer's")
-
-
 def samples(name, dtype, training):
     """(dense, sketched, positional, keyword arguments) of each sample whose layer is large enough."""
     info = INFOS[name]
@@ -75,7 +70,7 @@ def assert_alike(what, found, wanted):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_calls(name, dtype, training):
     ran = 0
     for dense, small, args, kwargs in samples(name, dtype, training):
@@ -87,10 +82,7 @@ def test_calls(name, dtype, training):
     assert ran, f"no sample of {name} was sketched"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*LAYERS[:5], pytest.param("MultiheadAttention", marks=AUTOCAST), "Embedding"],
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_under_autocast(name):
     ran = 0
     for dense, small, args, kwargs in samples(name, torch.float32, False):
@@ -100,7 +92,7 @@ def test_under_autocast(name):
     assert ran, f"no sample of {name} was sketched"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_functional_calls_and_derivatives(name):
     ran = 0
     for dense, small, args, kwargs in samples(name, torch.float64, False):

@@ -5,7 +5,7 @@ import collections
 import hypothesis
 import pytest
 from fuzz.cases import CASES, Case
-from fuzz.parts import Gated, Linear
+from fuzz.parts import Conv, Gated, Linear
 from fuzz.properties import check
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -21,6 +21,17 @@ MENDED = {
     "a layer that is called by keyword": Case(parts=(Linear(call="keyword"),), options={"ratio": 0.5}),
     "a branch that the data did not show is given the narrow features of the other": Case(
         parts=(Gated(kind="gate_only_sometimes"),), positive=True, data="tensors", options={"ratio": 0.5}
+    ),
+    "a branch that the data did not show reads the narrow features": Case(
+        parts=(Gated(kind="down_only_sometimes"),), positive=True, data="tensors", options={"ratio": 0.5}
+    ),
+    "two layers that read what one writes": Case(
+        parts=(Conv(out=6, kernel=1), Gated(), Gated()),
+        width=6,
+        batches=1,
+        data="tensors",
+        options={"ratio": 0.8},
+        seed=47,
     ),
 }
 
