@@ -21,6 +21,7 @@ from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.names import owner_of
 from panther_compile.planning.ratio_search import Evaluate, check_search, measured
+from panther_compile.planning.recipe import check_recipe
 from panther_compile.planning.sites import check_module
 from panther_compile.records import (
     RatioCurve,
@@ -48,6 +49,7 @@ def sketchify(
     model: Model,
     ratio: float | Mapping[Selector, float] | None = None,
     *,
+    plan: SketchPlan | None = None,
     data: Data | str | None = None,
     max_drop: float | None = None,
     evaluate: Evaluate | None = None,
@@ -63,6 +65,8 @@ def sketchify(
         model: any `nn.Module`. An `fx.GraphModule` or a `torch.export.ExportedProgram` has its functional
             calls (`F.linear`, `F.conv2d`) sketched too; the latter gives a GraphModule back.
         ratio: stored numbers of the replaced layers over their dense count, in (0, 1]; 0.5 unless given.
+        plan: in place of a ratio: what is sketched, by which scheme and at which rank, of `plan_sketch`, of
+            `sketch_report(other).plan` or `SketchPlan.from_json`; its ranks may have been edited.
         data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches, or a
             function that calls the model. A few hundred samples of what the model will be used for keep it
             much closer to itself than the weights alone can tell. The model runs on them in eval mode.
@@ -84,6 +88,7 @@ def sketchify(
 
     Raises:
         ConfigError, ConfigTypeError: an option, or the model, is not what is wanted; or it cannot be copied.
+        RankError: a rank of the plan is out of range.
         EvaluateError, RatioSearchError: evaluate raised or gave no number; no ratio is within max_drop.
         ResumeError: the folder is of another run, or cannot be used.
         DataError: the data holds no batch, cannot be read to its end, or leads to NaN.
@@ -94,8 +99,10 @@ def sketchify(
     config = read_config(ratio, options)
     check_search(ratio is not None, max_drop, evaluate)
     check_data(config, data, resume, example_inputs)
-    prepared = prepare(model, config, example_inputs)
-    if data is not None and evaluate is None:
+    if plan is not None:
+        check_recipe(plan, ratio, max_drop, config)
+    prepared = prepare(model, config, example_inputs, recipe=plan)
+    if data is not None and evaluate is None and plan is None:
         plan_sites(prepared, config)  # says that nothing can be sketched before any data is read
     dense_score = None if evaluate is None else measured(evaluate, prepared.given, "the dense model")
     learnt = learn(prepared, config, data, resume, example_inputs)

@@ -21,9 +21,10 @@ from torch import nn
 from panther_compile.api import plan_sketch, sketchify
 from panther_compile.checkpoint import load_sketched, save_sketched
 from panther_compile.config import ATTENTIONS
-from panther_compile.errors import ConfigError, ModelSourceError, PantherError
+from panther_compile.errors import ConfigError, ModelSourceError, PantherError, first_line
 from panther_compile.factorization.factorize import METHODS
 from panther_compile.factorization.sketches import SKETCH_KINDS
+from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
 
 try:
@@ -60,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("model", help="module:function, or a Hugging Face model's directory")
         command.add_argument("--json", action="store_true", help="print JSON in place of a table")
     sketch.add_argument("output", help="directory to save to")
+    sketch.add_argument(
+        "--plan", metavar="FILE.json", help="a plan in place of --ratio: `plan --json`, or edited"
+    )
     report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
     onnx.add_argument("source", help="the ONNX file to read")
     onnx.add_argument("target", help="the ONNX file to write")
@@ -106,10 +110,22 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
 def _sketch(options: argparse.Namespace) -> dict[str, Any]:
     given = _sketch_options(options)
+    if options.plan is not None:
+        given |= {
+            "plan": _read_plan(options.plan),
+            "ratio": None if options.ratio is None else given["ratio"],
+        }
     small = sketchify(build_model(options.model), **given, attention=options.attention, inplace=True)
     save_sketched(small, options.output)
     report = sketch_report(small)
     return {"text": f"{report}\nsaved to {options.output}", "json": report.to_dict()}
+
+
+def _read_plan(file: str) -> SketchPlan:
+    try:
+        return SketchPlan.from_json(Path(file).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--plan {file}: {first_line(error)}") from error
 
 
 def _report(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,18 +1,21 @@
 """What one stage hands the next."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Self
 
 from torch import fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
+from panther_compile.errors import CheckpointError, ConfigError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
 from panther_compile.reporting.plots import draw_curve
 from panther_compile.reporting.tables import render_table, share
+from panther_compile.typed_json import read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,25 @@ class SketchPlan:
     def achieved_ratio(self) -> float:
         """Stored over dense numbers of the replaced weights; 1.0 if there are none."""
         return self.stored_numbers / self.dense_numbers if self.sketched else 1.0
+
+    def to_json(self) -> str:
+        """The plan as JSON, to be edited and given to `sketchify(plan=)`; of a choice its rank counts."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The plan that `to_json` gave, as it was edited.
+
+        Raises:
+            ConfigError: it is no plan; the message says where.
+        """
+        try:
+            document = json.loads(text)
+            if isinstance(document, dict):
+                document.pop("achieved_ratio", None)  # what the command line adds
+            return read_record(cls, document, "the plan")
+        except (ValueError, RecursionError, CheckpointError) as error:
+            raise ConfigError(f"no plan in JSON: {error}") from error
 
     def __str__(self) -> str:
         """A table: one line for each weight, then the totals."""

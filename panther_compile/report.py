@@ -15,6 +15,7 @@ from panther_compile.records import (
     Closeness,
     Fitted,
     RatioCurve,
+    SketchPlan,
     SketchRecord,
     allocation_text,
     seconds_text,
@@ -85,6 +86,7 @@ class SketchReport:
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
         others: numbers of the matrices and kernels that no row is of, by the class of what holds them.
         output: what the model's result was taken for, and why; empty without inputs.
+        plan: that was carried out, for `sketchify(sibling, plan=plan)`; None if no record is left.
         closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
     """
 
@@ -103,6 +105,7 @@ class SketchReport:
     others: Mapping[str, int] = field(default_factory=dict)
     closeness: Closeness | None = None
     output: str = ""
+    plan: SketchPlan | None = None
 
     @property
     def achieved_ratio(self) -> float:
@@ -138,8 +141,8 @@ class SketchReport:
         return tuple(row for row in self.rows if row.scheme == "dense")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return asdict(self) | {"achieved_ratio": self.achieved_ratio}
+        """The report as JSON values; the plan has its own, see `SketchPlan.to_json`."""
+        return asdict(replace(self, plan=None)) | {"achieved_ratio": self.achieved_ratio}
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw what each sketched layer stores, its errors and its sensitivity (needs matplotlib).
@@ -266,6 +269,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         seconds={} if record is None else record.plan.seconds,
         others=_others(model, {row.name for row in rows}),
         closeness=None if record is None else record.closeness,
+        plan=None if record is None else record.plan,
         output="" if record is None else record.output,
     )
 

@@ -32,6 +32,7 @@ from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.fastest import fastest
 from panther_compile.planning.plan import TIMED, TimedSites, hides_progress, make_plan
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
+from panther_compile.planning.recipe import follow, options_of
 from panther_compile.planning.sites import Found, check_module, check_weights, find_sites, without_uncalled
 from panther_compile.planning.timing import time_sites
 from panther_compile.planning.trace import clone_structure, read_graph, read_run
@@ -50,13 +51,17 @@ from panther_compile.reporting.progress import ProgressBar
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The module given, the module tree to work on (its own, or a clone of it), and what was found in it."""
+    """The module given, the module tree to work on (its own, or a clone of it), and what was found in it.
+
+    `recipe` is the plan that was given, if one was.
+    """
 
     given: nn.Module
     model: nn.Module
     found: Found
     route: str
     reads_weights: bool
+    recipe: SketchPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,12 @@ def check_example(config: SketchConfig, example: Any, data: Data | None) -> None
 
 @undisturbed()
 def prepare(
-    model: nn.Module, config: SketchConfig, example: Any = None, *, meta_allowed: bool = False
+    model: nn.Module,
+    config: SketchConfig,
+    example: Any = None,
+    *,
+    meta_allowed: bool = False,
+    recipe: SketchPlan | None = None,
 ) -> Prepared:
     """Check the model, lift the functional calls of a graph, find the sites, and time them on an example."""
     exported = isinstance(model, ExportedProgram)
@@ -128,12 +138,12 @@ def prepare(
         model = copied(clone_structure, model)
         lift_functional(model)  # type: ignore[arg-type]
     reading = read_graph(model)
-    found = find_sites(model, config, reading)
+    found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
     check_weights(found, meta_allowed=meta_allowed)
     if example is not None:
         found = time_sites(model, found, example)
     route = "torch.export graph" if exported else reading.route
-    return Prepared(given, model, found, route, bool(reading.direct))
+    return Prepared(given, model, found, route, bool(reading.direct), recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +236,10 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     if studied is None:
         plan, ready = plan_sites(prepared, config), NOTHING_READY
     else:
-        calibrated = fit_model(studied, config)
+        recipe, found = prepared.recipe, prepared.found
+        if recipe is not None:
+            recipe = follow(found, recipe, config, prepared.route, data=True)
+        calibrated = fit_model(studied, config, recipe)
         plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
         note = calibrated.note
         _check_plan(prepared, plan, config)
@@ -267,7 +280,10 @@ def _stored(plan: SketchPlan) -> int:
 
 def plan_sites(prepared: Prepared, config: SketchConfig) -> SketchPlan:
     """The plan by the weights alone; raises NoTargetError if it sketches nothing that it was asked to."""
-    plan = make_plan(prepared.found, config, prepared.route)
+    if prepared.recipe is None:
+        plan = make_plan(prepared.found, config, prepared.route)
+    else:
+        plan = follow(prepared.found, prepared.recipe, config, prepared.route, data=False)
     _check_plan(prepared, plan, config)
     return plan
 

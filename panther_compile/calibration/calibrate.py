@@ -18,6 +18,7 @@ from panther_compile.calibration.shared_plan import share_input
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigError
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.targets import Target, find_targets, watch
@@ -146,22 +147,27 @@ def study_model(
     return Studied(model, found, route, calls, masks, targets, left_alone, residuals, study, folder)
 
 
-def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
+def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = None) -> Calibrated:
     """Choose ranks and fit every layer that data can fit.
 
     Args:
         studied: of `study_model`, with options that differ in the ratio alone.
         config: the options.
+        plan: to be carried out as it stands; None chooses one.
 
     Raises:
+        ConfigError: the plan narrows layers that this data does not show to be coupled.
         ConfigTypeError: the model cannot be copied.
         ResumeError: the folder cannot be read or written.
     """
-    plan = _choose(studied, config)
-    alone = _without_data(studied, plan, config)
-    if alone is not None:
-        return Calibrated(alone, {}, (), TOO_FEW)
-    plan = _share(studied, plan, config)
+    if plan is None:
+        plan = _choose(studied, config)
+        alone = _without_data(studied, plan, config)
+        if alone is not None:
+            return Calibrated(alone, {}, (), TOO_FEW)
+        plan = _share(studied, plan, config)
+    else:
+        _check_couplings(studied, plan)
     chosen = _chosen(plan, studied.targets)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, studied.folder)
     fit_in_lockstep(
@@ -175,6 +181,15 @@ def fit_model(studied: Studied, config: SketchConfig) -> Calibrated:
     unreached = tuple(name for name in chosen if name not in fit.ready)
     fit.cut(unreached)
     return Calibrated(plan, fit.ready, unreached)
+
+
+def _check_couplings(studied: Studied, plan: SketchPlan) -> None:
+    """Raise ConfigError if the plan narrows layers that are not coupled, as far as data shows."""
+    known = {losses.coupling.names for losses in studied.study.losses.values()}
+    for line in plan.sketched:
+        if line.choice is not None and line.choice.link and line.choice.link not in known:
+            names = " > ".join(line.choice.link)
+            raise ConfigError(f"the plan narrows {names}, which on this data do not hand features on alone")
 
 
 def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:

@@ -3,6 +3,7 @@
 trace         a model's graph where one is to be had; else, given data, a run of it
 sites         what can be sketched in a model, and why the rest is left alone
 plan          a scheme and a rank for every weight under one budget
+recipe        a plan that was given, followed as it stands
 coupled       layers that are narrowed together, as one unit of a plan
 timing        layers and whole models timed beside their sketches
 ratio_search  the smallest ratio within a drop of a score

@@ -120,7 +120,7 @@ def make_plan(
         place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
         parts = parts_of(site, owner)
         energies = budgets[place][1] < 1.0 and not set(parts) <= set(values)
-        units = _with_tied(units_of(parts, config, energies=energies), site)
+        units = with_tied(units_of(parts, config, energies=energies), site)
         units = tuple(_with_values(unit, values.get(unit.name)) for unit in units)
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
@@ -190,7 +190,7 @@ def picks(selector: Selector, site: Site) -> bool:
     return any(selects(selector, site.module, name) for name in (site.name, *site.aliases))
 
 
-def _with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
+def with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
     """The units; the first also counts the biases of the layers tied to the site."""
     biases = [module._parameters.get("bias") for _, module in site.tied]
     numbers = sum(bias.numel() for bias in biases if bias is not None)

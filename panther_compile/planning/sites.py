@@ -17,6 +17,7 @@ from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.planning.trace import Reading
 from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
 
+NOT_INCLUDED = "not included"
 _HEAD = "output head: left alone unless included"
 
 
@@ -248,7 +249,7 @@ def _not_selected(match: _Match, config: SketchConfig) -> str | None:
     if _any(selectors(config.exclude), match):
         return "excluded"
     if config.include is not None and not _asked_for(match, config):
-        return "not included"
+        return NOT_INCLUDED
     if not _any(tuple(selector for selector, _ in config.ratios()), match):
         return "matches no selector of ratio"
     return None

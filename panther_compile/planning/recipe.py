@@ -1,0 +1,122 @@
+"""A plan that was given: checked against the model, its ranks carried out as they stand."""
+
+import re
+from dataclasses import replace
+
+from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigError, ConfigTypeError, RankError
+from panther_compile.kinds.parts import parts_of, units_of
+from panther_compile.planning.plan import with_tied
+from panther_compile.planning.sites import NOT_INCLUDED, Found
+from panther_compile.records import Choice, LayerPlan, SketchPlan, Unit
+
+LEFT_DENSE = "left dense by the plan"
+
+
+def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchConfig) -> None:
+    """Raise ConfigError for options that would choose ranks, which a plan has.
+
+    Raises:
+        ConfigTypeError: it is no plan.
+    """
+    if not isinstance(plan, SketchPlan):
+        raise ConfigTypeError(
+            f"plan is a {type(plan).__name__}, wanted a SketchPlan, of plan_sketch or SketchPlan.from_json"
+        )
+    given = {
+        "ratio": ratio is not None,
+        "max_drop": max_drop is not None,
+        "objective": config.objective != "size",
+        "include": config.include is not None,
+        "exclude": config.exclude is not None,
+        "round_rank_to": config.round_rank_to is not None,
+    }
+    for option, there in given.items():
+        if there:
+            raise ConfigError(f"{option}= conflicts with plan=, which says what is sketched at which rank")
+    if not plan.sketched:
+        raise ConfigError("the plan sketches no weight")
+
+
+def options_of(plan: SketchPlan, config: SketchConfig) -> SketchConfig:
+    """The options with which what the plan sketches is found, however small it is."""
+    names = {line.name for line in plan.sketched}
+    names |= {name.rpartition(".")[0] for name in names}  # an attention, whose projections the plan names
+    wanted = re.compile("|".join(map(re.escape, sorted(names))))
+    return replace(config, include=[wanted], min_params=0, allow_slower=True)
+
+
+def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, data: bool) -> SketchPlan:
+    """The plan for the sites of a model: schemes and ranks as given, numbers and reasons anew.
+
+    Args:
+        found: what was found with the options of `options_of`.
+        plan: may have been edited, or made for another model of the same names and shapes.
+        config: the options.
+        route: how the sites were found.
+        data: whether layers are fitted to data.
+
+    Raises:
+        ConfigError: a weight that the plan sketches is not in the model, has another shape, cannot be stored
+            by its scheme; or shares factors or is narrow, for which there has to be data.
+        RankError: a rank is out of range.
+    """
+    given = {line.name: line for line in plan.layers}
+    lines = [_skipped(line, given.get(line.name)) for line in found.skipped]
+    for site, kind in found.sites:
+        for unit in with_tied(units_of(parts_of(site, kind), config, energies=False), site):
+            lines.append(_line(unit, site.kind, given.pop(unit.name, None), data))
+    missing = [line for line in given.values() if line.choice is not None]
+    if missing:
+        first, reasons = missing[0], {line.name: line.reason for line in found.skipped}
+        why = reasons.get(first.name, "the model has no such weight that can be sketched")
+        raise ConfigError(f"the plan sketches {first.name} ({_shape(first.shape)}): {why}")
+    place = {line.name: number for number, line in enumerate(plan.layers)}
+    lines.sort(key=lambda line: place.get(line.name, len(place)))
+    return SketchPlan(tuple(lines), plan.ratio, route, plan.allocation, plan.tried, undecided=plan.undecided)
+
+
+def _skipped(line: LayerPlan, given: LayerPlan | None) -> LayerPlan:
+    """A layer that was not looked for, with the plan's own reason if it has one."""
+    if line.reason != NOT_INCLUDED:
+        return line
+    return replace(line, reason=(given and given.choice is None and given.reason) or LEFT_DENSE)
+
+
+def _line(unit: Unit, kind: str, given: LayerPlan | None, data: bool) -> LayerPlan:
+    dense = LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, LEFT_DENSE)
+    if given is None or given.choice is None:
+        return dense
+    if given.shape != unit.shape:
+        raise ConfigError(
+            f"the plan's {unit.name} is {_shape(given.shape)}, the model's is {_shape(unit.shape)}"
+        )
+    return replace(dense, choice=_choice(unit, given.choice, data), reason=given.reason)
+
+
+def _choice(unit: Unit, choice: Choice, data: bool) -> Choice:
+    if choice.link or choice.sharing:
+        if not data:
+            what = "narrowed with" if choice.link else "to share a factor with"
+            others = ", ".join(name for name in choice.link or choice.sharing if name != unit.name)
+            raise ConfigError(f"the plan has {unit.name} {what} {others}, which needs data=")
+        return choice
+    schemes = {candidate.scheme: candidate for candidate in unit.candidates}
+    candidate = schemes.get(choice.scheme)
+    if candidate is None:
+        raise ConfigError(
+            f"the plan stores {unit.name} as {choice.scheme!r}, wanted one of {', '.join(schemes) or 'none'}"
+        )
+    if not 1 <= choice.rank <= candidate.max_rank:
+        raise RankError(
+            f"the plan's rank {choice.rank} for {unit.name} ({_shape(unit.shape)}), wanted "
+            f"1..{candidate.max_rank} as {choice.scheme!r}"
+        )
+    ranks = candidate.ranks(choice.rank)
+    numbers = candidate.numbers(choice.rank) + unit.bias_numbers
+    error = choice.error if ranks == choice.ranks else None
+    return replace(choice, ranks=ranks, stored_numbers=numbers, error=error)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
