@@ -124,7 +124,7 @@ def draw(pairs: dict[str, Tensor], rows: list[dict[str, float]], path: Path) -> 
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer texts and timings")
+    parser.add_argument("--quick", action="store_true", help="two of the six layers, fewer and shorter texts")
     parser.add_argument("--output", type=Path, default=Path("out"), help="where the picture goes")
     options = parser.parse_args()
     found = paragraphs(64 if options.quick else 512)
@@ -133,9 +133,11 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model_directory())
     dense = AutoModel.from_pretrained(model_directory()).eval()
+    if options.quick:
+        dense.encoder.layer = dense.encoder.layer[:2]
 
     def tokenize(texts: list[str]) -> list[dict[str, Tensor]]:
-        limits = {"padding": True, "truncation": True, "max_length": 128}
+        limits = {"padding": True, "truncation": True, "max_length": 16 if options.quick else 128}
         return [
             dict(tokenizer(texts[i : i + 32], return_tensors="pt", **limits))
             for i in range(0, len(texts), 32)

@@ -113,9 +113,16 @@ def missing_tree_paths(block, root):
     return min(missing(paths), missing(below_first), key=len)
 
 
-def test_readme_code_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("quarter", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_readme_code_runs(quarter, tmp_path, monkeypatch):
+    """A quarter of each width is a twentieth of the time; the lines are the same."""
     monkeypatch.chdir(tmp_path)
-    assert run_blocks(README.read_text(encoding="utf-8"), "README.md") > 0
+    text = README.read_text(encoding="utf-8")
+    assert "768" in text
+    assert "3072" in text
+    if quarter:
+        text = text.replace("768", "192").replace("3072", "768")
+    assert run_blocks(text, "README.md") > 0
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)

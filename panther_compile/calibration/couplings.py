@@ -311,8 +311,10 @@ def _alike(found: Tensor, wanted: Tensor) -> bool:
     finite = wanted.isfinite()
     if not torch.equal(found.isfinite(), finite):
         return False
-    size = float(wanted[finite].abs().max()) if bool(finite.any()) else 0.0
-    return float((found - wanted)[finite].abs().max()) <= tolerance * size if size else True
+    if not bool(finite.any()):
+        return True
+    size, apart = (torch.where(finite, x, 0.0).abs().max() for x in (wanted, found - wanted))
+    return bool(size == 0 or apart <= tolerance * size)
 
 
 def _tolerance(x: Tensor) -> float:
