@@ -1,5 +1,9 @@
 """Under every test: no network, a fixed seed, one thread, Triton interpreted without CUDA."""
 
+import copy
+import functools
+import gc
+import importlib.util
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,6 +34,33 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_is_collected():
+    """A collection, and Dynamo asks for many, looks at what a file made and not at a million imported objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _onnx_functions_are_read_once():
+    """Spare each torch.onnx.export a second, in which it reads the functions of all operators again."""
+    if importlib.util.find_spec("onnxscript") is None:
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read = functools.cache(ONNXRegistry.from_torchlib.__func__)
+
+    def from_torchlib(cls, **options):
+        registry = copy.copy(read(cls, **options))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", classmethod(from_torchlib))
+        yield
+
+
 @pytest.fixture
 def fresh_dynamo():
     """Nothing compiled before counts, and nothing compiled here remains."""
@@ -51,6 +82,10 @@ def pytest_xdist_make_scheduler(config, log):
             return _RANKS if nodeid.startswith(_RANKS) else super()._split_scope(nodeid)
 
     return Files(config, log)
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # else what is left at exit is reported as a leak
 
 
 def pytest_collection_modifyitems(config, items):
