@@ -14,7 +14,13 @@ from panther_compile.models.outputs import distance
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 
 
-@pytest.mark.parametrize("name", names())
+# Each is built like one that stays: bert, gpt2, llama, t5, resnet, vit.
+ALIKE = ("roberta", "distilbert", "mistral", "bart", "efficientnet", "clip")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in names()]
+)
 def test_data_keeps_every_model_of_the_zoo_closer_to_itself(name):
     entry = ZOO[name]
     dense = entry.build()

@@ -104,7 +104,7 @@ def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
         pytest.param(
             {"name": "gpt2", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"}, marks=pytest.mark.slow
         ),
-        {"name": "gpt2", "mesh": {"pp": 2, "tp": 2}},
+        pytest.param({"name": "gpt2", "mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.slow),
         {"name": "gpt2", "mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
     ],
 )
@@ -115,7 +115,7 @@ def test_states(four, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"},
+        pytest.param({"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"}, marks=pytest.mark.slow),
         {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp", "part": {"schedule": "interleaved"}},
         {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
         {"mesh": {"pp": 2, "tp": 2}},

@@ -71,8 +71,7 @@ QUICK = [
     (2, "tp2", "resnet", False),
     (4, "dp2-tp2-fsdp", "vit", False),
     (4, "pp2-tp2-zbv", "gpt2", True),
-    (8, "dp2-pp2-tp2-fsdp", "bert", True),
-    (8, "dp2-pp2-tp2-ddp", "gpt2", False),
+    (8, "dp2-pp2-tp2-fsdp", "gpt2", True),
 ]
 ALL = [
     (count, layout, name, sketched)
