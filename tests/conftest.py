@@ -36,7 +36,7 @@ def _seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_old_is_collected():
-    """A collection, and Dynamo asks for many, looks at what a file made and not at a million imported objects."""
+    """A collection, and Dynamo asks for many, sees what a file made and not a million imported objects."""
     gc.collect()
     gc.freeze()
 
