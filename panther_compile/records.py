@@ -13,6 +13,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from panther_compile.errors import CheckpointError, ConfigError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
+from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plots import draw_curve
 from panther_compile.reporting.tables import render_table, share
 from panther_compile.typed_json import read_record
@@ -229,7 +230,10 @@ class SketchPlan:
             *filter(None, (allocation_text(self.allocation, self.tried, self.undecided),)),
             *filter(None, (seconds_text(self.seconds),)),
         )
-        return render_table("Sketch plan", columns, rows, footer)
+        shown = [row for row, _ in fold(rows, same=(1, 3))]
+        return render_table(
+            "Sketch plan", columns, shown, footer, optional=("kind", "shape", "dense", "weight error")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What was done to a model, counted on the model as it is now."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -20,6 +20,7 @@ from panther_compile.records import (
     allocation_text,
     seconds_text,
 )
+from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plots import draw_layers
 from panther_compile.reporting.tables import render_html, render_table, share
 
@@ -165,16 +166,19 @@ class SketchReport:
         )
 
     def __str__(self) -> str:
-        """How close the outputs are; a table with one line for each weight; the totals."""
+        """How close the outputs are; a table, layers that repeat in one line; the totals."""
         columns, rows, footer = self._cells()
         fitted = any(row.output_error is not None for row in self.rows)
-        table = render_table("Sketch report", columns, rows, footer, width=190 if fitted else 160)
+        width, shown = 190 if fitted else 160, [row for row, _ in fold(rows, same=(1, 2))]
+        table = render_table("Sketch report", columns, shown, footer, width=width, optional=_OPTIONAL)
         return table if self.closeness is None else f"{self.closeness}\n{table}"
 
     def _repr_html_(self) -> str:
         """The same in a notebook, the share that each layer stores drawn as a bar."""
         columns, rows, footer = self._cells()
-        bars = [row.stored_numbers / row.dense_numbers if row.dense_numbers else None for row in self.rows]
+        folded = fold(rows, same=(1, 2))
+        bars = [_stored_share([self.rows[place] for place in places]) for _, places in folded]
+        rows = [row for row, _ in folded]
         above = () if self.closeness is None else (str(self.closeness),)
         return render_html("Sketch report", columns, rows, footer, above=above, bars=bars, bar_column="ratio")
 
@@ -232,6 +236,15 @@ class SketchReport:
             ),
         )
         return columns, rows, footer
+
+
+# Columns that a narrow terminal does without, the first one first.
+_OPTIONAL = ("sensitivity", "predicted", "kind", "FLOPs", "dense", "scheme", "stored", "weight error")
+
+
+def _stored_share(rows: Sequence[ReportRow]) -> float | None:
+    dense = sum(row.dense_numbers for row in rows)
+    return sum(row.stored_numbers for row in rows) / dense if dense else None
 
 
 def sketch_report(model: nn.Module) -> SketchReport:

@@ -1,6 +1,7 @@
 """What people look at.
 
-tables  what `print(plan)` and `print(report)` show
-plots   what `report.plot` and `curve.plot` draw
-progress  Progress bars that leave nothing behind
+folding   layers that repeat, in one row
+progress  progress bars that leave nothing behind
+tables    what `print(plan)` and `print(report)` show
+plots     what `report.plot` and `curve.plot` draw
 """

@@ -2,7 +2,10 @@
 
 import html
 import io
+import shutil
 from collections.abc import Sequence
+
+_LAST = 24  # characters that a last column, of words, has at least
 
 
 def render_table(
@@ -12,16 +15,20 @@ def render_table(
     footer: Sequence[str],
     *,
     width: int = 160,
+    optional: Sequence[str] = (),
 ) -> str:
-    """A table as text.
+    """A table as text, as wide as the terminal if it is printed on one.
 
     Args:
         title: above the table.
         columns: (heading, "left" or "right") of each.
         rows: the cells.
         footer: lines below the table.
-        width: in characters; longer cells are folded.
+        width: in characters, where there is no terminal; longer cells are folded.
+        optional: headings of columns that are left out, one after the other, until the rest fits.
     """
+    width = shutil.get_terminal_size((width, 24)).columns
+    columns, rows = _fitting(columns, rows, width, optional)
     # rich takes 0.1 s to import, which only those who print a table should pay.
     from rich import box
     from rich.console import Console
@@ -38,6 +45,20 @@ def render_table(
     console.print(table)
     lines = (line.rstrip() for line in text.getvalue().splitlines())
     return "\n".join([*lines, *footer])
+
+
+def _fitting(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], width: int, optional: Sequence[str]
+) -> tuple[Sequence[tuple[str, str]], Sequence[Sequence[str]]]:
+    """The columns without the optional ones that do not fit beside the others; the last one folds."""
+    left_out: set[str] = set()
+    for heading in (*optional, None):
+        kept = [place for place, (one, _) in enumerate(columns) if one not in left_out]
+        longest = [max(len(row[place]) for row in (*rows, [one for one, _ in columns])) for place in kept]
+        if heading is None or sum(longest[:-1]) + min(longest[-1], _LAST) + 2 * len(kept) <= width:
+            break
+        left_out.add(heading)
+    return [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def render_html(
