@@ -1,5 +1,6 @@
 """The peers of benchmarks/accuracy.py against their own equations, and how its results are kept."""
 
+import ast
 import copy
 import sys
 from pathlib import Path
@@ -345,3 +346,20 @@ def test_report_tells_where_a_peer_is_ahead(tmp_path):
     assert "Where a peer is ahead: score at 0.5 in domain: svd 0.700, ours 0.500. By chance." in text
     assert "| ours | in | 0.500 |" in text
     assert "| ours | off | **0.800** |" in text
+
+
+def test_only_options_that_the_readme_shows():
+    root = Path(__file__).resolve().parents[1]
+    readme = (root / "README.md").read_text()
+    sources = [ast.parse(path.read_text()) for path in (root / "benchmarks" / "accuracy_models").glob("*.py")]
+    given = {
+        key.value
+        for tree in sources
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "options" and isinstance(keyword.value, ast.Dict)
+        for key in keyword.value.keys
+    }
+    assert given
+    assert {option for option in given if f"{option}=" not in readme} == set()
