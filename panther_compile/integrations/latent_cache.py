@@ -58,6 +58,8 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
         NoTargetError: no attention of it has a sketched layer.
     """
 
+    layers: list[Any]  # of the DynamicCache
+
     def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
         """For an encoder-decoder, the pair."""
         config = getattr(model, "config", None)
