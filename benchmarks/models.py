@@ -293,7 +293,7 @@ def report(names: list[str], options: argparse.Namespace, seconds: float) -> Ite
     yield (
         f"{platform.machine()} CPU ({_cpu()}), {clock}, float32, PyTorch {torch.__version__}, ratio {RATIO}, "
         "inference, eager. The fastest of many turns taken side by side. Bert-base has batch 8 and sequence "
-        "128, the others are the small models of `tests/zoo.py`, sketched from 512 numbers a weight. For "
+        "128, the others are the small models of `tests/zoo/`, sketched from 512 numbers a weight. For "
         "latency: made with `objective='latency'` on the same inputs. Noise: how far two times of the dense "
         "model in the same turns are apart. Made by `benchmarks/models.py`."
     )

@@ -38,7 +38,7 @@ from panther_compile.partition.stages.ends import linear_cuts, measure_cuts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from stage_milp import milp_bound
-from zoo import UNet
+from zoo.handwritten import UNet
 
 META = torch.device("meta")
 

@@ -84,7 +84,7 @@ def tell_rates(here: Hardware) -> str:
 _TEXT = """\
 # Stages of the zoo: predicted and measured
 
-Made by `benchmarks/stage_times.py`: two stages of each model of `tests/zoo.py` in train mode, forward and
+Made by `benchmarks/stage_times.py`: two stages of each model of `tests/zoo/` in train mode, forward and
 backward of one microbatch, predicted / measured in milliseconds of one CPU core, best of {rounds} rounds.
 The first three columns are by the rates of this device, measured once on sequences of random operations
 (`measure_hardware`, {seconds:.0f} s of processor time) that know nothing of these models; the others by a

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
 
 from panther_compile.calibration.couplings import find_couplings
@@ -11,7 +12,6 @@ from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import record_calls
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.trace import read_graph
-from tests import zoo
 
 WIDTH, HIDDEN = 8, 24
 

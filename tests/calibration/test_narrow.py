@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
 
 import panther_compile as pc
@@ -13,7 +14,6 @@ from panther_compile.calibration.narrow import choose_features, features_kept, r
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.planning.coupled import Coupling
-from tests import zoo
 
 OPTIONS = {"allow_slower": True, "min_params": 1, "include": "*", "progress": False}
 OUTPUTS = 5

@@ -93,7 +93,7 @@ class Whole(nn.Module):
     def __init__(self):
         super().__init__()
         self.before = nn.Linear(32, 32)
-        self.body = zoo.EarlyExit()
+        self.body = zoo.handwritten.EarlyExit()
         self.after = nn.Linear(8, 8)
 
     def forward(self, x):
