@@ -366,7 +366,7 @@ def empty_layers(
                 f"{path} holds a {entry.type} ({entry.name!r}), which this panther_compile does not know: "
                 "upgrade it"
             )
-        layer = _empty_layer(layer_type, entry, path)
+        layer = _empty_layer(layer_type, entry, path).adopt(old)
         _check_size(old, layer, entry.name, model, path)
         new[old] = layer.train(old.training)
     return new

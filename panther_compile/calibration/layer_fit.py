@@ -22,6 +22,7 @@ from panther_compile.kinds.targets import Target
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.rows import paired
 from panther_compile.models.watched import Arrival
 from panther_compile.planning.coupled import Coupling
 from panther_compile.records import Choice, Fitted, SketchPlan
@@ -209,8 +210,9 @@ class LayerFit:
         sums: MomentSums | None = None
         for arrival in arrivals:
             kept = self._masks[arrival.batch]
-            x = target.rows(arrival.x, kept)
-            z = x if arrival.x is arrival.z else target.rows(arrival.z, kept)
+            in_dense, in_sketched = paired(arrival.x, arrival.z)
+            x = target.rows(in_dense, kept)
+            z = x if arrival.x is arrival.z else target.rows(in_sketched, kept)
             if len(x) != len(z):  # a router has sent other rows here: fit to what comes
                 x = z
             sums = MomentSums(z.shape[1], z.device) if sums is None else sums

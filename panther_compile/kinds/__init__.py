@@ -11,6 +11,7 @@ targets     the weights that data can fit, and copies of a model in which they a
 conv1d          nn.Conv1d becomes SketchedConv1d
 conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
 conv_transpose  nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d
+experts         the experts of Hugging Face mixtures become SketchedExperts
 fit_conv2d      A sketched convolution from data
 parts           The weights of a site, whatever its kind
 recurrent       nn.LSTM and nn.GRU become SketchedLSTM and SketchedGRU

@@ -11,6 +11,7 @@ from panther_compile.kinds.conv1d_hf import HuggingFaceConv1DKind
 from panther_compile.kinds.conv2d import Conv2dKind
 from panther_compile.kinds.conv_transpose import ConvTranspose1dKind, ConvTranspose2dKind
 from panther_compile.kinds.embedding import EmbeddingKind
+from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
 from panther_compile.kinds.recurrent import GRUKind, LSTMKind
 from panther_compile.layers.base import SketchedLayer
@@ -27,6 +28,7 @@ KINDS: tuple[Kind, ...] = (
     LSTMKind(),
     GRUKind(),
     EmbeddingKind(),
+    ExpertsKind(),
 )
 
 

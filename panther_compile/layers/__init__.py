@@ -9,6 +9,7 @@ conv2d           SketchedConv2d: nn.Conv2d as a chain of smaller ones
 conv_transpose   SketchedConvTranspose1d and 2d: a 1 x 1 convolution and a thinner transposed one
 convolution      SketchedConvolution: what the sketched convolutions have in common
 embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)
+experts          SketchedExperts: a mixture of experts, a linear layer for each weight of each expert
 favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read
 linear           SketchedLinear
@@ -24,6 +25,7 @@ from panther_compile.layers.conv1d import SketchedConv1d
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
 from panther_compile.layers.embedding import SketchedEmbedding
+from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
@@ -37,6 +39,7 @@ __all__ = [
     "SketchedConvTranspose1d",
     "SketchedConvTranspose2d",
     "SketchedEmbedding",
+    "SketchedExperts",
     "SketchedGRU",
     "SketchedLSTM",
     "SketchedLayer",

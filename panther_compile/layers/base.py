@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ class SketchedLayer(nn.Module):
     @abstractmethod
     def sketch_spec(self) -> Spec:
         """The constructor's keyword arguments, all of them JSON values (no device, no dtype)."""
+
+    def adopt(self, dense: nn.Module) -> Self:
+        """Take from the layer that is replaced what no spec holds, without changing it: nothing, as a rule.
+
+        Raises:
+            CheckpointMismatchError: it is none that this layer replaces.
+        """
+        return self
 
     @abstractmethod
     def to_dense(self) -> nn.Module:

@@ -40,6 +40,10 @@ def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
         shared = memo.setdefault(id(old_bias), new_bias)
         _put_parameter(replacement, new_bias, shared)
     result: nn.Module = copy.deepcopy(model, memo)
+    for replacement in new.values():  # what it shares with the model, as a configuration, follows too
+        for module in replacement.modules():
+            held = vars(module)
+            held.update({name: memo[id(one)] for name, one in held.items() if id(one) in memo})
     return result
 
 

@@ -332,6 +332,11 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
         elif is_onnx(node, *onnx_operators()) and not _constant_operands(node):
             for value in node.inputs[:2]:
                 maker = None if value is None else value.producer()
+                several = _gathered_from(maker)
+                if several is not None:
+                    reason = "its matrices are gathered by row, as experts: sketch the model, then export it"
+                    yield _stays_dense(name, node.op_type, several, reason)
+                    break
                 if maker is None or any(_is_computed(operand) for operand in maker.inputs):
                     continue
                 reason = f"its weight is made by {maker.op_type}"
@@ -345,6 +350,14 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
                 name = f"{function.name}/{node.name or node.op_type}"
                 reason = f"inside the function {function.name}: onnx.inliner takes it out of there"
                 yield LayerPlan(name, node.op_type, (), 0, None, reason)
+
+
+def _gathered_from(maker: ir.Node | None) -> ir.TensorProtocol | None:
+    """The constant of several matrices that a node gathers some of; None of other nodes."""
+    if maker is None or not is_onnx(maker, "Gather", "GatherND") or maker.inputs[0] is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(maker.inputs[0])
+    return tensor if tensor is not None and len(_shape(tensor)) == 3 else None
 
 
 def _is_computed(value: ir.Value | None) -> bool:
