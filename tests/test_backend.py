@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled import close, graphs
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from zoo import ZOO, call, names, tensors
 
 import panther_compile as pc
 from panther_compile.errors import BackendError, ConfigError
@@ -20,7 +20,6 @@ from panther_compile.passes.runner import GraphPass, PassResult
 
 SKETCH = {"min_params": 0, "allow_slower": True}
 OPTIONS = {"inner": "eager", **SKETCH}
-FAST = ("mixer", "tied_autoencoder", "odd_convnet", "unet", "convnext", "encoder_classifier", "vit", "gpt2")
 HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -58,18 +57,6 @@ def low_rank(model, rank=3):
 
 def net():
     return low_rank(Net())
-
-
-def close(found, wanted, tolerance=1e-4):
-    found, wanted = tensors(found), tensors(wanted)
-    assert len(found) == len(wanted) > 0
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape
-        assert (a - b).norm() <= tolerance * b.norm() + 1e-6
-
-
-def graphs():
-    return counters["stats"]["unique_graphs"]
 
 
 def compiled_net(model, **options):
@@ -446,64 +433,6 @@ def test_attention_and_lazy_weights_break_no_graph():
     compiled = torch.compile(small, backend="panther", options={"inner": "aot_eager"}, fullgraph=True)
     with torch.no_grad():
         close(compiled(x), small(x))
-
-
-# -------------------------------------------------------------------------------------------- the zoo
-
-
-def case_of(name, *slow):
-    return pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", [case_of(name) for name in names()])
-def test_zoo_sketched(name):
-    """The same outputs as in eager, in as many graphs as the dense model."""
-    entry = ZOO[name]
-    model, inputs = entry.build(), entry.inputs()
-    small = pc.sketchify(model, 0.5, min_params=256, allow_slower=True, progress=False)
-    with torch.no_grad():
-        call(torch.compile(model, backend="eager"), inputs)
-        dense_graphs, dense_breaks = graphs(), sum(counters["graph_break"].values())
-        torch._dynamo.reset()
-        counters.clear()
-        compiled = torch.compile(small, backend="panther", options={"inner": "eager"})
-        close(call(compiled, inputs), call(small, inputs))
-        call(compiled, inputs)
-    if dense_graphs:  # else Dynamo gave the model up, and compiles what it can of our layers alone
-        assert (graphs(), sum(counters["graph_break"].values())) == (dense_graphs, dense_breaks)
-
-
-# Its router is a parameter, so no layer to `sketchify`, and full in rank; the graph shows that it is one.
-ROUTED = {"mixtral"}
-
-
-@pytest.mark.parametrize("name", [case_of(name) for name in names() if name not in ROUTED])
-def test_zoo_dense(name):
-    """A model whose weights have low ranks is sketched exactly."""
-    entry = ZOO[name]
-    options = {"min_params": 256, "allow_slower": True}
-    model = entry.build()
-    if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        options["exclude"] = nn.Conv2d  # of low rank in another scheme, maybe
-    try:
-        model = pc.densify(pc.sketchify(model, 0.25, progress=False, **options))
-    except pc.PantherError:
-        pytest.skip("nothing but convolutions")
-    inputs = entry.inputs()
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="panther", options={"inner": "eager", "ratio": 0.6} | options)
-        close(call(compiled, inputs), call(model, inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["mixer", "odd_convnet"])
-def test_zoo_with_inductor(name):
-    entry = ZOO[name]
-    small = pc.sketchify(entry.build(), 0.5, min_params=256, allow_slower=True, progress=False)
-    inputs = entry.inputs()
-    with torch.no_grad():
-        close(call(torch.compile(small, backend="panther"), inputs), call(small, inputs))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from fuzz.holders import Branch, Gated, Idle, Nest, Optional, Residual, Tied, Twice, chain
 from fuzz.parts import (
     ACTIVATIONS,
     CALLS,
@@ -16,25 +17,16 @@ from fuzz.parts import (
     LINEAR_TYPES,
     Act,
     Attention,
-    Branch,
     Buffer,
     Conv,
     Conv1d,
     Encoder,
-    Gated,
     Half,
-    Idle,
     Linear,
-    Nest,
     Norm,
-    Optional,
     Recurrent,
-    Residual,
     Spec,
     Stack,
-    Tied,
-    Twice,
-    chain,
 )
 from hypothesis import strategies as st
 from torch import Tensor, nn

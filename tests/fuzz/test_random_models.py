@@ -5,7 +5,8 @@ import collections
 import hypothesis
 import pytest
 from fuzz.cases import CASES, Case
-from fuzz.parts import Conv, Gated, Linear
+from fuzz.holders import Gated
+from fuzz.parts import Conv, Linear
 from fuzz.properties import check
 from hypothesis import HealthCheck, Phase, given, settings
 
