@@ -23,7 +23,8 @@ OLDEST_TORCH  := 2.11
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
 PYTEST := $(PY) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PIP := $(PY) -m pip install -qq --disable-pip-version-check
+# Python compiles what it imports; pip would compile all of torch, transformers and sympy.
+PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check
 
 TORCH_STAMP := $(VENV)/.torch-$(or $(subst =,-,$(subst +,-,$(TORCH))),default)
 DEMO_STAMP  := $(VENV)/.installed-demo

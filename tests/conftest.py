@@ -8,6 +8,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+# Of every process that a test starts: threads that wait for each other take the time of the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ torch.set_num_threads(1)
 
 
 _RANKS = "tests/parallel/"  # start up to eight processes each
+# What takes longest begins first, so that no worker is left with it at the end.
+_FIRST = (_RANKS, "tests/test_docs.py", "tests/test_onnx_export.py", "tests/test_benchmarks_protocol.py")
 
 
 @pytest.fixture
@@ -89,8 +93,8 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # of xdist: what takes longest begins first
-        items.sort(key=lambda item: not item.nodeid.startswith(_RANKS))
+    if hasattr(config, "workerinput"):  # of xdist
+        items.sort(key=lambda item: [not item.nodeid.startswith(place) for place in _FIRST])
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="no CUDA device")

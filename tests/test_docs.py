@@ -146,7 +146,7 @@ def test_example_runs(example, tmp_path):
     done = subprocess.run(
         [sys.executable, example, "--quick"],
         cwd=tmp_path,
-        env={**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -15,7 +15,7 @@ JOBS = behavior, checkpoint_jobs, module_jobs, sharding_jobs, tensor_jobs
 torch.set_num_threads(1)
 for name in ("bert", "gpt2", "vit", "resnet"):
     zoo.ZOO[name].build()
-# Much is imported when a model is read; no backward runs here, whose threads could not be forked.
-training.partition(*training.build("mlp", sketched=True), {"tp": 2}).split()
+# Much is imported and kept when a model is read; no backward runs here, whose threads could not be forked.
+training.partition(*training.build("gpt2", sketched=True), {"dp": 2, "pp": 2, "tp": 2}).split()
 gc.collect()
 gc.freeze()  # else each process makes a copy of all this to collect what it cannot free
