@@ -123,10 +123,10 @@ def test_pivoted_form_loses_next_to_nothing(outlier):
         for form in (False, True)
     )
     assert plain.start is None
-    assert pivoted.down.shape == (10, 22)
+    assert pivoted.right.shape == (10, 22)
 
     def weighted(found):
-        new = found.left @ (found.down if found.start is None else rebuilt(found))
+        new = found.left @ (found.right if found.start is None else rebuilt(found))
         return loss(weight, new, x - moments.mean_x, z - moments.mean_z, metric)
 
     assert weighted(pivoted) <= 1.02 * weighted(plain)
@@ -134,7 +134,7 @@ def test_pivoted_form_loses_next_to_nothing(outlier):
 
 def rebuilt(found):
     identity = torch.eye(found.left.shape[1], dtype=torch.float64)
-    parts = (identity, found.down) if found.start == 0 else (found.down, identity)
+    parts = (identity, found.right) if found.start == 0 else (found.right, identity)
     return torch.cat(parts, dim=1)
 
 
@@ -143,7 +143,7 @@ def test_bias_makes_up_for_the_means():
     x, z = x + 3.0, z + 2.5
     moments = moments_of(x, z, centred=True)
     found = fit_matrix_to(weight, torch.zeros(12), moments, None, 5, pivoted=False, dtype=torch.float32)
-    lost = x @ weight.T - (z @ (found.left @ found.down).T + found.bias)
+    lost = x @ weight.T - (z @ (found.left @ found.right).T + found.bias)
     assert float(lost.mean(0).abs().max()) < 1e-3 * float((x @ weight.T).abs().mean())
 
 
