@@ -154,12 +154,13 @@ _TABLE: dict[str, tuple[Blocks, ...]] = {
     ),
     "sketched_conv2d": (
         Blocks({"BLOCK_P": 64, "BLOCK_K": 64, "BLOCK_O": 64}, 8, 2, (HALF,), 128, shared=_fused_shared),
-        Blocks({"BLOCK_P": 32, "BLOCK_K": 32, "BLOCK_O": 32}, 4, 2, KINDS, 128, shared=_fused_shared),
+        Blocks({"BLOCK_P": 32, "BLOCK_K": 32, "BLOCK_O": 32}, 4, 2, _TENSOR, 128, shared=_fused_shared),
+        Blocks({"BLOCK_P": 32, "BLOCK_K": 32, "BLOCK_O": 32}, 8, 2, (IEEE,), 128, shared=_fused_shared),
     ),
     # The width is that of q, k and v; the rows are those of a chunk.
     "favor": (
-        Blocks({"BLOCK_M": 64}, 8, 1, (HALF,), 64, rows=64),
         Blocks({"BLOCK_M": 32}, 8, 1, _TENSOR, 128),
+        Blocks({"BLOCK_M": 64}, 8, 1, (HALF,), 64, rows=128),
         Blocks({"BLOCK_M": 16}, 8, 1, (IEEE,), 64),
     ),
 }
@@ -251,8 +252,21 @@ def _shared_limit() -> int:
     return limit
 
 
-def chunk_length(kind: str, *, backward: bool) -> int:
-    """Rows of q, k and v to a chunk of the random-feature attention: as many as the registers hold."""
+def chunk_length(kind: str, rows: int, *, backward: bool) -> int:
+    """Rows of q, k and v to a chunk of the random-feature attention.
+
+    The states are moved four times, 16 M (V + 2) / length bytes a row; within a chunk a row costs
+    2 (M + V) length operations in TF32. By the rates of dispatch.py for an H100, 256 features and 64 columns
+    that is 1.7 ns a row in chunks of 64, 1.1 of 128 and 1.6 of 256. At 256 the output kernel does not compile
+    (158 registers to a thread, of 128); in the backward 64 already spill 80 to 300 bytes.
+
+    Args:
+        kind: of products, see `Call`.
+        rows: of all heads together; few are divided more finely, so that no multiprocessor is idle.
+        backward: whether gradients are computed.
+    """
     if triton.knobs.runtime.interpret:
         return 16
-    return 64 if kind == HALF and not backward else 32
+    if kind == IEEE or backward:
+        return 32
+    return 128 if rows >= 128 * _MULTIPROCESSORS else 64

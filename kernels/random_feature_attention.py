@@ -291,7 +291,7 @@ def sizes_of(
     """Chunks and blocks for these inputs; with `causal`, keys that no query sees are left out."""
     (L, D), S, V = q.shape[-2:], k.shape[-2], v.shape[-1]
     kind = kind_of(q.dtype, precision)
-    length = chunk_length(kind, backward=backward)
+    length = chunk_length(kind, q.shape[:-1].numel(), backward=backward)
     chunks = triton.cdiv(max(L, S) if causal else S, length)
     return Sizes(
         min(L, S) if causal else S,

@@ -86,7 +86,7 @@ class Driver:
             path.write_text(self.text)
             record["ptx"] = str(path)
         self.loaded.append(record)
-        return None, None, registers, local, 1024
+        return self, None, registers, local, 1024  # a module, or it would be loaded at each launch
 
     def launcher_cls(self, source, metadata):
         return lambda *args, **kwargs: None
@@ -117,6 +117,9 @@ def launch_linear(module, draw, dtype, precision, quick):
         module.sketched_linear_forward(draw(rows, 768), ragged, keep=True, precision=precision)
     given = {"multiplier": draw(rows, 768), "residual": draw(rows, 768), "activation": "silu"}
     module.sketched_linear_forward(draw(rows, 768), layers[1:2], precision=precision, **given)
+    # Another number of rows, odd besides, runs the same code.
+    given |= {"multiplier": draw(rows + 105, 768), "residual": draw(rows + 105, 768)}
+    module.sketched_linear_forward(draw(rows + 105, 768), layers[1:2], precision=precision, **given)
 
 
 def launch_decode(module, draw, dtype, precision, quick):
@@ -157,19 +160,23 @@ def launch_conv2d(module, draw, dtype, precision, quick):
 
 
 def launch_attention(module, draw, dtype, precision, quick):
-    """Heads of 64 and 128, causal or not."""
-    masked = torch.empty(2, 8, 500)
-    for width, causal, mask in ((64, True, masked), (64, False, None), (128, True, None))[
-        : 1 if quick else 3
-    ]:
+    """Heads of 64 and 128, causal or not, in chunks for many rows and for few."""
+    masked = torch.empty(2, 8, 2048)
+    cases = (
+        (64, 2048, True, masked),
+        (64, 500, True, None),
+        (64, 2048, False, None),
+        (128, 2048, True, None),
+    )
+    for width, length, causal, mask in cases[: 1 if quick else None]:
         backward = module.__name__.endswith("backward")
         sizes = {"head_dim": width, "columns": width, "forced": "triton", "backward": backward}
         if dispatch.choose_attention(dtype, **sizes) == "torch":
             continue
-        q, k, v = (draw(2, 8, 500, width) for _ in range(3))
+        q, k, v = (draw(2, 8, length, width) for _ in range(3))
         inputs, options = (q, k, v, draw(256, width), mask), {"causal": causal, "precision": precision}
         if backward:
-            module.favor_attention_backward(draw(2, 8, 500, width), *inputs, **options)
+            module.favor_attention_backward(draw(2, 8, length, width), *inputs, **options)
         else:
             module.favor_attention_forward(*inputs, **options)
 

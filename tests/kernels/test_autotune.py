@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import triton
 
 from panther_compile.kernels import autotune, sketched_linear
 from panther_compile.kernels.factor_set import Factors
@@ -137,6 +138,16 @@ def test_every_rank_that_dispatch_takes_has_a_line(itemsize, kinds):
         for kernel, rank in widest.items():
             call = autotune.Call(kind, rank, 1)
             assert any(one.serves(call, 227 * 1024) for one in autotune._TABLE[kernel])
+
+
+def test_chunks_fill_the_device(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    many, few = 32 * 2048, 12 * 512
+    assert autotune.chunk_length("half", many, backward=False) == 128
+    assert autotune.chunk_length("tf32", many, backward=False) == 128
+    assert autotune.chunk_length("half", few, backward=False) == 64
+    assert autotune.chunk_length("ieee", many, backward=False) == 32
+    assert autotune.chunk_length("half", many, backward=True) == 32
 
 
 @pytest.mark.gpu

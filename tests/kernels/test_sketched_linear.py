@@ -359,11 +359,15 @@ def test_every_configuration(dtype, name, form, each_configuration):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("start", [None, 0, 2048 - 64])
-def test_more_than_two_to_the_31_elements(start):
-    x = torch.randn(2**20 + 128, 2048, device="cuda", dtype=torch.float16)
-    form = "pair" if start is None else "first" if start == 0 else "last"
-    layer = make_layer(2048, 256, 64, form, torch.float16)
-    (y,), _ = sketched_linear.sketched_linear_forward(x, [layer])
-    (wanted,), _ = sketched_linear.sketched_linear_forward(x[-128:].clone(), [layer])
-    torch.testing.assert_close(y[-128:], wanted)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "tf32"])
+def test_every_configuration_of_decoding_at_a_large_rank(dtype, form, each_configuration):
+    precision, dtype = ("tf32", torch.float32) if dtype == "tf32" else ("ieee", DTYPES[dtype])
+    layers = [make_layer(1024, 512, 512, form, dtype)]
+    torch.backends.cuda.matmul.fp32_precision = precision  # of the plain results
+    try:
+        for _ in each_configuration(decode_linear):
+            for rows in (1, 8):
+                check_forward(FORWARDS["decode"], draw(rows, 1024, dtype=dtype), layers, precision=precision)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
