@@ -1,15 +1,14 @@
-"""What `kernels.py` times: the operations of some models, at which sizes, and in which order."""
+"""What `kernels.py` times: the operations of some models, at which sizes."""
 
-import itertools
 import math
-import random
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from kernel_low_precision import KINDS as LOW_PRECISION
+from kernel_low_precision import layers_of, stored_layers
 from torch import Tensor
 
 from panther_compile.kernels import dispatch, reference
@@ -49,7 +48,7 @@ CONV2D = {
 # (heads, head_dim, features)
 ATTENTION = {"BERT-base": (12, 64, 256), "Llama-7B": (32, 128, 256)}
 MODELS = (*LINEAR, *CONV2D)
-ROWS = (1, 4, 16, 128, 512, 2048, 4096, 16384)
+ROWS = (1, 4, 8, 16, 128, 512, 2048, 4096, 16384)
 RATIOS = (0.75, 0.5, 0.25)
 IMAGES = (1, 32)
 LENGTHS = (512, 2048, 8192)
@@ -60,7 +59,8 @@ FIRST_ROWS = (1, 16, 512, 4096)
 FIRST_LENGTHS = (512, 2048)
 # The most telling first. "tf32" is float32 with products in TF32, "fp32" with IEEE products.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
-CHEAP, COMPILED = "cheap", "compiled"
+CHEAP, LOW, COMPILED = "cheap", "low precision", "compiled"
+PASSES = ("forward", "backward")
 LABELS = ("op", "model", "shape", "rows", "form", "ratio", "rank")
 
 
@@ -110,6 +110,7 @@ class Case:
         traffic: numbers that its forward reads and writes, without the latent.
         build: makes the inputs, in memory, and returns the ways to run.
         compiled: whether torch.compile is tried.
+        quantize: makes of the inputs of plain torch a run in one of LOW_PRECISION; None where there is none.
     """
 
     labels: dict[str, Any]
@@ -120,20 +121,36 @@ class Case:
     traffic: int
     build: Callable[[Draw], Runs]
     compiled: bool = True
+    quantize: Callable[[str, tuple[Tensor, ...]], Run] | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a whole model, in inference."""
+        return bool(self.labels["op"] == "model")
+
+    def passes(self, contender: str) -> tuple[str, ...]:
+        """What of a contender is timed."""
+        return PASSES[:1] if self.is_model or contender in LOW_PRECISION else PASSES
 
     @property
     def tier(self) -> int:
         """0 for what shows most, else 1."""
         first = {"favor": FIRST_LENGTHS, "conv2d": IMAGES}.get(self.labels["op"], FIRST_ROWS)
-        first_tier = self.labels["rows"] in first and self.labels["ratio"] in (None, *FIRST_RATIOS)
+        first_tier = self.is_model or (
+            self.labels["rows"] in first and self.labels["ratio"] in (None, *FIRST_RATIOS)
+        )
         return int(not first_tier or self.labels["model"] not in FIRST_MODELS)
 
     def contenders(self, stage: str, dtype: str, *, on_cuda: bool) -> list[str]:
         """Who takes part in a stage, in one of DTYPES."""
         if stage == COMPILED:
-            return ["compiled"]
+            return ["compiled", *(["compiled dense"] if self.is_model else [])]
+        if stage == LOW:  # scales for each row go with bfloat16 alone
+            return [*LOW_PRECISION] if dtype == "bf16" else []
         if not on_cuda:
             return ["operator", "two products", "dense"]
+        if self.is_model:
+            return ["triton", "auto", "two products", "dense"]
         # Which device makes no difference where a kernel is asked for.
         device = dispatch.DeviceClass(1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0)
         found = choice(self.labels["op"], self.sizes, device, dtype, forced="triton")
@@ -144,6 +161,8 @@ class Case:
 
         As `has_kernel` of the operators says it: the decode kernels are only taken where they are asked for.
         """
+        if self.is_model and device is not None:
+            return "auto"
         if device is None or choice(self.labels["op"], self.sizes, device, dtype) != "fused":
             return "two products"
         return "triton"
@@ -212,7 +231,19 @@ def linear_case(model: str, inputs: int, outputs: int, rows: int, ratio: float, 
         2.0 * rows * stored,
         rows * (inputs + outputs) + stored + outputs,
         build,
+        quantize=quantizer([start]) if not any(size % 16 for size in (inputs, outputs, rank)) else None,
     )
+
+
+def quantizer(starts: Sequence[int | None]) -> Callable[[str, tuple[Tensor, ...]], Run]:
+    """Makes of x and the factors of layers, with a bias or without, a run in one of LOW_PRECISION."""
+
+    def quantize(kind: str, inputs: tuple[Tensor, ...]) -> Run:
+        x, *factors = (one.detach() for one in inputs)
+        bias = factors.pop() if len(factors) % 2 else None
+        return Run(layers_of(kind, starts), (x, bias, *stored_layers(kind, factors)))
+
+    return quantize
 
 
 def projections_case(model: str, inputs: int, outputs: Sequence[int], rows: int, ratio: float) -> Case:
@@ -245,6 +276,7 @@ def projections_case(model: str, inputs: int, outputs: Sequence[int], rows: int,
         2.0 * rows * stored,
         rows * (inputs + sum(outputs)) + stored,
         build,
+        quantize=quantizer([None] * len(ranks)) if not any(rank % 16 for rank in ranks) else None,
     )
 
 
@@ -324,39 +356,3 @@ def attention_case(model: str, length: int, causal: bool) -> Case:
         build,
         compiled=not causal,  # its loop over chunks is unrolled: minutes of compiling for one number
     )
-
-
-def all_cases(models: Sequence[str] = (), rows: Sequence[int] = (), *, quick: bool = False) -> Iterator[Case]:
-    """Every case of some models (none given: all), at some rows; `quick`: one shape of each kind."""
-    few = 1 if quick else None
-    rows = rows or ((1, 64) if quick else ROWS)
-    ratios = FIRST_RATIOS[:1] if quick else RATIOS
-    for model in models or (("BERT-base", "ResNet-50") if quick else MODELS):
-        for shape, row, ratio, form in itertools.product(
-            LINEAR.get(model, ())[:few], rows, ratios, ("pair", "pivoted")
-        ):
-            yield linear_case(model, *shape, row, ratio, form)
-        for row, ratio in itertools.product(rows, ratios) if model in PROJECTIONS else ():
-            yield projections_case(model, *PROJECTIONS[model], row, ratio)
-        for length, causal in itertools.product(LENGTHS[:few], (False, True)) if model in ATTENTION else ():
-            yield attention_case(model, length, causal)
-        shapes = CONV2D.get(model, ())
-        for conv, images, ratio in itertools.product(shapes[3:4] if quick else shapes, IMAGES[:few], ratios):
-            yield conv2d_case(model, conv, images, ratio)
-
-
-def interleaved(cases: Sequence[Case]) -> list[Case]:
-    """Every shape and form in turn, its sizes in a drawn order, so that any beginning is a fair sample."""
-    groups = defaultdict(list)
-    for case in random.Random(0).sample(list(cases), len(cases)):
-        groups[tuple(case.labels[key] for key in ("op", "model", "shape", "form"))].append(case)
-    turns = itertools.zip_longest(*groups.values())
-    return [case for turn in turns for case in turn if case is not None]
-
-
-def in_order(cases: Sequence[Case], *, compiled: bool) -> Iterator[tuple[Case, str]]:
-    """Cases with CHEAP or COMPILED, the contenders to be timed now: tier by tier, within it cheap first."""
-    for tier in (0, 1):
-        batch = interleaved([case for case in cases if case.tier == tier])
-        yield from ((case, CHEAP) for case in batch)
-        yield from ((case, COMPILED) for case in batch if compiled and case.compiled)

@@ -19,6 +19,8 @@ the next command goes on behind it. Elsewhere:
 Contenders: "triton" (the operator, PANTHER_COMPILE_KERNEL=triton; left out where no kernel serves the size),
 "two products" (plain torch: cuBLAS or cuDNN), "compiled" (torch.compile of the latter) and "dense" (the layer
 replaced). What the user gets, PANTHER_COMPILE_KERNEL=auto, is one of the first two: `picks` says which.
+"int8" and "fp8" are two products in these types (kernel_low_precision.py). Of whole models (kernel_models.py)
+"auto" is timed itself, and "compiled dense" besides.
 
 A time is what the device takes, the median of many runs with a cold L2 cache (of 16 rows and fewer, of
 replays of a CUDA graph of many layers), and its 20th and 80th percentile; "host" is what the processor
@@ -33,203 +35,39 @@ import contextlib
 import datetime
 import gc
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import DTYPES, MODELS, Case, Draw, Run, all_cases, in_order, precision_of
-from kernel_clock import (
-    Clock,
-    copies_wanted,
-    device_times,
-    in_microseconds,
-    made_up_times,
-    processor_times,
-    replay_times,
+from kernel_cases import CHEAP, COMPILED, DTYPES, LOW, MODELS, Case
+from kernel_clock import Clock
+from kernel_measure import (
+    Bench,
+    backward_of,
+    ceilings,
+    failures,
+    forward_of,
+    kernel_mode,
+    make_up,
+    measure,
+    set_precision,
 )
+from kernel_order import all_cases, in_order
 from kernel_report import details, summary
-from torch import Tensor
-from torch._functorch import config as functorch_config
 
 from panther_compile.kernels import dispatch
 
-PASSES = ("forward", "backward")
 KEY = ("device", "torch", "dtype", "op", "model", "shape", "rows", "form", "ratio", "contender", "pass")
-# Launching a graph would hide nothing more (see `device_times`), and its outputs would be overwritten by the
-# next run, which the backward of an earlier one still needs.
-COMPILE_MODE = "max-autotune-no-cudagraphs"
-GUESSES = {"cuda": {"cheap": 20.0, "compiled": 120.0}, "cpu": {"cheap": 1.0, "compiled": 30.0}}
+GUESSES = {"cuda": {CHEAP: 20.0, LOW: 30.0, COMPILED: 120.0}, "cpu": {CHEAP: 1.0, LOW: 30.0, COMPILED: 30.0}}
 BROKEN = 3
 FAKE = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4)  # of a dry run
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What to time on.
-
-    Attributes:
-        device: of all tensors.
-        name: of the type, one of DTYPES.
-        quick: whether the ceilings are measured on small tensors.
-        fake: whether the device is not there, and times are made up.
-    """
-
-    device: torch.device
-    name: str
-    quick: bool
-    fake: bool = False
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether kernels can run."""
-        return self.device.type == "cuda"
-
-    @property
-    def draw(self) -> Draw:
-        """Where inputs come from."""
-        return Draw(self.device, DTYPES[self.name])
-
-    def times(self, run: Callable[[], Any]) -> dict[str, float]:
-        """See `in_microseconds`."""
-        samples, host = device_times(run, self.device) if self.on_cuda else processor_times(run)
-        return in_microseconds(samples, host)
-
-
-def set_precision(name: str) -> None:
-    """Let float32 products be IEEE or TF32; by the older settings, which Inductor reads too."""
-    tf32 = precision_of(name) == "tf32"
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
-@contextlib.contextmanager
-def kernel_mode(mode: str) -> Iterator[None]:
-    """PANTHER_COMPILE_KERNEL for a while."""
-    before = os.environ.get("PANTHER_COMPILE_KERNEL")
-    os.environ["PANTHER_COMPILE_KERNEL"] = mode
-    try:
-        yield
-    finally:
-        del os.environ["PANTHER_COMPILE_KERNEL"]
-        if before is not None:
-            os.environ["PANTHER_COMPILE_KERNEL"] = before
-
-
-def compile_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through torch.compile, not one that an earlier case left behind."""
-    torch._dynamo.reset()
-    # A backward is timed many times on one forward, so it may not reuse the memory of what was saved for it.
-    functorch_config.donated_buffer = False
-    return torch.compile(function, mode=COMPILE_MODE, dynamic=False)
-
-
-def failures() -> tuple[type[Exception], ...]:
-    """What one contender may fail with while the others go on: memory that ran out, and compilers."""
-    with contextlib.suppress(ImportError):
-        from triton.errors import TritonError
-
-        return (RuntimeError, TritonError)
-    return (RuntimeError,)  # torch.OutOfMemoryError and the errors of Inductor and CUDA are such
-
-
-def forward_of(run: Run) -> Callable[[], Any]:
-    """A call without gradients."""
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return run.function(*run.inputs)
-
-    return forward
-
-
-def backward_of(run: Run) -> Callable[[], Any]:
-    """The gradients of all inputs, for the same gradients of the outputs whoever computes them."""
-    outputs = as_tuple(run.function(*run.inputs))
-    torch.manual_seed(0)
-    grads = [torch.randn_like(one) for one in outputs]
-    return lambda: torch.autograd.grad(outputs, run.inputs, grads, retain_graph=True)
-
-
-def as_tuple(found: Any) -> tuple[Tensor, ...]:
-    """One tensor or several, as several."""
-    return found if isinstance(found, tuple) else (found,)
-
-
-def difference(found: Any, wanted: Any) -> float:
-    """The largest of |a - b| / |b| over the tensors, Frobenius norms in float32; NaN never is the smaller."""
-    pairs = zip(as_tuple(found), as_tuple(wanted), strict=True)
-    ratios = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
-    return max(ratios, key=lambda ratio: math.inf if math.isnan(ratio) else ratio)
-
-
-def measure(case: Case, wanted: Sequence[tuple[str, str]], bench: Bench) -> Iterator[dict[str, Any]]:
-    """A record for each contender and pass that is wanted: its times, or the "error" that it failed with."""
-    runs: dict[str, Run] = {}
-    makers = {"forward": forward_of, "backward": backward_of}
-    for name, direction in wanted:
-        record: dict[str, Any] = {"contender": name, "pass": direction}
-        with kernel_mode("triton" if name == "triton" else "auto"):
-            try:
-                if not runs:
-                    ours, plain, dense = case.build(bench.draw)
-                    runs = {"triton": ours, "operator": ours, "two products": plain, "dense": dense}
-                if name == "compiled" and name not in runs:
-                    runs[name] = Run(
-                        compile_plain(runs["two products"].function), runs["two products"].inputs
-                    )
-                run = makers[direction](runs[name])
-                if bench.on_cuda and direction == "forward" and case.vectors <= dispatch.MAX_DECODE_ROWS:
-                    record |= replayed(case, name, runs[name], bench)
-                else:
-                    record |= bench.times(run)
-                if name in ("triton", "operator"):
-                    plain_run = makers[direction](runs["two products"])
-                    record["difference"] = difference(run(), plain_run())
-            except failures() as error:
-                record["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        yield record
-
-
-def replayed(case: Case, name: str, run: Run, bench: Bench) -> dict[str, float]:
-    """Times of a few rows: see `replay_times`; the function with inputs of its own in every run."""
-    place = {"triton": 0, "two products": 1, "compiled": 1, "dense": 2}[name]
-    count = copies_wanted(case.traffic * bench.draw.dtype.itemsize, bench.device)
-    runs = [Run(run.function, case.build(bench.draw)[place].inputs) for _ in range(count)]
-    samples = replay_times([forward_of(one) for one in runs], bench.device)
-    return {**in_microseconds(samples, 0.0), "replayed": float(count)}
-
-
-def make_up(
-    case: Case, wanted: Sequence[tuple[str, str]], bench: Bench, found: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Records as `measure` gives them, of a device that is not there; no tensor is made."""
-    for name, direction in wanted:
-        what = (case.labels, name, direction, bench.name)
-        more = {"difference": 0.0} if name == "triton" else {}
-        times = made_up_times(found["bound"] * (1 if direction == "forward" else 2), *what)
-        yield {"contender": name, "pass": direction, **times, **more}
-
-
-def ceilings(bench: Bench) -> dict[str, float]:
-    """Operations and bytes in a second: a large square product, and a large copy."""
-    if bench.fake:
-        return {"operations_per_second": 7e14, "bytes_per_second": 3e12}
-    size = 512 if bench.quick else 8192
-    a = bench.draw(size, size).detach()
-    source = torch.empty(2**22 if bench.quick else 2**29, device=bench.device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return {
-        "operations_per_second": 2e6 * size**3 / bench.times(lambda: a @ a)["microseconds"],
-        "bytes_per_second": 2e6 * source.numel() / bench.times(lambda: target.copy_(source))["microseconds"],
-    }
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -338,7 +176,7 @@ class Session:
                 wanted = [
                     (one, direction)
                     for one in case.contenders(stage, name, on_cuda=bench.on_cuda or self.fake)
-                    for direction in PASSES
+                    for direction in case.passes(one)
                     if key_of({**found, "contender": one, "pass": direction}) not in self.done
                 ]
                 if not wanted:
@@ -454,13 +292,15 @@ def warm(options: argparse.Namespace) -> int:
     part, parts = options.warm
     bench = Bench(torch.device("cpu" if options.device == "fake" else options.device), "bf16", options.quick)
     cases = [case for case in all_cases(options.models, options.rows, quick=options.quick) if case.tier == 0]
+    mine = cases[part::parts] if bench.on_cuda else []
     with kernel_mode("triton"):
-        for case in cases[part::parts] if bench.on_cuda else ():
+        for case in mine:
             with contextlib.suppress(*failures()):  # the benchmark will say so
                 ours = case.build(bench.draw).ours
                 forward_of(ours)()
-                backward_of(ours)()
-    print(f"{len(cases[part::parts])} cases compiled by part {part} of {parts}", flush=True)
+                if not case.is_model:
+                    backward_of(ours)()
+    print(f"{len(mine)} cases compiled by part {part} of {parts}", flush=True)
     return 0
 
 

@@ -20,7 +20,12 @@ from panther_compile.ops import Factors, has_attention_kernel, has_conv2d_kernel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: it has an onnx.py
 import kernel_cases
-from kernel_cases import CHEAP, COMPILED, DTYPES, all_cases, in_order, linear_case
+import kernel_low_precision
+import kernel_measure
+import kernel_models
+from kernel_cases import CHEAP, COMPILED, DTYPES, LOW, linear_case, projections_case
+from kernel_models import TINY, model_cases
+from kernel_order import all_cases, in_order, interleaved
 from kernel_report import GROUPS, TARGETS, details, fit, gains, shapes_of, summary, takes
 
 BENCHMARKS = Path(kernel_cases.__file__).parent
@@ -43,7 +48,7 @@ def test_the_order():
     assert [
         case.labels for case, stage in plan if stage == COMPILED and case.labels["form"] == "causal"
     ] == []
-    places = [(case.tier, stage == COMPILED) for case, stage in plan]
+    places = [(case.tier, stage == COMPILED) for case, stage in plan if stage != LOW]
     assert places == sorted(places)
     first = [case for case, stage in plan if case.tier == 0 and stage == CHEAP]
     assert {case.labels["ratio"] for case in first} == {0.5, 0.25, None}
@@ -104,7 +109,8 @@ def test_the_pick_is_the_one_of_the_operators(monkeypatch):
     device = replace(H100, half_share=1.0, bandwidth=1e12)
     monkeypatch.setattr(dispatch, "device_class", lambda _: device)
     found = set()
-    chosen = [case for case in CASES if case.labels["model"] in ("BERT-base", "ResNet-50")][::4]
+    chosen = [case for case in CASES if case.labels["model"] in ("BERT-base", "ResNet-50")]
+    chosen = [case for case in chosen if not case.is_model][::4]
     with FakeTensorMode():
         for case in chosen:
             wanted = asked(case, kernel_cases.Draw(torch.device("cuda"), torch.bfloat16))
@@ -115,12 +121,15 @@ def test_the_pick_is_the_one_of_the_operators(monkeypatch):
     assert CASES[-1].picks("bf16", None) == "two products"
 
 
-@pytest.mark.parametrize("case", kernel_cases.interleaved(list(all_cases(quick=True)))[:9])
+OPERATIONS = [case for case in interleaved(list(all_cases(quick=True))) if not case.is_model]
+
+
+@pytest.mark.parametrize("case", OPERATIONS[:9])
 def test_numbers_of_a_case(case):
     runs = case.build(kernel_cases.Draw(torch.device("cpu"), torch.float32))
     with torch.no_grad():
-        ours, plain, dense = (kernels.as_tuple(run.function(*run.inputs)) for run in runs)
-    assert kernels.difference(ours, plain) < 1e-4
+        ours, plain, dense = (kernel_measure.as_tuple(run.function(*run.inputs)) for run in runs)
+    assert kernel_measure.difference(ours, plain) < 1e-4
     assert sum(one.numel() for one in dense) == sum(one.numel() for one in ours)
     if case.labels["op"] != "favor":
         moved = sum(one.numel() for one in (*runs.ours.inputs, *ours))
@@ -239,6 +248,19 @@ def test_a_device_that_stopped_answering_ends_the_run(smoke, monkeypatch):
 
 def test_the_compiled_contender(monkeypatch):
     """Its backward is run many times on one forward, and every form can be traced."""
+    options = fake_compiler(monkeypatch)
+    bench = kernel_measure.Bench(torch.device("cpu"), "fp32", True)
+    wanted = [("compiled", "forward"), ("compiled", "backward")]
+    with functorch_config.patch(donated_buffer=True):
+        for form in ("pair", "pivoted"):
+            found = list(kernel_measure.measure(linear_case("m", 32, 24, 4, 0.5, form), wanted, bench))
+            assert [one.get("error") for one in found] == [None, None]
+        assert not functorch_config.donated_buffer
+    assert options[0] == {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+
+
+def fake_compiler(monkeypatch):
+    """Let torch.compile trace, and compile nothing; returns the options that it is given."""
     options = []
 
     def compile_(function, **given):
@@ -247,20 +269,81 @@ def test_the_compiled_contender(monkeypatch):
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", compile_)
-    bench = kernels.Bench(torch.device("cpu"), "fp32", True)
-    wanted = [("compiled", "forward"), ("compiled", "backward")]
-    with functorch_config.patch(donated_buffer=True):
-        for form in ("pair", "pivoted"):
-            found = list(kernels.measure(linear_case("m", 32, 24, 4, 0.5, form), wanted, bench))
-            assert [one.get("error") for one in found] == [None, None]
-        assert not functorch_config.donated_buffer
-    assert options[0] == {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+    return options
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("fp8", 0.06)])
+def test_factors_in_low_precision(kind, most, rows):
+    """Close to plain torch, for few rows and for many, of one layer and of several."""
+    draw = kernel_cases.Draw(torch.device("cpu"), torch.bfloat16)
+    for case in (
+        linear_case("m", 128, 128, rows, 0.5, "pair"),
+        linear_case("m", 128, 128, rows, 0.5, "pivoted"),
+        projections_case("m", 128, (128, 128), rows, 0.5),
+    ):
+        plain = case.build(draw).plain
+        low = kernel_measure.run_of(kind, case, case.build(draw)._replace(plain=plain))
+        with torch.no_grad():
+            found = low.function(*low.inputs)
+            error = kernel_measure.difference(found, plain.function(*plain.inputs))
+        assert 0 < error < most
+
+
+def test_the_scale_of_a_row_of_zeros():
+    numbers, scale = kernel_low_precision.stored("fp8", torch.tensor([[0.0, 0.0], [1.0, -2.0]]))
+    assert (numbers.float() * scale[:, None]).tolist() == [[0.0, 0.0], [1.0, -2.0]]
+
+
+def test_who_is_timed_in_low_precision():
+    aligned, ragged = (linear_case("m", size, size, 64, 0.5, "pair") for size in (768, 760))
+    assert aligned.contenders(LOW, "bf16", on_cuda=True) == ["int8", "fp8"]
+    assert aligned.contenders(LOW, "fp16", on_cuda=True) == []
+    assert ragged.quantize is None
+    assert aligned.passes("int8") == ("forward",)
+    telling = linear_case("BERT-base", 768, 768, 4096, 0.5, "pivoted")
+    plan = list(in_order([aligned, ragged, telling], compiled=True))
+    assert [case for case, stage in plan if stage == LOW] == [telling, aligned]
+    assert plan.index((telling, LOW)) < plan.index((aligned, CHEAP))
+    assert LOW not in [stage for _, stage in in_order([aligned], compiled=False)]
+
+
+@pytest.mark.parametrize("case", [one for name in TINY for one in model_cases(name, quick=True)])
+def test_whole_models(case, monkeypatch):
+    """The dry run of every contender, on a tiny model: sketched, dense, compiled, and one token of many."""
+    options = fake_compiler(monkeypatch)
+    bench = kernel_measure.Bench(torch.device("cpu"), "fp32", True)
+    names = ["operator", "two products", "dense", *case.contenders(COMPILED, "fp32", on_cuda=True)]
+    found = list(kernel_measure.measure(case, [(name, "forward") for name in names], bench))
+    assert [one.get("error") for one in found] == [None] * 5
+    assert found[0]["difference"] < 1e-5
+    assert len(options) == 2
+    assert case.passes("triton") == ("forward",)
+    assert case.contenders(CHEAP, "bf16", on_cuda=True) == ["triton", "auto", "two products", "dense"]
+    assert case.picks("bf16", H100) == "auto"
+    assert case.tier == 0
+
+
+def test_decoding_goes_on_from_the_prompt():
+    """A token after a cache of the others has the logits that it has when all are given at once."""
+    widths, draw = TINY["Llama-1B"], kernel_cases.Draw(torch.device("cpu"), torch.float32)
+    model = kernel_models.made(widths, True, draw)
+    tokens, length = torch.randint(99, (2, 9)), 9
+    turns = kernel_models.turns_of(widths, 0, length, draw)
+    caches = torch.zeros(widths.layers, 2, 2, widths.shared, length, widths.head_dim)
+    with torch.no_grad():
+        whole = model(tokens, turns, None)
+        for last in range(1, length + 1):
+            here = kernel_models.turns_of(widths, last - 1, 1, draw)
+            kept = caches[:, :, :, :, :last]
+            y = model(tokens[:, last - 1 : last], here, kept)
+    torch.testing.assert_close(y, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_differences():
     a = torch.tensor([3.0, 4.0])
-    assert kernels.difference((a, a * 1.5), (a, a)) == pytest.approx(0.5)
-    assert kernels.difference((a * torch.nan, a), (a, a)) != 0.0
+    assert kernel_measure.difference((a, a * 1.5), (a, a)) == pytest.approx(0.5)
+    assert kernel_measure.difference((a * torch.nan, a), (a, a)) != 0.0
 
 
 # The report
@@ -303,6 +386,7 @@ def verdicts(target, found):
 SMALL = linear_case("m", 768, 768, 65536, 0.25, "pair")  # rank 96
 WIDE = linear_case("m", 4096, 4096, 512, 0.5, "pair")  # rank 1024: two products
 LARGE = linear_case("m", 4096, 2048, 4096, 0.5, "pair")
+DECODE = linear_case("Llama-7B", 4096, 4096, 8, 0.5, "pivoted")
 
 
 @pytest.mark.parametrize(
@@ -319,6 +403,7 @@ LARGE = linear_case("m", 4096, 2048, 4096, 0.5, "pair")
         ),
         (2, WIDE, {"two products": 10.0, "dense": 17.01}, {"two products": 10.0, "dense": 16.99}),
         (3, LARGE, {"two products": 1.24}, {"two products": 1.26}),
+        (5, DECODE, {"triton": 10.0, "dense": 17.01}, {"triton": 10.0, "dense": 16.99}),
     ],
 )
 def test_targets(target, case, reaches, misses):
@@ -424,6 +509,20 @@ def test_the_verdict_on_decode():
         in text
     )
     assert "- pivoted: 0.80 x two products (geometric mean), faster in 0 of 2, 0.80 to 0.80 x: leave" in text
+
+
+def test_the_report_on_whole_models_and_low_precision():
+    case = next(model_cases("Llama-1B"))
+    times = {"auto": 10.0, "dense": 16.0, "compiled": 6.0, "compiled dense": 9.0, "two products": 10.0}
+    found = records(case, forward=times)
+    found += records(WIDE, forward={"two products": 10.0, "int8": 8.0, "fp8": 20.0})
+    assert [one[0] for one in gains(TARGETS[4], "picked", shapes_of(found))] == [1.6]
+    assert verdicts(0, records(case, forward=times)) == []
+    text = summary(found)
+    assert "batch 1: auto 1.60, two products 1.60, compiled 1.50" in text
+    assert "- int8, more rows: 1.25 x, faster in 1 of 1" in text
+    assert "- fp8, more rows: 0.50 x, faster in 0 of 1" in text
+    assert "## int8 and fp8\n\nNone." in summary(records(SMALL, forward={"two products": 1.0}))
 
 
 def test_as_a_program(capsys):
