@@ -57,6 +57,7 @@ __all__ = [
     "sketch_report",
     "sketch_skeleton",
     "sketchify",
+    "sketchify_checkpoint",
 ]
 
 _HOME_OF = {
@@ -96,6 +97,7 @@ _HOME_OF = {
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
     "project_state_dict": "panther_compile.integrations.dense_state",
+    "sketchify_checkpoint": "panther_compile.integrations.streamed",
     "read_state_dict": "panther_compile.parallel",
     "save_sketched": "panther_compile.checkpoint",
     "sketch_onnx": "panther_compile.onnx.sketch",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from panther_compile.integrations.dense_state import project_state_dict
     from panther_compile.integrations.latent_cache import LatentCache
     from panther_compile.integrations.panther import import_panther
+    from panther_compile.integrations.streamed import sketchify_checkpoint
     from panther_compile.layers import (
         NarrowLinear,
         SketchedConv1d,

@@ -9,4 +9,5 @@ latent_layer  One layer of a latent cache
 latent_spans  Where keys and values lie: the spans of the sketched layers that may write them
 panther       Layers of Panther (pawX) as layers of ours
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
+streamed      A Hugging Face folder sketched weight by weight, for models that are larger than memory
 """

@@ -44,7 +44,7 @@ from panther_compile.typed_json import read_record
 
 METHOD, VERSION = "panther_compile", 1
 LOADING = "import panther_compile (pip install panther-compile) before from_pretrained"
-_RECORD_KEY = "panther_compile.record"
+RECORD_KEY = "panther_compile.record"
 
 
 @register_quantization_config(METHOD)
@@ -127,7 +127,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are written
         record = record_to_json(vars(model).get(RECORD_ATTRIBUTE))
-        metadata = {} if record is None else {_RECORD_KEY: json.dumps(record)}
+        metadata = {} if record is None else {RECORD_KEY: json.dumps(record)}
         return {**model.state_dict(), **refusal}, metadata
 
     def _process_model_before_weight_loading(
@@ -246,7 +246,7 @@ def _read_record(files: list[str] | None) -> Any:
     for file in files or ():
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as stream:
-                text = (stream.metadata() or {}).get(_RECORD_KEY)
+                text = (stream.metadata() or {}).get(RECORD_KEY)
             return None if text is None else record_from_json(json.loads(text), str(file))
     return None
 

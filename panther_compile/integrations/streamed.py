@@ -1,0 +1,453 @@
+"""A Hugging Face folder sketched weight by weight, for models that are larger than memory.
+
+    plan     a skeleton on the meta device; a layer's weights are mapped from the files when it is read
+    sketch   one layer at a time: its factors go to a file of their own
+    write    shards of what was left alone, as it was, and of the factors; config.json names the sketch
+
+What is written is what `save_pretrained` of the model that `sketchify` makes would write.
+"""
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
+from panther_compile.config import Selector, SketchConfig, SketchOptions
+from panther_compile.errors import ConfigError, ModelSourceError, NoTargetError, ResumeError
+from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.parts import sketch_site
+from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.models.substitute import replace_inside
+from panther_compile.models.surroundings import undisturbed
+from panther_compile.names import owner_of
+from panther_compile.planning.plan import hides_progress, make_plan
+from panther_compile.planning.recipe import check_recipe, follow, options_of
+from panther_compile.planning.sites import Found, check_weights, find_sites
+from panther_compile.planning.trace import read_graph
+from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord
+from panther_compile.reporting.progress import ProgressBar
+from panther_compile.sketching import read_config
+from panther_compile.storage import checked_path, flush, scratch_folder
+from panther_compile.typed_json import read_record
+
+SHARD_BYTES = 1_000_000_000  # held in memory while a shard is written
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ELSEWHERE = "its weights are stored under other names in the files"
+
+
+def sketchify_checkpoint(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    ratio: float | Mapping[Selector, float] | None = None,
+    *,
+    plan: SketchPlan | None = None,
+    resume: str | PathLike[str] | None = None,
+    **options: Unpack[SketchOptions],
+) -> SketchPlan:
+    """Sketch a Hugging Face model from folder to folder, by its weights alone, one layer in memory at a time.
+
+    Args:
+        source: a folder with `config.json` and safetensors files, whole or in shards.
+        target: a new folder; `from_pretrained` loads it, once panther_compile is imported.
+        ratio: see `sketchify`.
+        plan: see `sketchify`.
+        resume: a folder, made if missing, to keep the plan and each sketched layer in; a later call with the
+            same arguments goes on from there. It may be removed afterwards.
+        **options: the fields of `SketchConfig`; layers are not timed, and nothing is run.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        ConfigError: an option needs the model to run, the target exists, or see `sketchify`.
+        ModelSourceError: the source is no folder of safetensors with a config that transformers knows.
+        NoTargetError: nothing in it can be sketched.
+        ResumeError: the folder is of another source or other options.
+        WeightError: a weight holds NaN or Inf.
+    """
+    given, place = checked_path(source, "source"), checked_path(target, "target")
+    config = read_config(ratio, options)
+    _check_options(config)
+    if plan is not None:
+        check_recipe(plan, ratio, None, config)
+    if place.exists():
+        raise ConfigError(f"target={str(target)!r} exists: a new folder is written")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with undisturbed(), scratch_folder(place.parent) as scratch:
+        model = _skeleton(given)
+        weights = StoredWeights(given, model)
+        work = scratch / "work" if resume is None else checked_path(resume, "resume")
+        kept = _Work(work, _identity(given, config, plan))
+        found, chosen = _planned(model, weights, config, plan, kept)
+        done = _sketched(found, chosen, config, kept)
+        made = scratch / "made"
+        made.mkdir()
+        _write(made, given, model, weights, kept, done, SketchRecord.after(None, chosen, done.fitted))
+        made.rename(place)
+    flush(place.parent)
+    return chosen
+
+
+class StoredWeights:
+    """The tensors of a folder, by their names in the model; mapped when they are asked for."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self._folder = folder
+        try:
+            self._files = self._read_files()
+            self._stored = _names_in_model(model, self._files)
+        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+            raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
+
+    def _read_files(self) -> dict[str, str]:
+        index = self._folder / INDEX
+        if index.is_file():
+            return {
+                str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
+        with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
+            return dict.fromkeys(stream.keys(), WEIGHTS)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._stored
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model, mapped from its file."""
+        return self._read(self._stored[name])
+
+    def others(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors but those of some names, file by file, under the names that they have there."""
+        left_out = {self._stored[name] for name in names}
+        for stored in sorted(self._files, key=lambda name: (self._files[name], name)):
+            if stored not in left_out:
+                yield stored, self._read(stored)
+
+    def _read(self, stored: str) -> Tensor:
+        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+            found: Tensor = stream.get_tensor(stored)
+        return found
+
+    def module(self, skeleton: nn.Module, name: str) -> nn.Module:
+        """A module of the model with its weights."""
+        made = copy.deepcopy(skeleton)
+        for part, parameter in list(made.named_parameters(remove_duplicate=False)):
+            full = ".".join(filter(None, (name, part)))
+            setattr(*owner_of(made, part), nn.Parameter(self.tensor(full), parameter.requires_grad))
+        return made
+
+
+def _names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Names in the files by those in the model, without what transformers makes of several tensors."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    own = model.state_dict()
+    found: dict[str, str] = {}
+    for name in stored:
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converted is None:
+            found[renamed] = name
+    return found
+
+
+@dataclass(frozen=True)
+class StoredSite:
+    """A `Site` whose module is read from the files each time that it is asked for."""
+
+    site: Site
+    weights: StoredWeights
+
+    def __getattr__(self, name: str) -> Any:
+        """What the site has."""
+        return getattr(self.site, name)
+
+    @property
+    def module(self) -> nn.Module:
+        """The dense layer, with its weights."""
+        return self.weights.module(self.site.module, self.site.name)
+
+
+class _Work:
+    """A folder with what has been done: the plan, and a file of factors for each layer."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / "identity"
+        if mark.exists() and mark.read_text() != identity:
+            raise ResumeError(f"{folder} is of another source, plan or options")
+        if not mark.exists():
+            _write_text(mark, identity)
+
+    def plan(self) -> SketchPlan | None:
+        """The plan, if it is made."""
+        file = self._folder / "plan.json"
+        try:
+            return SketchPlan.from_json(file.read_text()) if file.exists() else None
+        except ConfigError as error:
+            raise ResumeError(f"{file} was changed: {error}") from error
+
+    def keep_plan(self, plan: SketchPlan) -> None:
+        """Keep the plan."""
+        _write_text(self._folder / "plan.json", plan.to_json())
+
+    def file(self, name: str) -> Path:
+        """The file of a layer's factors."""
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+        """Keep the factors of a layer, whole or not at all."""
+        file = self.file(name)
+        draft = file.with_suffix(".draft")
+        held = {key: value.detach().contiguous() for key, value in tensors.items()}
+        save_file(held, draft, {"record": json.dumps(record)})
+        draft.rename(file)
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """What was kept with the factors; None if there are none."""
+        if not self.file(name).exists():
+            return None
+        try:
+            with safe_open(self.file(name), framework="pt") as stream:
+                found: dict[str, Any] = json.loads(stream.metadata()["record"])
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ResumeError(f"{self.file(name)} was changed: {error}") from error
+        return found
+
+    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The factors of a layer, by name."""
+        with safe_open(self.file(name), framework="pt") as stream:
+            for key in stream.keys():  # noqa: SIM118
+                yield key, stream.get_tensor(key)
+
+
+def _write_text(file: Path, text: str) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(file)
+
+
+def _check_options(config: SketchConfig) -> None:
+    """Raise ConfigError for what needs the model to run, or to be there."""
+    for option, given in (
+        ("objective", config.objective != "size"),
+        ("refine", config.refine != "none"),
+        ("inplace", config.inplace),
+    ):
+        if given:
+            raise ConfigError(
+                f"{option}={getattr(config, option)!r} needs the model in memory: load it and call sketchify"
+            )
+
+
+def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None) -> str:
+    """What another source, plan or options would change."""
+    files = sorted(file for file in source.iterdir() if file.is_file())
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    options = {
+        name: str(value) for name, value in asdict(config).items() if name not in ("progress", "device")
+    }
+    text = json.dumps([stamps, options, None if plan is None else plan.to_json()])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _skeleton(folder: Path) -> nn.Module:
+    """The model of a folder on the meta device."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        made = getattr(transformers, config.architectures[0], None) if config.architectures else None
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config) if made is None else made(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
+    return cast(nn.Module, model.eval())
+
+
+def _planned(
+    model: nn.Module, weights: StoredWeights, config: SketchConfig, recipe: SketchPlan | None, work: _Work
+) -> tuple[Found, SketchPlan]:
+    """The sites, with their weights in the files, and the plan for them."""
+    reading = read_graph(model)
+    found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
+    sites: list[tuple[Site, Kind]] = []
+    skipped = list(found.skipped)
+    for site, kind in found.sites:
+        held = [(site.name, site.module), *site.tied]
+        names = [f"{name}.{part}" for name, module in held for part, _ in module.named_parameters()]
+        if all(map(weights.has, names)):
+            sites.append((cast(Site, StoredSite(site, weights)), kind))
+        else:
+            numbers = sum(parameter.numel() for parameter in site.module.parameters())
+            shape = tuple(next(site.module.parameters()).shape)
+            skipped.append(LayerPlan(site.name, site.kind, shape, numbers, None, _ELSEWHERE))
+    found = Found(tuple(sites), tuple(skipped), found.order)
+    chosen = work.plan()
+    if chosen is None:
+        check_weights(found, meta_allowed=True)
+        if recipe is None:
+            chosen = make_plan(found, config, reading.route)
+        else:
+            chosen = follow(found, recipe, config, reading.route, data=False)
+        work.keep_plan(chosen)
+    if not chosen.sketched:
+        lines = "".join(f"\n  {line.name}: {line.reason}" for line in chosen.layers[:10])
+        raise NoTargetError(f"nothing to sketch in {type(model).__name__}:{lines}")
+    return found, chosen
+
+
+@dataclass
+class _Done:
+    """What came of the layers.
+
+    Attributes:
+        layers: see `layers_to_json`.
+        aliases: {other name: first name} of factors that tied layers share.
+        fitted: by the name of the unit.
+        sites: that were sketched, by name.
+        dropped: names of the dense tensors.
+    """
+
+    layers: list[dict[str, Any]]
+    aliases: dict[str, str]
+    fitted: dict[str, Fitted]
+    sites: list[str]
+    dropped: set[str]
+
+
+def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work) -> _Done:
+    """Sketch every layer of the plan that is not done yet."""
+    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    done = _Done([], {}, {}, [], set())
+    for site, kind in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
+        record = work.record(site.name)
+        if record is None:
+            made = sketch_site(site, kind, choices, config)
+            if made is None:
+                continue
+            layer, fitted = made
+            placed = {site.name: layer}
+            for name, other in site.tied:
+                assert isinstance(layer, SketchedLayer)
+                placed[name] = kind.share(layer, cast(StoredSite, site).weights.module(other, name))
+            _keep(work, site.name, placed, fitted)
+            record = work.record(site.name) or {}
+        done.layers += record["layers"]
+        done.aliases |= record["aliases"]
+        done.fitted |= {
+            name: read_record(Fitted, one, str(work.file(site.name)))
+            for name, one in record["fitted"].items()
+        }
+        done.sites.append(site.name)
+        dense = [(site.name, cast(StoredSite, site).site.module), *site.tied]
+        done.dropped |= {f"{name}.{part}" for name, module in dense for part, _ in module.named_parameters()}
+    return done
+
+
+def _keep(work: _Work, name: str, placed: Mapping[str, nn.Module], fitted: Mapping[str, Fitted]) -> None:
+    """Keep the factors of a layer, and of those tied to it, with what says how to make them again."""
+    layers: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for place, module in placed.items():
+        for entry in layers_to_json(module, list(outermost(module))):
+            layers.append(entry | {"name": ".".join(filter(None, (place, entry["name"])))})
+        for part, value in module.state_dict(keep_vars=True).items():
+            full = f"{place}.{part}"
+            if first.setdefault(id(value), full) == full:
+                tensors[full] = value
+            else:
+                aliases[full] = first[id(value)]
+    record = {
+        "layers": layers,
+        "aliases": aliases,
+        "fitted": {unit: asdict(one) for unit, one in fitted.items()},
+    }
+    work.keep(name, tensors, record)
+
+
+def _write(
+    folder: Path,
+    source: Path,
+    model: Any,
+    weights: StoredWeights,
+    work: _Work,
+    done: _Done,
+    record: SketchRecord,
+) -> None:
+    """Write the folder that `from_pretrained` reads."""
+    name = type(model).__name__
+    saved = [read_record(SavedLayer, entry, str(source)) for entry in done.layers]
+    replace_inside(model, empty_layers(model, saved, name, source))
+    refusal = f"{saved[0].name}.weight"
+    aliases = parameter_aliases(model) | done.aliases
+    model.config.quantization_config = SketchedModelConfig(done.layers, aliases, name, ignored=[refusal])
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield refusal, torch.empty(0)
+        yield from weights.others(done.dropped)
+        for site in done.sites:
+            yield from work.tensors(site)
+
+    metadata = {"format": "pt", RECORD_KEY: json.dumps(record_to_json(record))}
+    _write_shards(folder, tensors(), metadata)
+    model.config.save_pretrained(folder)
+    for file in source.iterdir():
+        if (
+            file.is_file()
+            and file.suffix not in (".safetensors", ".bin")
+            and file.name not in (INDEX, "config.json")
+        ):
+            shutil.copy2(file, folder / file.name)
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
+    """Write tensors to files of at most SHARD_BYTES, and their index if there are several."""
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+
+    def put() -> None:
+        save_file(held, folder / f"{len(shards)}.draft", metadata)
+        shards.append(list(held))
+        held.clear()
+
+    for name, value in tensors:
+        if held and size + value.nbytes > SHARD_BYTES:
+            put()
+            size = 0
+        held[name] = value
+        size += value.nbytes
+        total += value.nbytes
+    put()
+    if len(shards) == 1:
+        (folder / "0.draft").rename(folder / WEIGHTS)
+        flush(folder / WEIGHTS)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.draft").rename(folder / file)
+        flush(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))

@@ -1,0 +1,234 @@
+"""A Hugging Face folder sketched weight by weight is what sketching the model in memory gives."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import panther_compile as pc
+from panther_compile.errors import ConfigError, ModelSourceError, ResumeError, WeightError
+from panther_compile.integrations import streamed
+
+OPTIONS = {"progress": False, "allow_slower": True, "min_params": 0}
+SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        **SMALL, intermediate_size=160, num_key_value_heads=2, max_position_embeddings=64, **options
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    config = transformers.BertConfig(**SMALL, intermediate_size=128, max_position_embeddings=64, num_labels=7)
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    )
+
+
+def vit():
+    config = transformers.ViTConfig(
+        **{name: size for name, size in SMALL.items() if name != "vocab_size"},
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS = {
+    "llama": llama,
+    "llama tied": lambda: llama(tie_word_embeddings=True),
+    "bert": bert,
+    "gpt2": gpt2,
+    "vit": vit,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def save(name, **options):
+        torch.manual_seed(0)
+        MODELS[name]().save_pretrained(tmp_path / "dense", **options)
+        return tmp_path / "dense"
+
+    return save
+
+
+def loaded(path, like):
+    return type(like).from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_as_in_memory(name, folder, tmp_path):
+    source = folder(name)
+    model = loaded(source, MODELS[name]())
+    wanted = pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
+    plan = pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
+    found = loaded(tmp_path / "small", model)
+    assert [line.choice for line in plan.sketched] == [
+        line.choice for line in pc.sketch_report(wanted).plan.sketched
+    ]
+    state = found.state_dict()
+    assert state.keys() == wanted.state_dict().keys()
+    for key, value in wanted.state_dict().items():
+        assert torch.equal(state[key], value), key
+    assert [row.error for row in pc.sketch_report(found).rows] == [
+        row.error for row in pc.sketch_report(wanted).rows
+    ]
+    found.save_pretrained(tmp_path / "again")
+    assert loaded(tmp_path / "again", model).state_dict().keys() == state.keys()
+
+
+def test_embeddings_tied_to_the_head_share_their_factors(folder, tmp_path):
+    source = folder("llama tied")
+    plan = pc.sketchify_checkpoint(
+        source, tmp_path / "small", 0.5, include=["*.mlp.*", "*.self_attn.*", "model.embed_tokens"], **OPTIONS
+    )
+    reasons = {line.name: line.reason for line in plan.layers if line.choice is None}
+    small = loaded(tmp_path / "small", llama())
+    if "model.embed_tokens" not in reasons:
+        assert small.lm_head.down.weight is small.model.embed_tokens.basis.weight
+    assert torch.isfinite(small(torch.arange(8)[None]).logits).all()
+
+
+def test_shards_in_and_out(folder, tmp_path, monkeypatch):
+    source = folder("llama", max_shard_size="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    monkeypatch.setattr(streamed, "SHARD_BYTES", 50_000)
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
+    index = json.loads((tmp_path / "small" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    model = loaded(source, llama())
+    small, wanted = loaded(tmp_path / "small", model), pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
+    assert all(torch.equal(small.state_dict()[key], value) for key, value in wanted.state_dict().items())
+
+
+def test_half_types_and_other_files_stay(folder, tmp_path):
+    source = folder("llama")
+    llama().bfloat16().save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
+    assert (tmp_path / "small" / "tokenizer.json").read_text() == "{}"
+    with safe_open(tmp_path / "small" / "model.safetensors", framework="pt") as stream:
+        types = {value.dtype for value in map(stream.get_tensor, list(stream.keys())) if value.numel()}
+    assert types == {torch.bfloat16}
+
+
+def test_a_plan_is_followed(folder, tmp_path):
+    source = folder("llama")
+    plan = pc.plan_sketch(llama(), 0.4, **OPTIONS)
+    done = pc.sketchify_checkpoint(source, tmp_path / "small", plan=plan, **OPTIONS)
+    assert [(line.name, line.choice.ranks) for line in done.sketched] == [
+        (line.name, line.choice.ranks) for line in plan.sketched
+    ]
+
+
+def test_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
+    source, work = folder("llama"), tmp_path / "work"
+    pc.sketchify_checkpoint(source, tmp_path / "whole", 0.5, **OPTIONS)
+    sketch, seen = streamed.sketch_site, []
+
+    def stops(site, *rest):
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        seen.append(site.name)
+        return sketch(site, *rest)
+
+    monkeypatch.setattr(streamed, "sketch_site", stops)
+    with pytest.raises(KeyboardInterrupt):
+        pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
+    assert not (tmp_path / "small").exists()
+    assert not list(tmp_path.glob(".saving*"))
+    monkeypatch.setattr(
+        streamed, "sketch_site", lambda site, *rest: seen.append(site.name) or sketch(site, *rest)
+    )
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
+    assert len(seen) == len(set(seen))
+    small, whole = (loaded(tmp_path / name, llama()).state_dict() for name in ("small", "whole"))
+    assert all(torch.equal(small[key], value) for key, value in whole.items())
+    with pytest.raises(ResumeError, match="of another source, plan or options"):
+        pc.sketchify_checkpoint(source, tmp_path / "other", 0.4, resume=work, **OPTIONS)
+
+
+def test_what_is_refused(folder, tmp_path):
+    source = folder("bert")
+    for options in ({"objective": "latency"}, {"refine": "kl"}, {"inplace": True}):
+        with pytest.raises(ConfigError, match="needs the model in memory"):
+            pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **options)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists: a new folder is written"):
+        pc.sketchify_checkpoint(source, tmp_path / "there", 0.5)
+    with pytest.raises(ModelSourceError, match="no Hugging Face model"):
+        pc.sketchify_checkpoint(tmp_path / "there", tmp_path / "small", 0.5)
+    bert().config.save_pretrained(tmp_path / "there")
+    with pytest.raises(ModelSourceError, match="no folder of safetensors"):
+        pc.sketchify_checkpoint(tmp_path / "there", tmp_path / "small", 0.5)
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
+    with pytest.raises(ModelSourceError, match="sketched already"):
+        pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, **OPTIONS)
+    model = bert()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.weight[3, 4] = torch.nan
+    model.save_pretrained(source)
+    with pytest.raises(WeightError, match=r"layer\.1\.output\.dense\.weight holds 1 NaN"):
+        pc.sketchify_checkpoint(source, tmp_path / "other", 0.5, **OPTIONS)
+    assert not (tmp_path / "other").exists()
+
+
+MEASURED = """
+import sys, threading, time
+from pathlib import Path
+import torch
+import panther_compile as pc
+import transformers
+from panther_compile.integrations import streamed
+streamed.SHARD_BYTES = 20_000_000
+torch.set_num_threads(1)
+torch.linalg.svdvals(torch.randn(64, 64))
+streamed._skeleton(Path(sys.argv[1]))  # the classes of the model are loaded
+def held():  # memory that is the process's own: pages of files are dropped when others need them
+    text = open("/proc/self/status").read()
+    return int(text.split("RssAnon:")[1].split()[0])
+before, peak, done = held(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, held())
+        time.sleep(0.005)
+thread = threading.Thread(target=watch); thread.start()
+pc.sketchify_checkpoint(sys.argv[1], sys.argv[2], 0.5, progress=False, method="randomized")
+done = True; thread.join()
+print("grown", (peak - before) // 1024)
+"""
+
+
+def test_memory_is_that_of_a_few_layers(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=24, num_attention_heads=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    model.save_pretrained(tmp_path / "dense")
+    del model
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, tmp_path / "dense", tmp_path / "small"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown = int(re.search(r"grown (\d+)", run.stdout)[1])
+    assert grown < size / 4, f"{grown} MiB for a model of {size:.0f} MiB"
+    assert Path(tmp_path / "small" / "config.json").exists()
