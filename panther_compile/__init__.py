@@ -97,13 +97,13 @@ _HOME_OF = {
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
     "project_state_dict": "panther_compile.integrations.dense_state",
-    "sketchify_checkpoint": "panther_compile.integrations.streamed",
     "read_state_dict": "panther_compile.parallel",
     "save_sketched": "panther_compile.checkpoint",
     "sketch_onnx": "panther_compile.onnx.sketch",
     "sketch_report": "panther_compile.report",
     "sketch_skeleton": "panther_compile.skeleton",
     "sketchify": "panther_compile.api",
+    "sketchify_checkpoint": "panther_compile.integrations.streamed",
 }
 
 if TYPE_CHECKING:
