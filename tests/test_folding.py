@@ -1,7 +1,10 @@
 """Layers that repeat share a row, which stands for all of them."""
 
 import pytest
+import torch
+from torch import nn
 
+import panther_compile as pc
 from panther_compile.reporting.folding import fold
 
 
@@ -68,3 +71,24 @@ def test_unknown_numbers():
 
 def test_nothing():
     assert fold([], same=(1,)) == []
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_table_fits_the_terminal(monkeypatch, width):
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 8))
+    data = [torch.randn(64, 64) for _ in range(4)]
+    report = pc.sketch_report(
+        pc.sketchify(model, 0.5, data=data, narrow=False, min_params=0, progress=False, allow_slower=True)
+    )
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = str(report).splitlines()
+    table = lines[1 : next(place for place, line in enumerate(lines) if line.startswith("predicted, output"))]
+    assert max(map(len, table)) <= width
+    assert sum("0.[0-5].0" in line for line in table) == 1
+    assert sum("0.[0-5].2" in line for line in table) == 1
+    for heading in ("layer", "rank", "ratio", "output"):
+        assert heading in " ".join(table)
+    assert ("sensitivity" in " ".join(table)) == (width == 200)
+    assert len(report.rows) == 13

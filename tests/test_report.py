@@ -490,22 +490,3 @@ def test_tied_layers_are_counted_once(tmp_path):
     assert sum(row.dense_numbers for row in report.sketched) == report.replaced_dense_numbers
     report.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
-
-
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_table_fits_the_terminal(monkeypatch, width):
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
-    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 8))
-    data = [torch.randn(64, 64) for _ in range(4)]
-    report = pc.sketch_report(pc.sketchify(model, 0.5, data=data, narrow=False, **OPTIONS))
-    monkeypatch.setenv("COLUMNS", str(width))
-    lines = str(report).splitlines()
-    table = lines[1 : next(place for place, line in enumerate(lines) if line.startswith("predicted, output"))]
-    assert max(map(len, table)) <= width
-    assert sum("0.[0-5].0" in line for line in table) == 1
-    assert sum("0.[0-5].2" in line for line in table) == 1
-    for heading in ("layer", "rank", "ratio", "output"):
-        assert heading in " ".join(table)
-    assert ("sensitivity" in " ".join(table)) == (width == 200)
-    assert len(report.rows) == 13
