@@ -1,5 +1,7 @@
 """Layers that repeat share a row, which stands for all of them."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,7 @@ def test_the_table_fits_the_terminal(monkeypatch, width):
     report = pc.sketch_report(
         pc.sketchify(model, 0.5, data=data, narrow=False, min_params=0, progress=False, allow_slower=True)
     )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     lines = str(report).splitlines()
     table = lines[1 : next(place for place, line in enumerate(lines) if line.startswith("predicted, output"))]

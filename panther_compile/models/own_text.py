@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from panther_compile.models.batches import Call
 from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.reporting.progress import ProgressBar
 
 _CHUNK = 16  # texts sampled together
 
@@ -53,7 +53,7 @@ def own_texts(
     length = starts.shape[1]
     texts: list[Tensor] = []
     chunks = starts.to(device).split(_CHUNK)
-    with torch.no_grad(), tqdm(total=len(chunks) * length, desc="texts", disable=not progress) as bar:
+    with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", disable=not progress) as bar:
         for place, chunk in enumerate(chunks):
             if _generates(model):
                 texts.append(_generated(model, chunk, seed + place))

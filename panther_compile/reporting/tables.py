@@ -3,6 +3,7 @@
 import html
 import io
 import shutil
+import sys
 from collections.abc import Sequence
 
 _LAST = 24  # characters that a last column, of words, has at least
@@ -27,7 +28,8 @@ def render_table(
         width: in characters, where there is no terminal; longer cells are folded.
         optional: headings of columns that are left out, one after the other, until the rest fits.
     """
-    width = shutil.get_terminal_size((width, 24)).columns
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size((width, 24)).columns
     columns, rows = _fitting(columns, rows, width, optional)
     # rich takes 0.1 s to import, which only those who print a table should pay.
     from rich import box

@@ -168,5 +168,5 @@ def test_other_sizes_are_refused(text):
 
 def test_early_exit_has_no_graph():
     entry = zoo.ZOO["early_exit"]
-    with pytest.raises(PartitionError, match=r"zoo\.py:\d+: if logits"):
+    with pytest.raises(PartitionError, match=r"handwritten\.py:\d+: if logits"):
         partition_model(entry.build(), entry.inputs(), mesh={"pp": 2})
