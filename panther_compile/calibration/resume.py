@@ -12,8 +12,9 @@ share a folder: they share the study, and each plan has its own layers.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,58 @@ from torch import Tensor, nn
 from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, ResumeError
+from panther_compile.errors import CheckpointError, ResumeError, first_line
 from panther_compile.kinds.registry import layer_types
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
-from panther_compile.storage import SCRATCH_PREFIX, replace_file
+from panther_compile.storage import SCRATCH_PREFIX, checked_path, replace_file
+from panther_compile.typed_json import read_arguments, read_record
 
 FORMAT = "panther_compile.calibration 5"
 MANIFEST = "calibration.json"
 _UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
-_PLAIN = ("sensitivity", "power", "reached", "shared")  # numbers and names
+_PARTS = {"factors": 3, "links": 6}  # tensors of a name
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "include", "exclude", "inplace", "progress", "refine")
 
 FittedLayer = tuple[SketchedLayer, Fitted]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStudy:
+    """What a study holds beside tensors, see `Study`.
+
+    Attributes:
+        sensitivity: likewise; so for the next three.
+        power: of kernels.
+        reached: rows of a unit.
+        shared: sets of layers of one input.
+        links: its couplings, and what is lost without each.
+    """
+
+    sensitivity: dict[str, float]
+    power: dict[str, float]
+    reached: dict[str, int]
+    shared: list[list[list[str]]]
+    links: list[tuple[Coupling, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayer:
+    """A fitted layer: its type, its `sketch_spec`, and what came of its weight."""
+
+    type: str
+    spec: dict[str, Any]
+    fitted: Fitted
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrials:
+    """Distances of allocations on held-out batches, by name."""
+
+    tried: dict[str, list[float]]
 
 
 class Folder:
@@ -56,9 +93,7 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, str]) -> None:
-        if not isinstance(path, str | os.PathLike):
-            raise ConfigTypeError(f"resume={path!r} is a {type(path).__name__}, wanted the path of a folder")
-        self.path = Path(path)
+        self.path = checked_path(path, "resume")
         given = {"format": FORMAT, **identity}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -87,26 +122,32 @@ class Folder:
         if kept is None:
             return None
         tensors, record = kept
-        couplings = {
-            Coupling(**one | {"writers": tuple(one["writers"])}): total for one, total in record.pop("links")
-        }
-        study = Study(**record)
-        parts: dict[str, list[Tensor]] = {}
-        for key, tensor in sorted(tensors.items()):
-            kind, _, name = key.partition("/")
-            if kind == "factors":
-                _, _, name = name.partition("/")  # the keys are sorted by the place, which stands first
-                study.factors[name] = (*study.factors.get(name, ()), tensor)  # type: ignore[assignment]
-            elif kind == "links":
-                parts.setdefault(name.partition("/")[2], []).append(tensor)
-            else:
-                getattr(study, kind)[name] = tensor
-        for coupling, total in couplings.items():
-            *between, counts, narrowed, members = parts[coupling.name]
-            study.between[coupling.name] = Between(*between)
-            study.losses[coupling.name] = CouplingLosses(
-                coupling, counts.cpu(), narrowed.cpu(), members.cpu(), total
-            )
+        with _changed(self.path / "study.safetensors"):
+            found = read_record(KeptStudy, record, "the record")
+            plain = {
+                field.name: getattr(found, field.name) for field in fields(found) if field.name != "links"
+            }
+            study = Study(**plain)
+            parts: dict[tuple[str, str], list[Tensor]] = {}
+            for key, tensor in sorted(tensors.items()):  # by the place of a part, where there are several
+                kind, _, name = key.partition("/")
+                if kind in _PARTS:
+                    parts.setdefault((kind, name.partition("/")[2]), []).append(tensor)
+                elif kind in ("values", "weights"):
+                    getattr(study, kind)[name] = tensor
+            for (kind, name), held in parts.items():
+                if len(held) != _PARTS[kind]:
+                    raise CheckpointError(f"{len(held)} parts of {name!r}, wanted {_PARTS[kind]}")
+            for coupling, total in found.links:
+                *between, counts, narrowed, members = parts.pop(("links", coupling.name))
+                study.between[coupling.name] = Between(*between)
+                study.losses[coupling.name] = CouplingLosses(
+                    coupling, counts.cpu(), narrowed.cpu(), members.cpu(), total
+                )
+            factors = {
+                name: (one[0], one[1], one[2]) for (kind, name), one in parts.items() if kind == "factors"
+            }
+            study.factors.update(factors)
         return study
 
     def keep_study(self, study: Study) -> None:
@@ -120,13 +161,21 @@ class Folder:
             one = study.between[name]
             told_of = (one.basis, one.covariance, one.mean, lost.kept, lost.narrowed, lost.members)
             tensors |= {f"links/{place}/{name}": part for place, part in enumerate(told_of)}
-        record = {kind: getattr(study, kind) for kind in _PLAIN}
+        record = {key.name: getattr(study, key.name) for key in fields(KeptStudy) if key.name != "links"}
         record["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
         self._write_tensors("study.safetensors", tensors, record)
 
     def tried(self, plans: Sequence[SketchPlan]) -> dict[str, list[float]] | None:
         """How the allocations of these plans did, None if it is not kept."""
-        return self._read_json(f"tried-{_key(*plans)}.json")
+        name = f"tried-{_key(*plans)}.json"
+        kept = self._read_json(name)
+        if kept is None:
+            return None
+        with _changed(self.path / name):
+            tried = read_record(KeptTrials, {"tried": kept}, "it").tried
+            if set(tried) != {plan.allocation for plan in plans} or not all(tried.values()):
+                raise CheckpointError(f"it has trials of {sorted(tried)}")
+        return tried
 
     def keep_tried(self, plans: Sequence[SketchPlan], tried: Mapping[str, Sequence[float]]) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
@@ -139,13 +188,19 @@ class Folder:
         if kept is None:
             return None
         tensors, record = kept
-        layer_type = layer_types()[record["type"]]
-        layer = layer_type(**record["spec"], device="meta", dtype=weight.dtype).to_empty(device=weight.device)
-        for key, held in layer.state_dict(keep_vars=True).items():
-            copy_into(held, tensors[key])
+        file = self.path / _layer_file(plan, name)
+        with _changed(file):
+            found = read_record(KeptLayer, record, "the record")
+            layer = _empty(found, weight)
+            held = layer.state_dict(keep_vars=True)
+            shapes = {key: (tuple(one.shape), one.dtype) for key, one in held.items()}
+            if shapes != {key: (tuple(one.shape), one.dtype) for key, one in tensors.items()}:
+                raise CheckpointError(f"its tensors are not those of a {found.type} of that spec")
+        layer = layer.to_empty(device=weight.device)
+        for key, one in layer.state_dict(keep_vars=True).items():
+            copy_into(one, tensors[key])
         take_over(layer, dense, weight.requires_grad)
-        fitted = record["fitted"]
-        return layer, Fitted(**fitted | {"ranks": tuple(fitted["ranks"])})
+        return layer, found.fitted
 
     def keep_layer(self, plan: SketchPlan, name: str, layer: SketchedLayer, fitted: Fitted) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
@@ -156,11 +211,13 @@ class Folder:
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.path / name
         try:
-            found: dict[str, Any] = json.loads(file.read_text())
+            found = json.loads(file.read_text())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
+        if not isinstance(found, dict):
+            raise ResumeError(f"{file} cannot be read, it was changed: it is a {type(found).__name__}")
         return found
 
     def _read(self, name: str, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -173,7 +230,7 @@ class Folder:
                 record = json.loads(kept.metadata()["told"])
                 # Copies: what is read is mapped from the file.
                 return {key: kept.get_tensor(key).clone() for key in kept.keys()}, record  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ResumeError(f"{file} cannot be read, it was cut short or changed: {error}") from error
 
     def _write_tensors(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
@@ -188,6 +245,31 @@ class Folder:
             replace_file(place, write)
         except (OSError, SafetensorError) as error:
             raise ResumeError(f"cannot write {place}: {error}") from error
+
+
+@contextmanager
+def _changed(file: Path) -> Iterator[None]:
+    """What a file says that no call has written is a ResumeError."""
+    try:
+        yield
+    except (CheckpointError, KeyError) as error:
+        raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
+
+
+def _empty(found: KeptLayer, weight: Tensor) -> SketchedLayer:
+    """A layer as it is described, on the meta device, that stands for one of a weight."""
+    layer_type = layer_types().get(found.type)
+    if layer_type is None:
+        raise CheckpointError(f"its type is {found.type!r}")
+    arguments = read_arguments(layer_type, found.spec, f"the {found.type}")
+    try:
+        layer = layer_type(**arguments, device="meta", dtype=weight.dtype)
+    # Numbers of a file that was written by hand: torch may say anything of them.
+    except Exception as error:
+        raise CheckpointError(f"no {found.type} can be made: {first_line(error)}") from error
+    if layer.weight.shape != weight.shape:
+        raise CheckpointError(f"its weight is {tuple(layer.weight.shape)}, wanted {tuple(weight.shape)}")
+    return layer
 
 
 def identity_of(

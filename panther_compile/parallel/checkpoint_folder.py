@@ -12,15 +12,70 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError
 from panther_compile.storage import document_sha256, file_sha256, flush
+from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "panther_compile.training", 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_FILE = re.compile(r"\.?[\w-]+(\.[\w-]+)*")  # no path
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """Size and checksum of a file, as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOptimizer:
+    """What an optimizer holds that is no tensor.
+
+    Attributes:
+        type: name of its class.
+        groups: different sets of options.
+        group_of: by the name of a parameter, the place of its options among `groups`.
+        numbers: of its state, likewise, by their keys.
+    """
+
+    type: str
+    groups: list[dict[str, Any]]
+    group_of: dict[str, int]
+    numbers: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `manifest.json` holds.
+
+    Attributes:
+        format: FORMAT.
+        version: FORMAT_VERSION, or an earlier one.
+        step: that was saved.
+        extra: what the user saved with it.
+        mesh: sizes of its axes.
+        names: of the model's tensors, each with the first name of the same tensor.
+        files: all others of the checkpoint, by name.
+        optimizer: what it holds beside tensors.
+        sha256: the checksum of all the rest.
+    """
+
+    format: str
+    version: int
+    step: int
+    extra: dict[str, Any]
+    mesh: dict[str, int]
+    names: dict[str, str]
+    files: dict[str, KeptFile]
+    optimizer: KeptOptimizer
+    sha256: str
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -96,29 +151,56 @@ def describe_files(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointCorruptError: it is missing, or was changed after it was written.
+        CheckpointCorruptError: it is missing, was changed after it was written, or says what cannot be.
         CheckpointVersionError: it was written by a newer format.
     """
+    file = path / MANIFEST
     try:
-        document = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        document = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} has no manifest that can be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointCorruptError(f"{path / MANIFEST} is no manifest of a training's checkpoint")
-    if document.get("version", 0) > FORMAT_VERSION:
+        raise CheckpointCorruptError(f"{file} is no manifest of a training's checkpoint")
+    version = document.get("version")
+    if type(version) is not int or version > FORMAT_VERSION:
         raise CheckpointVersionError(
-            f"{path} has the format {document['version']}, newer than {FORMAT_VERSION}: update the library"
+            f"{path} has the format {version!r}, newer than {FORMAT_VERSION}: update the library"
         )
-    if document.pop("sha256", None) != document_sha256(document):
-        raise CheckpointCorruptError(f"{path / MANIFEST} was changed after it was written")
-    return document
+    if document.get("sha256") != _sha256_of(document):
+        raise CheckpointCorruptError(f"{file} was changed after it was written")
+    manifest = read_record(Manifest, document, str(file))
+    _check(manifest, file)
+    return manifest
 
 
-def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+def _sha256_of(document: dict[str, Any]) -> str | None:
+    try:
+        return document_sha256(document)
+    except RecursionError:
+        return None
+
+
+def _check(manifest: Manifest, file: Path) -> None:
+    """Raise CheckpointCorruptError for what no type tells."""
+    groups = len(manifest.optimizer.groups)
+    wrong = [
+        *(f"the step {manifest.step}" for _ in range(manifest.step < 0)),
+        *(f"a file {name!r}" for name in manifest.files if not _FILE.fullmatch(name)),
+        *(
+            f"a group {one} of {groups}"
+            for one in manifest.optimizer.group_of.values()
+            if not 0 <= one < groups
+        ),
+    ]
+    if wrong:
+        raise CheckpointCorruptError(f"{file} speaks of {wrong[0][:200]}, which cannot be")
+
+
+def find_damage(path: Path, files: Mapping[str, KeptFile], names: Iterable[str]) -> list[str]:
     """What is wrong with files of a checkpoint, one line each.
 
     Args:
@@ -130,9 +212,9 @@ def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]], names: Itera
     for name in names:
         try:
             size = (path / name).stat().st_size
-            if size != files[name]["bytes"]:
-                damage.append(f"{name} has {size} bytes of {files[name]['bytes']}")
-            elif file_sha256(path / name) != files[name]["sha256"]:
+            if size != files[name].bytes:
+                damage.append(f"{name} has {size} bytes of {files[name].bytes}")
+            elif file_sha256(path / name) != files[name].sha256:
                 damage.append(f"{name} has another checksum than it was written with")
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror}")

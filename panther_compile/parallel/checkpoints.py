@@ -252,7 +252,7 @@ class TrainingCheckpoints:
             self._agree([f"{path}: {one}" for one in differences], CheckpointMismatchError)
             problems = _try(lambda: restore_state(engine, optimizer, names, manifest, reader, stored))
             self._agree(problems, CheckpointError)
-        return Resumed(manifest["step"], manifest["extra"], path)
+        return Resumed(manifest.step, manifest.extra, path)
 
     def _find_newest(self) -> Path | None:
         shown: list[Any] = [[path.name for path in list_checkpoints(self._folder)]]
@@ -260,7 +260,7 @@ class TrainingCheckpoints:
 
         def damage(path: Path) -> list[str]:
             try:
-                files = read_manifest(path)["files"]
+                files = read_manifest(path).files
                 share = sorted(files)[self._rank :: dist.get_world_size()]
                 mine = find_damage(path, files, share)
             except CheckpointCorruptError as error:
@@ -312,13 +312,15 @@ def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     newest = _newest(list_checkpoints(path), _damage, tell=True)
     if newest is None:
         raise CheckpointError(f"there is no checkpoint in {path}")
-    names, reader = read_manifest(newest)["names"], PieceReader(newest)
+    names, reader = read_manifest(newest).names, PieceReader(newest)
     tensors = {
         key.removeprefix(MODEL): torch.empty(shape, dtype=dtype)
         for key, shape, dtype in reader.stored()
         if key.startswith(MODEL)
     }
     reader.read({MODEL + name: find_pieces(tensor, None, 1, 0) for name, tensor in tensors.items()})
+    if missing := set(names.values()) - set(tensors):
+        raise CheckpointCorruptError(f"{newest} names {min(missing)!r}, and holds no such tensor")
     return {name: tensors[first] for name, first in names.items()}
 
 
@@ -347,7 +349,7 @@ def _warn_of_shared_store() -> None:
 
 def _damage(path: Path) -> list[str]:
     try:
-        files = read_manifest(path)["files"]
+        files = read_manifest(path).files
     except CheckpointCorruptError as error:
         return [str(error)]
     return find_damage(path, files, files)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from panther_compile.errors import CheckpointError, ParallelError
+from panther_compile.parallel.checkpoint_folder import KeptOptimizer
 from panther_compile.parallel.engine import ParallelEngine
 
 _NO_OPTIONS = ("params", "param_names")
@@ -61,7 +62,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any
 
 
 def merge(described: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks have described, as one; equal options are kept once."""
+    """What the ranks have described, as the fields of one `KeptOptimizer`; equal options are kept once."""
     parts = list(described)
     groups: list[Any] = []
     group_of = {}
@@ -104,23 +105,23 @@ def follows(value: Tensor, parameter: Tensor, *, is_divided: bool) -> bool:
 
 
 def find_differences(
-    optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], unread: Collection[str]
+    optimizer: Optimizer, names: Mapping[Tensor, str], described: KeptOptimizer, unread: Collection[str]
 ) -> Iterator[str]:
     """Why a saved state is not that of an optimizer, one line each.
 
     Args:
         optimizer: of a rank.
         names: of its parameters.
-        described: of `merge`.
+        described: what `merge` gave.
         unread: parameters that the model's graph does not read: some meshes leave them to no rank.
     """
-    if described["type"] != type(optimizer).__name__:
-        yield f"the optimizer was {described['type']}, and is {type(optimizer).__name__}"
+    if described.type != type(optimizer).__name__:
+        yield f"the optimizer was {described.type}, and is {type(optimizer).__name__}"
     for group in optimizer.param_groups:
         held = [names[parameter] for parameter in group["params"] if names[parameter] not in unread]
-        unknown = [name for name in held if name not in described["group_of"]]
+        unknown = [name for name in held if name not in described.group_of]
         yield from (f"its optimizer did not train {name}" for name in unknown)
-        numbers = {described["group_of"].get(name) for name in held}
+        numbers = {described.group_of.get(name) for name in held}
         if len(numbers - {None}) > 1:
             yield (
                 f"a group of the optimizer, with {held[0]}, holds parameters that had {len(numbers)} "
@@ -132,7 +133,7 @@ def restore(
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
     tensors: Mapping[Tensor, Mapping[str, Tensor]],
-    described: Mapping[str, Any],
+    described: KeptOptimizer,
 ) -> None:
     """Give an optimizer its state back.
 
@@ -140,17 +141,17 @@ def restore(
         optimizer: of a rank.
         names: of its parameters.
         tensors: of the state, for each parameter.
-        described: of `merge`, without differences.
+        described: what `merge` gave, without differences.
     """
     packed = optimizer.state_dict()
     state = {}
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        known = [one for one in group["params"] if names[one] in described["group_of"]]
+        known = [one for one in group["params"] if names[one] in described.group_of]
         for parameter in known[:1]:  # the others have the same options
-            for key, value in described["groups"][described["group_of"][names[parameter]]].items():
+            for key, value in described.groups[described.group_of[names[parameter]]].items():
                 saved[key] = _like(value, group.get(key))
         for index, parameter in zip(saved["params"], group["params"], strict=True):
-            held = {**tensors.get(parameter, {}), **described["numbers"].get(names[parameter], {})}
+            held = {**tensors.get(parameter, {}), **described.numbers.get(names[parameter], {})}
             if held:
                 state[index] = held
     optimizer.load_state_dict({**packed, "state": state})

@@ -10,7 +10,6 @@ Tied tensors go by their first name.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from panther_compile.parallel import optimizer_state
+from panther_compile.parallel.checkpoint_folder import Manifest
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.parallel.model_state import held_buffers, held_parameters
 from panther_compile.parallel.pieces import Piece, PieceReader, find_pieces, whole_shape
@@ -53,7 +53,7 @@ def find_state(engine: ParallelEngine, optimizer: Optimizer, names: Names) -> di
 
 
 def find_differences(
-    engine: ParallelEngine, optimizer: Optimizer, names: Names, manifest: Mapping[str, Any], stored: Stored
+    engine: ParallelEngine, optimizer: Optimizer, names: Names, manifest: Manifest, stored: Stored
 ) -> Iterator[str]:
     """Why a checkpoint cannot be that of an engine and an optimizer, one line each.
 
@@ -64,7 +64,7 @@ def find_differences(
         manifest: of the checkpoint.
         stored: shape and dtype of its tensors.
     """
-    own, theirs = set(engine.names.first.values()), set(manifest["names"].values())
+    own, theirs = set(engine.names.first.values()), set(manifest.names.values())
     if own - theirs:
         yield f"it lacks {_list(own - theirs)} of this model"
     if theirs - own:
@@ -75,16 +75,14 @@ def find_differences(
         if has != wanted:
             yield f"{name} is {_told(*wanted)} in this model and {_told(*has)} in it"
     if own == theirs:
-        yield from optimizer_state.find_differences(
-            optimizer, names, manifest["optimizer"], engine.task.unread
-        )
+        yield from optimizer_state.find_differences(optimizer, names, manifest.optimizer, engine.task.unread)
 
 
 def restore_state(
     engine: ParallelEngine,
     optimizer: Optimizer,
     names: Names,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     reader: PieceReader,
     stored: Stored,
 ) -> None:
@@ -121,7 +119,7 @@ def restore_state(
         for copy in copies[name]:  # load_state_dict copies it
             state[copy][key] = value
     generators = {}
-    if manifest["mesh"] == asdict(engine.devices.shape):
+    if manifest.mesh == asdict(engine.devices.shape):
         for device, value in _generators(engine):
             key = f"rng.{device}.{engine.devices.rank}"
             if key in stored:
@@ -132,7 +130,7 @@ def restore_state(
         for _, held in model.values():
             for other in held[1:]:
                 other.copy_(held[0])
-    optimizer_state.restore(optimizer, names, state, manifest["optimizer"])
+    optimizer_state.restore(optimizer, names, state, manifest.optimizer)
     for device, value in generators.items():
         if device == "cpu":
             torch.set_rng_state(value)

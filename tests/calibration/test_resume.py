@@ -318,7 +318,7 @@ def test_what_the_folder_holds(tmp_path):
 
 
 def test_resume_that_is_no_path():
-    with pytest.raises(ConfigTypeError, match="resume=3 is a int, wanted the path of a folder"):
+    with pytest.raises(ConfigTypeError, match="resume=3 is a int, wanted a path"):
         pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=3, **OPTIONS)
 
 
