@@ -1,12 +1,14 @@
 """The public verbs: each one a few stages, called in order."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
+from panther_compile.calibration.few_data import MADE_UP
 from panther_compile.config import Selector, SketchOptions
 from panther_compile.errors import (
     NoTargetError,
@@ -108,6 +110,10 @@ def sketchify(
     learnt = learn(prepared, config, data, resume, example_inputs)
     if evaluate is None or max_drop is None or dense_score is None:
         made = make(learnt.prepared, learnt.config, learnt.studied)
+        if made.plan.allocation == MADE_UP and config.objective != "latency":
+            # As without data, to the bit.
+            learnt = replace(learn(prepared, config, None, None, None), unused=made.note)
+            made = make(learnt.prepared, learnt.config, learnt.studied)
     else:
         made = search(learnt, RatioCurve((), dense_score, max_drop, None), evaluate)
     return put_in_place(model, learnt, made)  # type: ignore[return-value]

@@ -10,13 +10,16 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from panther_compile.calibration.calibrate import Studied, fit_model, study_model
+from panther_compile.calibration.few_data import has_few
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
+from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.calibration.verdict import keep_verdict
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
     NoTargetError,
+    SketchQualityWarning,
 )
 from panther_compile.healing.healer import heal, keep_report
 from panther_compile.healing.report import HealReport, heal_report
@@ -64,6 +67,9 @@ class Prepared:
     recipe: SketchPlan | None = None
 
 
+_ADVICE = "normalise it as in training; where it is right, run the model over it in training mode first"
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """The replacements of the dense layers, and how they were made.
@@ -76,6 +82,7 @@ class Made:
         healed: what healing did.
         small: a copy of the model that holds them, if one was made to be evaluated.
         curve: of the search for the ratio.
+        note: why data that was given is not used; empty if it is.
     """
 
     new: dict[nn.Module, nn.Module]
@@ -86,6 +93,7 @@ class Made:
     calibrated: bool = False
     small: nn.Module | None = None
     curve: RatioCurve | None = None
+    note: str = ""
 
 
 def read_config(ratio: float | Mapping[Selector, float] | None, options: Mapping[str, Any]) -> SketchConfig:
@@ -157,6 +165,7 @@ class Learnt:
         calls: those of the fit; empty for the weights alone.
         output: what the model's result is taken for, in words.
         studied: what the calls show of the model; None without any.
+        unused: why data that was given is not used; empty if it is.
     """
 
     prepared: Prepared
@@ -165,6 +174,7 @@ class Learnt:
     calls: Sequence[Call]
     output: str
     studied: Studied | None
+    unused: str = ""
 
 
 @undisturbed()
@@ -181,18 +191,54 @@ def learn(
     """
     inputs = read_inputs(prepared.model, prepared.found, data, config)
     calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    first, unused = calls[:1], ""
+    if inputs.source == "data" and prepared.recipe is None:
+        unused = _why_unused(prepared, calls)
+    if unused:
+        warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
+        inputs, resume = read_inputs(prepared.model, prepared.found, None, config), None
+        calls = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
     prepared = replace(prepared, found=found)
-    studied = _study(prepared, config, calls, resume) if calls else None
-    if studied is not None and config.objective == "latency" and example is None:
-        studied = replace(studied, found=time_sites(prepared.model, studied.found, calls[0]))
+    doubted = inputs.source == "data"
+    studied = _study(prepared, config, calls, resume, doubted=doubted) if calls else None
     if studied is not None:
         prepared = replace(prepared, found=studied.found)
-    return Learnt(prepared, config, inputs, calls, output, studied)
+    if first and config.objective == "latency" and example is None:
+        prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
+    if studied is not None:
+        studied = replace(studied, found=prepared.found)
+        if doubted and has_few(studied):
+            studied = replace(studied, made_up=_study_of_made_up(prepared, config))
+    return Learnt(prepared, config, inputs, calls, output, studied, unused)
+
+
+def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
+    """Why data is left out: the model's batch norms say that it is of another kind; empty if it is not."""
+    off = off_batch_norms(copy_sharing(prepared.model, {}), calls)
+    if not off > UNLIKE:
+        return ""
+    return (
+        f"the data is unlike what the model was trained on: it is off the statistics of its batch norms by "
+        f"{off:.2g}, where {UNLIKE} is much, and is not used"
+    )
+
+
+def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
+    """What the fit without data would go by, if there is one."""
+    inputs = read_inputs(prepared.model, prepared.found, None, config)
+    if inputs.fit is None:
+        return None
+    return _study(prepared, config, record_calls(prepared.model, inputs.fit), None, doubted=False)
 
 
 def _study(
-    prepared: Prepared, config: SketchConfig, calls: Sequence[Call], resume: str | PathLike[str] | None
+    prepared: Prepared,
+    config: SketchConfig,
+    calls: Sequence[Call],
+    resume: str | PathLike[str] | None,
+    *,
+    doubted: bool,
 ) -> Studied:
     if any(parameter.is_inference() for parameter in prepared.model.parameters()):
         raise ConfigTypeError(
@@ -203,7 +249,7 @@ def _study(
     prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
     if not prepared.found.sites:
         plan_sites(prepared, config)  # says why
-    return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume)
+    return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume, doubted=doubted)
 
 
 @undisturbed()
@@ -249,7 +295,7 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     for name, why in ({} if studied is None else studied.left_alone).items():
         if name in fitted:
             fitted[name] = replace(fitted[name], note=f"data leaves it alone: {why}")
-    return Made(new, plan, fitted, unreached, calibrated=studied is not None)
+    return Made(new, plan, fitted, unreached, calibrated=studied is not None, note=note)
 
 
 def search(learnt: Learnt, wanted: RatioCurve, evaluate: Evaluate) -> Made:
@@ -354,7 +400,8 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
             result = copy_model(prepared.model, made.new) if made.small is None else made.small
     turn_off_nested_tensors(result)
     earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
-    keep_record(result, SketchRecord.after(earlier, made.plan, made.fitted, made.curve))
+    fitted = {name: replace(one, note=learnt.unused or one.note) for name, one in made.fitted.items()}
+    keep_record(result, SketchRecord.after(earlier, made.plan, fitted, made.curve))
     if made.healed is not None:
         keep_report(result, made.healed)
     source = learnt.inputs.source if made.calibrated else "weights"

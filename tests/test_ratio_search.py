@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import calibrate
+from panther_compile.calibration import calibrate, few_data
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -196,6 +196,7 @@ def test_the_answer_is_what_the_ratio_alone_gives(case):
 def test_data_is_read_once_and_the_dense_model_studied_once(case, monkeypatch):
     dense, data, evaluate = case
     reads, studies = [], []
+    monkeypatch.setattr(few_data, "can_be_judged", lambda studied: False)
     study = calibrate.study_layers
     monkeypatch.setattr(
         calibrate, "study_layers", lambda *args, **kwargs: studies.append(1) or study(*args, **kwargs)

@@ -12,6 +12,9 @@ lockstep      dense and sketched model side by side, layer by layer
 layer_fit     one layer from what reached it: the callback of the lockstep
 resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
+held_out      plans compared by the results on batches that nothing was learnt from
+few_data      how far few data are believed, and whether more than none
+unlike        whether data is like what a model was trained on, as far as its batch norms know
 closeness     How close a sketched model's outputs are to the dense model's on the same inputs, in numbers an
 inputs        What layers are fitted to, and what a sketch is compared with its model on
 trials        A trial on held-out batches

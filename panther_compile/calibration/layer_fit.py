@@ -99,7 +99,7 @@ class LayerFit:
             layer, error = self._matrix(target, choice, moments, view.metric(weight))
             rows = moments.rows
         else:
-            layer, error = view.fit(name, choice, self._config, arrivals, weight)
+            layer, error = view.fit(name, choice, self._config, arrivals, weight, self._study.ridge)
             rows = sum(arrival.z.numel() // arrival.z.shape[view.channel_dim] for arrival in arrivals)
         return {name: (layer, self._fitted(target, layer, error, rows))}
 
@@ -130,7 +130,8 @@ class LayerFit:
         if sums is None:
             return self.cut_coupling(choice)[target.name], None, 0
         centred = target.weight_and_bias()[1] is not None
-        moments = sums.moments(centred=centred, extended=extend(coupling, basis, choice.rank))
+        extended = extend(coupling, basis, choice.rank)
+        moments = sums.moments(centred=centred, extended=extended, ridge=self._study.ridge)
         return (*fit_reader(target, coupling, basis, choice.ranks, moments, gradient), moments.rows)
 
     def _reader_sums(
@@ -221,7 +222,7 @@ class LayerFit:
                 residuals = target.rows(arrival.residuals[0], kept), target.rows(arrival.residuals[1], kept)
             sums.add(x, z, residuals)
         assert sums is not None
-        moments = sums.moments(centred=centred)
+        moments = sums.moments(centred=centred, ridge=self._study.ridge)
         if not added and target.view.is_linear:
             self._last = (arrivals, centred, moments)
         return moments

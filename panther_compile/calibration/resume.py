@@ -50,10 +50,11 @@ class KeptStudy:
     """What a study holds beside tensors, see `Study`.
 
     Attributes:
-        sensitivity: likewise; so for the next three.
+        sensitivity: likewise; so for the next four.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.
+        ridge: on second moments.
         links: its couplings, and what is lost without each.
     """
 
@@ -61,6 +62,7 @@ class KeptStudy:
     power: dict[str, float]
     reached: dict[str, int]
     shared: list[list[list[str]]]
+    ridge: float
     links: list[tuple[Coupling, float]]
 
 

@@ -17,7 +17,7 @@ from panther_compile.calibration.narrow import (
 )
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack, stack_name
-from panther_compile.factorization.moments import Moments, MomentSums
+from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
@@ -43,6 +43,7 @@ class Study:
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         reached: units that the data reaches, and with how many rows.
         shared: for each group of layers of one input, the sets of them that may share an input factor.
+        ridge: on second moments, of their mean power.
         losses: what narrowing layers does that can be narrowed together, by the name of the coupling.
         between: what is between them, likewise.
     """
@@ -54,6 +55,7 @@ class Study:
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
+    ridge: float = RIDGE
     losses: dict[str, CouplingLosses] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ def study_layers(
     seed: int,
     logits: bool | None,
     progress: bool,
+    ridge: float = RIDGE,
 ) -> Study:
     """Run the dense model over the data.
 
@@ -93,11 +96,12 @@ def study_layers(
         seed: of random projections.
         logits: see `outputs.distance`.
         progress: whether to show bars.
+        ridge: see `Study`.
 
     Raises:
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
-    study = Study()
+    study = Study(ridge=ridge)
     by_reader = {coupling.reader: coupling for coupling in couplings}
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
     gradients = output_gradients(
@@ -120,7 +124,7 @@ def study_layers(
             known[name] = sums
             weight, _ = targets[name].weight_and_bias()
             dense = weight.detach().double()
-            moments = sums.moments(centred=targets[name].view.has_mean)
+            moments = sums.moments(centred=targets[name].view.has_mean, ridge=ridge)
             gradient = study.weights[name].double() if name in study.weights else None
             gradient = targets[name].view.metric(gradient)
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
@@ -165,7 +169,7 @@ def _study_stacks(
     study: Study, targets: Mapping[str, Target], sets: Sequence[Sequence[str]], sums: MomentSums
 ) -> None:
     """Add what the stacks of layers of one input are like."""
-    moments = sums.moments(centred=targets[sets[0][0]].view.has_mean)
+    moments = sums.moments(centred=targets[sets[0][0]].view.has_mean, ridge=study.ridge)
     root = root_of(moments.covariance)
     groups: list[Sequence[str]] = []
     for names in sets:

@@ -128,12 +128,13 @@ class MomentSums:
         )
         return ResidualMoments(cross, mean, sample, change - mean.float())
 
-    def moments(self, *, centred: bool, extended: Tensor | None = None) -> Moments:
+    def moments(self, *, centred: bool, extended: Tensor | None = None, ridge: float = RIDGE) -> Moments:
         """Moments of what was added.
 
         Args:
             centred: about the means, for a layer with a bias, which makes up for them.
             extended: x as z tells it (I, K), where they have other features.
+            ridge: of the mean power; the more, the more W counts as it is.
         """
         assert self._about is not None
         count = max(1, self.rows)
@@ -149,12 +150,12 @@ class MomentSums:
             cross += torch.outer(mean_x, mean_z)
             covariance += torch.outer(mean_z, mean_z)
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
-        ridge = rounding + RIDGE * float(covariance.diagonal().mean().clamp_min(1e-30))
-        covariance.diagonal().add_(ridge)
+        added = rounding + ridge * float(covariance.diagonal().mean().clamp_min(1e-30))
+        covariance.diagonal().add_(added)
         if extended is None:
-            cross.diagonal().add_(ridge)
+            cross.diagonal().add_(added)
         else:
-            cross += ridge * extended
+            cross += added * extended
         some_x, some_z = (torch.cat(rows) for rows in list(zip(*self._samples, strict=True))[:2])
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)

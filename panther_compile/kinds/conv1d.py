@@ -79,9 +79,10 @@ class Conv1dView(LinearView):
         config: SketchConfig,
         arrivals: Sequence[Arrival],
         gradient: Tensor | None,
+        ridge: float,
     ) -> tuple[SketchedLayer, float]:
         """See `LinearView`."""
-        layer, error = self._plane.fit(name, choice, config, _on_plane(arrivals), gradient)
+        layer, error = self._plane.fit(name, choice, config, _on_plane(arrivals), gradient, ridge)
         return _on_line(layer, self.layer), error
 
 

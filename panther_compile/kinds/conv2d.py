@@ -64,9 +64,10 @@ class Conv2dView(LinearView):
         config: SketchConfig,
         arrivals: Sequence[Arrival],
         gradient: Tensor | None,
+        ridge: float,
     ) -> tuple[SketchedLayer, float]:
         """See `LinearView`."""
-        return fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient)
+        return fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient, ridge)
 
 
 class Conv2dKind(Kind):

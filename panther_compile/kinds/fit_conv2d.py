@@ -47,6 +47,7 @@ def fit_conv2d_to(
     config: SketchConfig,
     arrivals: Sequence[Arrival],
     gradient: Tensor | None,
+    ridge: float = RIDGE,
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
@@ -61,6 +62,7 @@ def fit_conv2d_to(
         config: the options.
         arrivals: what reached the layer.
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
+        ridge: on second moments, of their mean power.
     """
     weight = conv.weight.detach().double()
     inner = outer = None
@@ -69,7 +71,7 @@ def fit_conv2d_to(
         for arrival in arrivals:
             rows = channel_rows(conv, arrival.z)
             sums.add(rows, rows)
-        inner = root_of(sums.moments(centred=False).covariance)
+        inner = root_of(sums.moments(centred=False, ridge=ridge).covariance)
         weight = torch.einsum("oihw,ij->ojhw", weight, inner.factor)
         if gradient is not None:
             outer = root_of(gradient)
@@ -81,10 +83,10 @@ def fit_conv2d_to(
     if outer is not None:
         last = torch.einsum("op,orhw->prhw", outer.inverse, last.double())
     layer = SketchedConv2d.from_kernels(choice.scheme, (first, *between, last), conv)
-    return layer, _refit_last(layer, conv, arrivals)
+    return layer, _refit_last(layer, conv, arrivals, ridge)
 
 
-def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival]) -> float:
+def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> float:
     """Fit the last factor by ridge regression towards what it is; gives the relative error that is left."""
     last = layer.up
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
@@ -117,9 +119,9 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
     present = last.weight.detach().double().reshape(groups, outputs, taps)
     kernels, lost = [], power / rows
     for s, c, w in zip(covariance, cross, present, strict=True):
-        ridge = RIDGE * float(s.diagonal().mean().clamp_min(1e-30))
-        system = s + ridge * torch.eye(taps, dtype=s.dtype, device=device)
-        kernel = solve(system, (c + ridge * w).T).T
+        added = ridge * float(s.diagonal().mean().clamp_min(1e-30))
+        system = s + added * torch.eye(taps, dtype=s.dtype, device=device)
+        kernel = solve(system, (c + added * w).T).T
         lost += float((kernel @ s * kernel).sum() - 2.0 * (kernel * c).sum())
         kernels.append(kernel)
     stacked = torch.stack(kernels)

@@ -73,6 +73,7 @@ class LinearView(ABC):
         config: SketchConfig,
         arrivals: Sequence[Arrival],
         gradient: Tensor | None,
+        ridge: float,
     ) -> tuple[SketchedLayer, float]:
         """Fit a layer that is no matrix; gives the relative error of its output too.
 
@@ -82,5 +83,6 @@ class LinearView(ABC):
             config: the options.
             arrivals: what reached the layer.
             gradient: weight of errors at the output features, float64, or None.
+            ridge: on second moments, of their mean power.
         """
         raise AssertionError("a matrix is fitted from moments")

@@ -5,6 +5,12 @@ import torch
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.calibration import calibrate, few_data
+from panther_compile.calibration.unlike import off_batch_norms
+from panther_compile.errors import SketchQualityWarning
+from panther_compile.factorization.moments import RIDGE
+from panther_compile.models.batches import Call
+from panther_compile.models.divided import divided
 
 OPTIONS = {"min_params": 1, "allow_slower": True, "include": "*"}
 
@@ -56,3 +62,97 @@ def test_the_report_says_that_data_were_too_few():
     assert report.allocation == "weights alone"
     assert report.tried["weights alone"] < min(v for name, v in report.tried.items() if "alone" not in name)
     assert all("data too few" in row.note for row in report.sketched)
+
+
+class Normed(nn.Module):
+    """Batch norms that know what the model was trained on: blurred images, of a mean of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 24, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1)
+        self.first, self.second = nn.BatchNorm2d(24), nn.BatchNorm2d(24)
+        self.head = nn.Linear(24, 6)
+
+    def forward(self, x):
+        x = torch.relu(self.first(self.one(x)))
+        return self.head(torch.relu(self.second(self.two(x))).mean((2, 3)))
+
+
+def blurred(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, 10, 10, generator=generator)
+    return nn.functional.avg_pool2d(x, 3, 1) * 3 + 1.5
+
+
+@pytest.fixture
+def normed():
+    torch.manual_seed(0)
+    model = Normed()
+    for norm in (model.first, model.second):
+        norm.momentum = None
+    with torch.no_grad():
+        model(blurred(256, 1))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [torch.randn(64, 4, 8, 8), 255 * blurred(64, 2), blurred(64, 2) - 2],
+    ids=["noise", "not normalised", "shifted"],
+)
+def test_data_unlike_the_model_is_not_used(normed, data):
+    none = pc.sketchify(normed, 0.5, **OPTIONS)
+    with pytest.warns(SketchQualityWarning, match="unlike what the model was trained on: it is off .* by"):
+        small = pc.sketchify(normed, 0.5, data=list(data.split(16)), **OPTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), none.parameters(), strict=True))
+    assert all("is not used" in row.note for row in pc.sketch_report(small).sketched)
+
+
+@pytest.mark.filterwarnings("error::panther_compile.errors.SketchQualityWarning")
+def test_data_like_the_model_is_used(normed):
+    small = pc.sketchify(normed, 0.5, data=list(blurred(128, 3).split(16)), **OPTIONS)
+    assert not any("not used" in row.note for row in pc.sketch_report(small).sketched)
+    assert off_batch_norms(normed, [Call((blurred(64, 4),), {})]) < 0.03
+    untrained = Normed().eval()
+    assert off_batch_norms(untrained, [Call((torch.randn(8, 4, 8, 8) + 9,), {})]) == 0.0
+
+
+def test_few_data_are_believed_less():
+    """The ridge that held-out samples speak for."""
+    model, shape = made("mlp")
+    torch.manual_seed(3)
+    basis = torch.randn(4, *shape)
+
+    def batches(count):  # four directions, and little of all others
+        return [torch.randn(4, 4) @ basis + 0.05 * torch.randn(4, *shape) for _ in range(count)]
+
+    def ridge_of(data):
+        folder = {}
+        study_model = few_data.best_study
+
+        def keep(studied, config, study):
+            folder["study"] = study_model(studied, config, study)
+            return folder["study"]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calibrate, "best_study", keep)
+            pc.sketchify(model, 0.4, data=data, **OPTIONS)
+        return folder["study"].ridge
+
+    assert ridge_of(batches(400)) == RIDGE
+    assert ridge_of([torch.randn(2, *shape) for _ in range(6)]) > RIDGE
+
+
+def test_batches_are_divided_where_samples_are_independent():
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(8, 3), nn.BatchNorm1d(8)
+    x = torch.randn(10, 8)
+    calls = divided(linear.eval(), [Call((x,), {})], 5)
+    assert [tuple(call.args[0].shape) for call in calls] == [(2, 8)] * 5
+    assert torch.equal(torch.cat([call.args[0] for call in calls]), x)
+    assert len(divided(norm.train(), [Call((x,), {})], 5)) == 1  # samples see one another
+    assert len(divided(linear, [Call((x[:1],), {})], 5)) == 1
+    assert len(divided(linear, [Call((x,), {})] * 5, 5)) == 5
+    attention = nn.MultiheadAttention(8, 2).eval()  # the length comes first
+    sequence = torch.randn(6, 2, 8)
+    assert len(divided(attention, [Call((sequence,) * 3, {})], 5)) == 1

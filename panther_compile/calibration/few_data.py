@@ -1,0 +1,115 @@
+"""Few data: how far they are believed, and whether more than the weights alone.
+
+    ridge        a share of the mean power that is added to second moments: few rows show fewer directions
+                 than a layer has, and the more is added, the more W counts as it is in all of them
+    alone        the sketch of the weights alone, or of made-up inputs, which no data can mislead
+
+Both are judged by held-out batches.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from panther_compile.calibration.held_out import (
+    TRIAL,
+    Calibrated,
+    HeldOut,
+    Studied,
+    chosen_targets,
+    put_layers,
+)
+from panther_compile.calibration.study import Study
+from panther_compile.config import SketchConfig
+from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.targets import Target, watch
+from panther_compile.planning.plan import Allocation, make_plan
+from panther_compile.records import SketchPlan
+
+RIDGES = (0.1, 1.0)  # that are tried beside the usual one
+_WORTH = 0.8  # of the distance, below which another one is taken
+_FEW_ROWS = 8  # for each input of a layer, below which data may tell less than the weights alone
+WEIGHTS_ALONE = "weights alone"
+MADE_UP = "made-up inputs"
+TOO_FEW = "data too few: on held-out batches the sketch of the {} is closer"
+
+
+def best_study(studied: Studied, config: SketchConfig, study: Callable[[float], Study]) -> Study:
+    """The study whose ridge brings results closest on held-out batches; the one there is if data is many.
+
+    Args:
+        studied: with the usual ridge.
+        config: the options; ranks are those of half the numbers, whatever the ratio.
+        study: gives another one, by its ridge.
+    """
+    if not has_few(studied):
+        return studied.study
+    config = replace(config, ratio=0.5)
+    found = {}
+    for one in (studied.study, *map(study, RIDGES)):
+        tried = replace(studied, study=one)
+        plan = make_plan(tried.found, config, tried.route, values=one.values, allocation=Allocation("energy"))
+        held_out = HeldOut(tried, config, tried.held_out)
+        worth = 1.0 if one is studied.study else 1.0 / _WORTH
+        found[worth * held_out.distance(held_out.cut(plan))] = one
+    return found[min(found)]
+
+
+def without_data(
+    studied: Studied, plan: SketchPlan, config: SketchConfig, made_up: Calibrated | None
+) -> Calibrated | None:
+    """What is made of the weights alone, or of inputs made up, if data is few and that is closer.
+
+    All are judged by batches that none has seen; without such there is nothing to judge by.
+
+    Args:
+        studied: of the model.
+        plan: the best with data.
+        config: the options.
+        made_up: what inputs that were made up give, if there are any.
+    """
+    chosen = chosen_targets(plan, studied.targets)
+    if not any(has_few_rows(studied, one) for one in chosen.values()) or not can_be_judged(studied):
+        return None
+    held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
+    if plan.allocation not in tried:
+        tried[plan.allocation] = held_out.distance(held_out.cut(plan))
+    alone = make_plan(studied.found, config, studied.route)
+    choices = {line.name: line.choice for line in alone.sketched if line.choice is not None}
+    targets = chosen_targets(alone, studied.targets)
+    layers: dict[str, nn.Module] = {
+        name: kind_of(target.layer).sketch(name, target.layer, choices[name], config)[0]
+        for name, target in targets.items()
+    }
+    others = {WEIGHTS_ALONE: Calibrated(alone, {}, (), TOO_FEW.format(WEIGHTS_ALONE))} if targets else {}
+    ready = {WEIGHTS_ALONE: layers}
+    if made_up is not None and made_up.ready:
+        others[MADE_UP] = replace(made_up, note=TOO_FEW.format(MADE_UP))
+        ready[MADE_UP] = {name: layer for name, (layer, _) in made_up.ready.items()}
+    for name in others:
+        side = watch(studied.model, {one: studied.targets[one] for one in ready[name]})
+        put_layers(side, ready[name])
+        tried[name] = held_out.distance(side)
+    best = min(tried, key=lambda name: tried[name] if name in (*others, plan.allocation) else math.inf)
+    if best == plan.allocation:
+        return None
+    return replace(others[best], plan=replace(others[best].plan, allocation=best, tried=tried))
+
+
+def has_few(studied: Studied) -> bool:
+    """Whether data is few for some layer, and what can be done without it can be judged."""
+    few = any(has_few_rows(studied, target) for target in studied.targets.values())
+    return few and can_be_judged(studied)
+
+
+def can_be_judged(studied: Studied) -> bool:
+    """Whether batches are held out, and so few are learnt from that trials cost little."""
+    return len(studied.learnt) < len(studied.calls) and len(studied.learnt) <= 2 * TRIAL
+
+
+def has_few_rows(studied: Studied, target: Target) -> bool:
+    """Whether a layer was given few rows for its inputs; those of an image are too much alike to count."""
+    rows = studied.study.reached.get(target.name, 0)
+    return not target.view.is_linear or rows < _FEW_ROWS * target.weight_and_bias()[0].shape[1]

@@ -1,0 +1,167 @@
+"""Plans compared by the results on batches that nothing was learnt from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.calibration.layer_fit import LayerFit
+from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.residuals import Residuals
+from panther_compile.calibration.resume import Folder
+from panther_compile.calibration.shared_input import stack_name
+from panther_compile.calibration.study import Study
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
+from panther_compile.kinds.targets import Target, watch
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batches import Call
+from panther_compile.models.outputs import distance
+from panther_compile.models.watched import Arrival, Side
+from panther_compile.planning.sites import Found
+from panther_compile.records import Fitted, SketchPlan
+
+_HELD_OUT = 0.2  # of the batches, for the choice between allocations
+TRIAL = 8  # batches at most on which an allocation is fitted to be tried
+
+
+@dataclass(frozen=True, slots=True)
+class Studied:
+    """A dense model and what data shows of it, whatever the ratio.
+
+    Attributes:
+        model: is not changed, nor is its mode.
+        found: its sites.
+        route: how the sites were found.
+        calls: the data.
+        masks: of each batch, see `batches.kept_positions`.
+        targets: what data can fit.
+        left_alone: why data fits no other weight, by the name of its unit.
+        residuals: where the outputs of layers are added to, see `find_residuals`.
+        study: of the batches in `learnt`.
+        folder: where the work is kept as it is done, or None.
+        made_up: the same of inputs that were made up, in whose favour few data may be left out.
+    """
+
+    model: nn.Module
+    found: Found
+    route: str
+    calls: Sequence[Call]
+    masks: Sequence[Tensor | None]
+    targets: Mapping[str, Target]
+    left_alone: Mapping[str, str]
+    residuals: Residuals
+    study: Study
+    folder: Folder | None
+    made_up: "Studied | None" = None
+
+    @property
+    def held_out(self) -> Sequence[tuple[Call, Tensor | None]]:
+        """The batches on which allocations are compared, with their masks."""
+        batches = list(zip(self.calls, self.masks, strict=True))
+        return batches[len(self.learnt) :] or batches
+
+    @property
+    def learnt(self) -> Sequence[Call]:
+        """The other batches."""
+        return learnt_of(self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What data made of a model at one ratio.
+
+    Attributes:
+        plan: that was chosen.
+        ready: fitted layers, by the name of the unit.
+        unreached: units that the plan sketches, and that no batch reached.
+        note: why the layers are to be sketched from the weights alone; empty if they are fitted.
+    """
+
+    plan: SketchPlan
+    ready: Mapping[str, tuple[SketchedLayer, Fitted]]
+    unreached: tuple[str, ...]
+    note: str = ""
+
+
+class HeldOut:
+    """Compares results on held-out batches with those of the dense model."""
+
+    def __init__(
+        self, studied: Studied, config: SketchConfig, batches: Sequence[tuple[Call, Tensor | None]]
+    ) -> None:
+        self._studied, self._config = studied, config
+        dense = watch(studied.model, {})
+        with torch.no_grad():
+            self._wanted = [(call, kept, call.run(dense.model)) for call, kept in batches]
+
+    def trial(self, plan: SketchPlan) -> "Trial":
+        """What makes the layers of a plan."""
+        studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
+        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config)
+        return Trial(fit, studied.study)
+
+    def cut(self, plan: SketchPlan) -> Side:
+        """The model with the layers of a plan."""
+        studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
+        sketched, trial = watch(studied.model, chosen), self.trial(plan)
+        coupled = {line.name for line in plan.sketched if line.choice and line.choice.link}
+        if set(chosen) - coupled <= set(studied.study.factors):
+            put_layers(sketched, {name: trial(name, ()) for name in chosen})
+        else:
+            dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]
+            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False)
+        return sketched
+
+    def distance(self, side: Side) -> float:
+        """How far the results of a model are from the dense one's."""
+        return sum(self.distances(side)) / len(self._wanted)
+
+    def distances(self, side: Side) -> list[float]:
+        """The same on each batch."""
+        with torch.no_grad():
+            return [
+                distance(wanted, call.run(side.model), kept, logits=self._config.logits)
+                for call, kept, wanted in self._wanted
+            ]
+
+
+class Trial:
+    """Cuts matrices at their rank as the study left them, which costs nothing; fits the rest."""
+
+    def __init__(self, fit: LayerFit, study: Study) -> None:
+        self._fit, self._study = fit, study
+
+    def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
+        """See `lockstep.Fit`."""
+        target, choice = self._fit.targets[name], self._fit.choices[name]
+        if choice.link:
+            return self._fit.cut_coupling(choice)[name]
+        together = choice.sharing or (name,)
+        if stack_name(together) not in self._study.factors:
+            return self._fit(name, arrivals)
+        left, right, mean = self._study.factors[stack_name(together)]
+        if choice.sharing:
+            left = left.split([self._fit.targets[one].outputs for one in together])[together.index(name)]
+        weight, bias = target.weight_and_bias()
+        left, right = left[:, : choice.rank], right[: choice.rank]
+        bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))
+        return target.build(FittedPair(left, right, None, bias, 0.0))
+
+
+def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:
+    """Put layers, by name, where those of a watched model are."""
+    for name, layer in layers.items():
+        side.watched[name].layer = layer
+
+
+def learnt_of(calls: Sequence[Call]) -> Sequence[Call]:
+    """The batches that are learnt from: four in five, and all but one of fewer."""
+    return calls[: len(calls) - max(int(_HELD_OUT * len(calls)), min(1, len(calls) - 1))]
+
+
+def chosen_targets(plan: SketchPlan, targets: Mapping[str, Target]) -> dict[str, Target]:
+    """The targets that the plan sketches."""
+    names = {line.name for line in plan.sketched}
+    return {name: target for name, target in targets.items() if name in names}
