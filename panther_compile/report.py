@@ -6,9 +6,10 @@ from os import PathLike
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from panther_compile.errors import NoTargetError
-from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -89,6 +90,8 @@ class SketchReport:
         output: what the model's result was taken for, and why; empty without inputs.
         plan: that was carried out, for `sketchify(sibling, plan=plan)`; None if no record is left.
         closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
+        dense_bytes: of `dense_numbers`, in the dtypes that the model has now.
+        stored_bytes: of `stored_numbers`; of a quantized tensor, all that it is made of.
     """
 
     rows: tuple[ReportRow, ...]
@@ -107,6 +110,8 @@ class SketchReport:
     closeness: Closeness | None = None
     output: str = ""
     plan: SketchPlan | None = None
+    dense_bytes: int = 0
+    stored_bytes: int = 0
 
     @property
     def achieved_ratio(self) -> float:
@@ -223,6 +228,8 @@ class SketchReport:
             f"ratio {self.achieved_ratio:.4f} (asked {self.ratio_asked}), FLOPs {share(macs, dense_macs)}",
             f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
             f"ratio {share(self.stored_numbers, self.dense_numbers)}",
+            f"in bytes: {self.stored_bytes:,} of {self.dense_bytes:,}, "
+            f"ratio {share(self.stored_bytes, self.dense_bytes)}",
             f"found through: {self.route}",
             *filter(
                 None,
@@ -267,6 +274,9 @@ def sketch_report(model: nn.Module) -> SketchReport:
     stored = _numbers(tensors_of([model]))
     outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
+    rest = sum(map(bytes_of, tensors_of([model]))) - sum(map(bytes_of, tensors_of(outer)))
+    counts = zip(outer, _dense_counts(outer), strict=True)
+    dense = sum(count * next(layer.parameters()).element_size() for layer, count in counts)
     return SketchReport(
         rows=tuple(_counted_once(rows, layers)),
         dense_numbers=stored + saved,
@@ -284,6 +294,8 @@ def sketch_report(model: nn.Module) -> SketchReport:
         closeness=None if record is None else record.closeness,
         plan=None if record is None else record.plan,
         output="" if record is None else record.output,
+        dense_bytes=rest + dense,
+        stored_bytes=sum(map(bytes_of, tensors_of([model]))),
     )
 
 
@@ -294,6 +306,14 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
         for tensor in (*module.parameters(), *module.buffers()):
             found[id(tensor)] = tensor
     return list(found.values())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a quantized one, of the tensors that it is made of."""
+    if keeps_numbers_elsewhere(tensor) and not isinstance(tensor, DTensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return sum(bytes_of(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
 
 
 def _numbers(tensors: Iterable[Tensor]) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from panther_compile.calibration.calibrate import Studied, fit_model, study_model
+from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.few_data import has_few
+from panther_compile.calibration.held_out import Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.calibration.verdict import keep_verdict

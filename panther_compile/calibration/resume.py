@@ -269,8 +269,9 @@ def _empty(found: KeptLayer, weight: Tensor) -> SketchedLayer:
     # Numbers of a file that was written by hand: torch may say anything of them.
     except Exception as error:
         raise CheckpointError(f"no {found.type} can be made: {first_line(error)}") from error
-    if layer.weight.shape != weight.shape:
-        raise CheckpointError(f"its weight is {tuple(layer.weight.shape)}, wanted {tuple(weight.shape)}")
+    found_weight: Any = layer.weight
+    if found_weight.shape != weight.shape:
+        raise CheckpointError(f"its weight is {tuple(found_weight.shape)}, wanted {tuple(weight.shape)}")
     return layer
 
 

@@ -132,8 +132,8 @@ def prune(folder: Path, keep: int) -> None:
 def _is_complete(path: Path) -> bool:
     """Whether all files are there, of the sizes they were written with."""
     try:
-        files = read_manifest(path)["files"]
-        return all((path / name).stat().st_size == record["bytes"] for name, record in files.items())
+        files = read_manifest(path).files
+        return all((path / name).stat().st_size == record.bytes for name, record in files.items())
     except (CheckpointCorruptError, CheckpointVersionError, OSError):
         return False
 

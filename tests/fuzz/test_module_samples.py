@@ -1,6 +1,8 @@
 """The samples that torch tests its own layers with: sketched, a layer takes what the dense one takes."""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -129,3 +131,98 @@ def test_functional_calls_and_derivatives(name):
 
 def is_float(one):
     return isinstance(one, torch.Tensor) and one.is_floating_point()
+
+
+def first_float(args, kwargs):
+    """The first input with a derivative, and what calls a model with another in its place."""
+    floats = [one for one in tree_flatten((args, kwargs))[0] if is_float(one)]
+    if not floats:
+        return None, None
+
+    def call(model, x):
+        mine = tree_map(lambda one: x if one is floats[0] else one, (args, kwargs))
+        return tree_flatten(model(*mine[0], **mine[1]))[0][0]
+
+    return floats[0], call
+
+
+def some_samples(name, dtype, most):
+    """The first samples of a layer, or all."""
+    return itertools.islice(samples(name, dtype, False), most)
+
+
+FEW = [pytest.param(2, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("most", FEW)
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_finite_differences(name, most):
+    ran = 0
+    for _, small, args, kwargs in some_samples(name, torch.float64, most):
+        x, call = first_float(args, kwargs)
+        parameters = [one for one in small.parameters() if one.requires_grad][:2]
+        if x is not None:
+            assert torch.autograd.gradcheck(
+                lambda x, small=small, call=call: call(small, x),
+                (x.detach().clone().requires_grad_(),),
+                fast_mode=True,
+            )
+        names = [key for key, one in small.named_parameters() if any(one is mine for mine in parameters)]
+
+        def by_weights(*weights, small=small, names=names, args=args, kwargs=kwargs):
+            given = dict(zip(names, weights, strict=True))
+            return tree_flatten(torch.func.functional_call(small, given, args, kwargs))[0][0]
+
+        assert torch.autograd.gradcheck(
+            by_weights, [one.detach().clone().requires_grad_() for one in parameters], fast_mode=True
+        )
+        ran += 1
+    assert ran, f"no sample of {name} was sketched"
+
+
+@pytest.mark.parametrize("most", FEW)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "Embedding"])
+def test_vmap(name, most):
+    """Over an input: as one call after the other."""
+    ran = 0
+    for dense, small, args, kwargs in some_samples(name, torch.float32, most):
+        x, call = first_float(args, kwargs)
+        many = torch.stack([x, 2 * x, -x])
+
+        def mapped(model, call=call, many=many):
+            return torch.func.vmap(functools.partial(call, model), randomness="same")(many)
+
+        found = outcome(mapped, small)
+        if assert_alike("vmap", found, outcome(mapped, dense)):
+            one_by_one = torch.stack([call(small, one) for one in many])
+            torch.testing.assert_close(found[0][0], one_by_one, rtol=1e-4, atol=1e-4, equal_nan=True)
+            ran += 1
+    assert ran, f"no sample of {name} was mapped"
+
+
+def compiled(model, args, kwargs):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(*args, **kwargs)
+
+
+def exported(model, args, kwargs):
+    return torch.export.export(model, args, kwargs).module()(*args, **kwargs)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("most", [pytest.param(1, id="one"), FEW[1]])
+@pytest.mark.parametrize("way", [compiled, exported], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", LAYERS)
+def test_graphs(name, way, most):
+    ran = 0
+    for dense, small, args, kwargs in some_samples(name, torch.float32, most):
+        with torch.no_grad():
+            found = outcome(way, small, args, kwargs)
+            if not assert_alike(way.__name__, found, outcome(way, dense, args, kwargs)):
+                continue
+            wanted = outcome(small, *args, **kwargs)
+        for one, other in zip(found[0], wanted[0], strict=True):
+            if isinstance(one, torch.Tensor):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+        ran += 1
+    assert ran, f"no sample of {name} was {way.__name__}"
