@@ -112,7 +112,10 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     _check_module(model, "model")
     layers = list(outermost(model))
     if not layers:
-        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
+        advice = "call sketchify first"
+        if RECORD_ATTRIBUTE in vars(model):
+            advice = "sketchify left all of it dense, and torch.save(model.state_dict()) keeps it"
+        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: {advice}")
     tensors, aliases = _split_aliases(_state(model))
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def test_mode_and_place(timers, inplace, training):
 
 def test_with_data_the_layers_that_are_left_are_fitted_again(timers):
     asked = timers(lambda names: 0.9 if len(names) == 4 else 1.2).asked
-    data = [torch.randn(16, 96, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    data = [torch.randn(256, 96, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     small = pc.sketchify(mlp().eval(), data=data, **LATENCY)
     # The last is the plain sketch, whose layers may be narrowed otherwise.
     assert asked == [{"0", "2", "4", "6"}, {"0", "4"}, {"0", "2", "4", "6"}]

@@ -92,7 +92,8 @@ def without_data(
         side = watch(studied.model, {one: studied.targets[one] for one in ready[name]})
         put_layers(side, ready[name])
         tried[name] = held_out.distance(side)
-    best = min(tried, key=lambda name: tried[name] if name in (*others, plan.allocation) else math.inf)
+    lost = {name: tried[name] for name in (plan.allocation, *others) if math.isfinite(tried[name])}
+    best = min(lost, key=lambda name: lost[name], default=plan.allocation)
     if best == plan.allocation:
         return None
     return replace(others[best], plan=replace(others[best].plan, allocation=best, tried=tried))

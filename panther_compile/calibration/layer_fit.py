@@ -1,6 +1,6 @@
 """One layer of a target from what reached it: the callback of the lockstep."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -87,6 +87,8 @@ class LayerFit:
 
     def _fit(self, name: str, arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:
         target, choice = self.targets[name], self.choices[name]
+        is_reader = bool(choice.link) and name == choice.link[-1]
+        arrivals = list(_finite(arrivals, drop=is_reader))
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
         view = target.view
@@ -108,7 +110,8 @@ class LayerFit:
         targets = [self.targets[name] for name in names]
         stack = self._study.stack(targets)
         assert stack is not None
-        moments = self._moments(targets[0], [replace(arrival, residuals=None) for arrival in arrivals])
+        arrivals = [replace(arrival, residuals=None) for arrival in _finite(arrivals, drop=False)]
+        moments = self._moments(targets[0], arrivals)
         dtype = targets[0].weight_and_bias()[0].dtype
         fitted = fit_shared(targets, stack, moments, self.choices[names[0]].rank, dtype)
         found: dict[str, FittedLayer] = {}
@@ -253,6 +256,15 @@ def fitted_of(
     inputs = weight.shape[1]
     note = f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else ""
     return Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
+
+
+def _finite(arrivals: Sequence[Arrival], *, drop: bool) -> Iterator[Arrival]:
+    """The arrivals; where the sketched model has run out of its dtype, the dense one's input in its place."""
+    for arrival in arrivals:
+        if bool(arrival.z.isfinite().all()):
+            yield arrival
+        elif not drop:
+            yield replace(arrival, z=arrival.x, residuals=None)
 
 
 def _is_added(arrival: Arrival) -> bool:

@@ -16,13 +16,17 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     in those that override `train`.
     """
     modes = {module: module.training for model in models for module in model.modules()}
-    try:
+
+    def put_back() -> None:
+        for module, mode in modes.items():
+            module.training = mode
+
+    with ExitStack() as stack:
+        stack.callback(put_back)
+        stack.callback(put_back)  # an interrupt may come within the first of the two
         for module in modes:
             module.training = False
         yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager

@@ -269,7 +269,9 @@ def plan_units(
 
     options = all_options(round_rank_to)
     if allocation.name == "uniform":
-        chosen = [_at(option, math.floor(ratio * option.unit.dense_numbers)) for option in options]
+        chosen = [
+            _at(option, limits[option.unit.name].share + option.unit.bias_numbers) for option in options
+        ]
     else:
         chosen = _lagrange(options, budget)
     chosen = _fill(options, chosen, budget)
@@ -308,7 +310,8 @@ class _Limits:
             candidate: candidate.max_rank if allow_slower else _fast_rank(unit, candidate)
             for candidate in unit.candidates
         }
-        self.share = math.floor(ratio * unit.dense_numbers) - unit.bias_numbers
+        dense = unit.dense_numbers + unit.tied_numbers
+        self.share = math.floor(ratio * dense) - unit.bias_numbers - unit.tied_numbers
         self.why_dense = self._reason(unit, round_rank_to)
 
     def least_numbers(self, step: int | None) -> int:

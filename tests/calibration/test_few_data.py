@@ -156,3 +156,30 @@ def test_batches_are_divided_where_samples_are_independent():
     attention = nn.MultiheadAttention(8, 2).eval()  # the length comes first
     sequence = torch.randn(6, 2, 8)
     assert len(divided(attention, [Call((sequence,) * 3, {})], 5)) == 1
+
+
+def test_a_sketched_model_that_runs_out_of_its_dtype_is_fitted_to_the_dense_one():
+    """Layers before a layer may give it Inf; its moments, and their eigenvalues, would be NaN."""
+
+    class Blows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(32, 32), nn.Conv2d(8, 8, 3), nn.Linear(16, 8)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            # Exact to the bit in the dense model alone.
+            hidden = hidden + torch.where(
+                hidden == nn.functional.linear(x, self.kept, self.bias), 0.0, torch.inf
+            )
+            return self.third(self.second(hidden.view(-1, 8, 6, 6)[..., :6, :6]).flatten(-2))
+
+    torch.manual_seed(0)
+    model = Blows()
+    model.first = nn.Linear(32, 288)
+    model.register_buffer("kept", model.first.weight.detach().clone())
+    model.register_buffer("bias", model.first.bias.detach().clone())
+    data = [torch.randn(64, 32) for _ in range(6)]
+    with pytest.warns(SketchQualityWarning, match="does not answer"):
+        small = pc.sketchify(model.eval(), 0.5, data=data, **OPTIONS)
+    assert all(bool(one.isfinite().all()) for one in small.parameters())

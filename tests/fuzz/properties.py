@@ -18,7 +18,7 @@ import panther_compile as pc
 from panther_compile.errors import PantherError
 
 # Relative to the largest number: the same factors summed in another order, and a sketch that loses nothing.
-CLOSE = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 0.1}
+CLOSE = 1e-8
 EXACT = {torch.float32: 2e-3, torch.float64: 1e-5, torch.bfloat16: 0.3}
 
 
@@ -217,9 +217,14 @@ def check_copies(case: Case, model: nn.Module, small: nn.Module) -> None:
         name: p.requires_grad for name, p in small.named_parameters()
     }, "loaded: other parameters, or others are frozen"
     if case.options.get("attention") != "favor":
-        dense = pc.densify(small)
-        within = None if branches(case) else tolerance(small, CLOSE)
-        assert_alike("multiplied out", run(dense, inputs), wanted, within)
+        assert_alike("multiplied out", run(pc.densify(small), inputs), wanted, None)
+        # In double precision, which models of bfloat16 and norms of small numbers do not round away.
+        precise = copy.deepcopy(small).double()
+        inputs = {key: one.double() if one.is_floating_point() else one for key, one in inputs.items()}
+        dense, wanted = pc.densify(precise), run(precise, inputs)
+        within = None if branches(case) else CLOSE
+        if wanted.error is None:
+            assert_alike("multiplied out", run(dense, inputs), wanted, within)
         assert not any(type(module).__name__.startswith("Sketched") for module in dense.modules())
 
 

@@ -5,7 +5,7 @@ import collections
 import hypothesis
 import pytest
 from fuzz.cases import CASES, Case
-from fuzz.holders import Gated
+from fuzz.holders import Gated, Tied
 from fuzz.parts import Conv, Linear
 from fuzz.properties import check
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,6 +25,11 @@ MENDED = {
     ),
     "a branch that the data did not show reads the narrow features": Case(
         parts=(Gated(kind="down_only_sometimes"),), positive=True, data="tensors", options={"ratio": 0.5}
+    ),
+    "biases of a tied weight that the budget has to hold": Case(
+        parts=(Tied(kind="weight"), Tied(kind="weight")),
+        width=16,
+        options={"ratio": 0.3, "round_rank_to": 2, "min_params": 60, "exclude": ["head"]},
     ),
     "two layers that read what one writes": Case(
         parts=(Conv(out=6, kernel=1), Gated(), Gated()),
