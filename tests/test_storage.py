@@ -14,7 +14,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile import checkpoint
-from panther_compile.errors import CheckpointCorruptError, CheckpointError
+from panther_compile.errors import CheckpointCorruptError, CheckpointError, OnnxError, ResumeError
 from panther_compile.storage import locked, replace_file, scratch_folder
 
 OPTIONS = {"min_params": 0, "progress": False, "allow_slower": True, "include": "*"}
@@ -322,6 +322,38 @@ def test_a_limit_on_the_size_of_files(tmp_path, limit):
         assert process.wait() == 0
     assert torch.equal(weights(pc.load_sketched(dense(), tmp_path)), weights(model))
     assert not list(tmp_path.glob(".saving*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "limit"),
+    [
+        (Resuming, 3_000),
+        pytest.param(Resuming, 100, marks=pytest.mark.slow),
+        pytest.param(Exporting, 300, marks=pytest.mark.slow),
+        pytest.param(Exporting, 4_000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_limit_on_the_size_of_other_files(tmp_path, make, limit):
+    """The file that was there is whole; work that is kept goes on from what was done."""
+    case = make(tmp_path)
+    if make is Resuming:
+        case()
+
+    def write():
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        if make is Resuming:
+            case.place = tmp_path / "full"
+        with pytest.raises(OnnxError if make is Exporting else ResumeError):
+            case()
+
+    with started(write) as process:
+        assert process.wait() == 0
+    case.check()
+    assert not list(tmp_path.rglob(".saving*"))
 
 
 def test_replace_file_takes_any_writer(tmp_path):
