@@ -214,10 +214,11 @@ print("grown", (peak - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_layers(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8
+        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=24, num_attention_heads=8
     )
     model = transformers.LlamaForCausalLM(config)
     size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
