@@ -342,6 +342,7 @@ def test_evaluate_keeps_its_surroundings():
         ({"max_drop": True, "evaluate": len}, ConfigTypeError, "max_drop=True is a bool"),
         ({"max_drop": 0.1, "evaluate": 3}, ConfigTypeError, "evaluate is a int, wanted a function"),
         ({"max_drop": 0.1, "evaluate": len, "ratio": 0.4}, ConfigError, "ratio= conflicts with max_drop="),
+        ({"max_drop": 0.1, "evaluate": len, "ratio": 0.5}, ConfigError, "ratio= conflicts with max_drop="),
         ({"max_drop": 0.1, "evaluate": len, "ratio": {"*": 0.4}}, ConfigError, "ratio= conflicts"),
     ],
 )
