@@ -35,6 +35,8 @@ INTEGRATIONS_STAMP := $(VENV)/.installed-integrations
 .DELETE_ON_ERROR:
 .PHONY: demo test fast-tests test-slow test-integrations gpu gpu-test gpu-bench lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
+# Hundreds of processes import torch and transformers: without bytecode each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(DEMO_STAMP)
 	@$(PY) examples/compress_minilm.py $(ARGS)

@@ -13,11 +13,6 @@ from panther_compile.errors import NoTargetError
 
 pytest.importorskip("expecttest", reason="torch's samples need expecttest, which `make test` installs")
 
-with pytest.MonkeyPatch.context() as _patch:
-    # Its import freezes the flags of torch.backends, for every test of this process.
-    _patch.setattr(torch.backends, "disable_global_flags", lambda: None)
-    from torch.testing._internal.common_modules import module_db
-
 LAYERS = (
     "Linear",
     "Conv1d",
@@ -27,13 +22,23 @@ LAYERS = (
     "MultiheadAttention",
     "Embedding",
 )
-INFOS = {info.module_cls.__name__: info for info in module_db if info.module_cls.__name__ in LAYERS}
 OPTIONS = {"include": "*", "min_params": 0, "allow_slower": True, "progress": False}
+
+
+@functools.cache
+def infos():
+    """What torch knows of each layer; its import takes ten seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        # It freezes the flags of torch.backends, for every test of this process.
+        patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+        from torch.testing._internal.common_modules import module_db
+
+    return {info.module_cls.__name__: info for info in module_db}
 
 
 def samples(name, dtype, training):
     """(dense, sketched, positional, keyword arguments) of each sample whose layer is large enough."""
-    info = INFOS[name]
+    info = infos()[name]
     torch.manual_seed(0)
     for sample in info.module_inputs_func(
         info, device="cpu", dtype=dtype, requires_grad=False, training=training

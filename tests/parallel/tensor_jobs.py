@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from parallel.prepared import made
 from parallel.ranks import SENDS_ALL
 from parallel.training import EAGER
 from torch import nn
@@ -154,14 +155,23 @@ def close(found, wanted, what, scale=None):
     assert error <= RELATIVE[wanted.dtype], f"{what}: relative error {error:.2e}"
 
 
-def check(rank, *, name, sketched=False, double=False, hardware="eager", pp=1, sequence="auto"):
+# What `check` asks for, where it is not given.
+USUAL = {"sketched": False, "double": False, "hardware": "eager", "pp": 1, "sequence": "auto"}
+
+
+def plan_shards(name, tp, sketched, double, hardware, pp, sequence):
+    """A model, example inputs, and the plan of it."""
+    model, inputs = build(name, sketched=sketched, double=double)
+    mesh = {"pp": pp, "tp": tp}
+    part = partition_model(model, inputs, mesh=mesh, hardware=HARDWARE[hardware], sequence_parallel=sequence)
+    return model, inputs, part
+
+
+def check(rank, *, name, **options):
     """Outputs, loss, every gradient and every collective."""
     tp = dist.get_world_size()
-    model, inputs = build(name, sketched=sketched, double=double)
+    model, inputs, part = made(plan_shards, name=name, tp=tp, **{**USUAL, **options})
     reference = copy.deepcopy(model)
-    part = partition_model(
-        model, inputs, mesh={"pp": pp, "tp": tp}, hardware=HARDWARE[hardware], sequence_parallel=sequence
-    )
     staged = part.split()
     shards = [shard_stage(stage, part, index, dist.group.WORLD) for index, stage in enumerate(staged.stages)]
     keywords, arguments = (inputs, ()) if isinstance(inputs, dict) else ({}, inputs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parallel import tensor_jobs
+from parallel.prepared import prepares
 
 from panther_compile import partition_model
 from panther_compile.parallel.agreement import digest
@@ -13,6 +14,12 @@ from panther_compile.parallel.shard_functions import embed_vocabulary, pivoted_c
 from panther_compile.partition.shards.layers import local_pivots
 
 MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
+
+
+def checked(tp=2, **fixed):
+    """The plan that `tensor_jobs.check` asks for in each case of a test."""
+    usual = {"tp": tp, **tensor_jobs.USUAL, **fixed}
+    return prepares(tensor_jobs.plan_shards, lambda **given: {**usual, **given})
 
 
 @pytest.fixture
@@ -25,6 +32,7 @@ def four(ranks):
     return ranks(4)
 
 
+@checked(sequence=False)
 @pytest.mark.parametrize("sketched", [False, True], ids=["dense", "sketched"])
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_are_the_model(two, name, sketched):
@@ -35,12 +43,14 @@ def test_shards_are_the_model(two, name, sketched):
     assert all(whole == here for whole, here in seen.norms)
 
 
+@checked(name="bert", sketched="narrow")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_narrow_layers_are_sharded(two, sequence):
     seen, _ = two.run(tensor_jobs.check, name="bert", sketched="narrow", sequence=sequence)
     assert {"column", "row"} <= seen.kinds
 
 
+@checked(sequence=True)
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
 def test_sequence_parallelism_is_the_model(two, name):
     """Norms see their rows of the sequence; sums are scattered and gathered where they were all-reduced."""
@@ -55,6 +65,7 @@ def test_sequence_parallelism_is_the_model(two, name):
     assert seen.planned["forward", "all_reduce"] <= 1  # of BERT's pooled row, which is of no sequence
 
 
+@checked(sketched=True)
 @pytest.mark.parametrize(("name", "sequence"), [("bert", True), ("gpt2", "auto")])
 def test_sequence_parallelism_of_sketched_layers(two, name, sequence):
     seen, _ = two.run(tensor_jobs.check, name=name, sketched=True, sequence=sequence)
@@ -85,6 +96,7 @@ def test_with_fewer_shards(two):
     assert some.shards < everything.shards
 
 
+@checked()
 @pytest.mark.parametrize(
     ("name", "pp", "sequence"), [("bert", 2, True), ("bert", 2, False), ("gpt2", 3, True)]
 )
@@ -93,6 +105,7 @@ def test_stages_of_shards(two, name, pp, sequence):
     two.run(tensor_jobs.check, name=name, pp=pp, sequence=sequence)
 
 
+@checked(tp=4)
 @pytest.mark.parametrize(("name", "sequence"), [("gpt2", False), ("encoder", True)])
 def test_four_ranks(four, name, sequence):
     seen, *_ = four.run(tensor_jobs.check, name=name, sequence=sequence)

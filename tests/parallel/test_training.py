@@ -1,7 +1,8 @@
 """Every loss, gradient and buffer of many ranks is that of one process, over three optimizer steps."""
 
 import pytest
-from parallel.training import train_and_compare
+from parallel.prepared import prepares
+from parallel.training import plan_training, train_and_compare
 
 INTERLEAVED = {"schedule": "interleaved"}
 LAYOUTS = {
@@ -83,6 +84,19 @@ ALL = [
 ] + [(2, layout, name, False) for layout in LAYOUTS[2] for name in ("unet", "nn_transformer")]
 
 
+def planned(count, layout, name="mlp", sketched=False):
+    """What `train_and_compare` asks for."""
+    options = LAYOUTS[count][layout]
+    asked = {"mesh": options["mesh"], "part": options.get("part"), "count": 4, "training": True}
+    return {"name": name, "sketched": sketched, "double": in_double(name), **asked}
+
+
+def in_double(name):
+    """Of ReLUs: one whose input rounding moves across zero changes gradients by percents."""
+    return name == "resnet"
+
+
+@prepares(plan_training, planned)
 @pytest.mark.parametrize(
     ("count", "layout"),
     [
@@ -101,12 +115,11 @@ def test_mlp(ranks, count, layout):
     assert all(bool(answer["shards"]) == ("tp" in options["mesh"]) for answer in held)
 
 
+@prepares(plan_training, planned)
 @pytest.mark.parametrize(("count", "layout", "name", "sketched"), QUICK)
 def test_models(ranks, count, layout, name, sketched):
-    # In float64 with ReLUs: one whose input rounding moves across zero changes gradients by percents.
-    double = name == "resnet"
     options = LAYOUTS[count][layout]
-    ranks(count).run(train_and_compare, name=name, sketched=sketched, double=double, **options)
+    ranks(count).run(train_and_compare, name=name, sketched=sketched, double=in_double(name), **options)
 
 
 def test_nothing_is_left_but_rounding(ranks):

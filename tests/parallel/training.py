@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 import zoo
+from parallel.prepared import made
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -137,6 +138,12 @@ def partition(model, inputs, mesh, count=4, **options):
     )
 
 
+def plan_training(name, mesh, *, count=4, sketched=False, training=True, double=False, part=None):
+    """A model, example inputs, and the plan of it."""
+    model, inputs = build(name, sketched=sketched, training=training, double=double)
+    return model, inputs, partition(model, inputs, mesh, count, **(part or {}))
+
+
 def assert_near(found, wanted, scale, name):
     worst = float((found - wanted).abs().max()) if wanted.numel() else 0.0
     assert worst <= RELATIVE[found.dtype] * scale, f"{name}: off by {worst:.2e}, of {scale:.2e}"
@@ -169,14 +176,14 @@ def train_and_compare(
     **options,
 ):
     """Steps of an engine against those of one process."""
-    model, inputs = build(name, sketched=sketched, training=training, double=double)
+    asked = {"count": count, "sketched": sketched, "training": training, "double": double, "part": part}
+    model, inputs, plan = made(plan_training, name=name, mesh=mesh, **asked)
     dp = mesh.get("dp", 1)
     reference = OneProcess(model, dp, count, optimizer_of)
     if rank:  # rank 0's values count
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
-    plan = partition(model, inputs, mesh, count, **(part or {}))
     engine = parallelize_model(model, plan, loss_fn=loss_fn, **options)
     optimizer = optimizer_of(engine.parameters())
     for step in range(steps):
