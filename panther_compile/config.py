@@ -19,7 +19,7 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Mod
 of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
-OBJECTIVES = ("size", "latency")
+OBJECTIVES = ("size", "latency", "cache")
 OUTPUTS = ("auto", "logits", "features")
 REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
@@ -45,7 +45,8 @@ class SketchConfig:
             the budget: 8 on a CPU, 16 and for large layers 64 on CUDA.
         allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
             (small ones, some convolutions); by default they stay dense.
-        objective: "size", or "latency" to time layers here and keep those dense whose sketch does not pay.
+        objective: "size"; "latency" to time layers here and keep those dense whose sketch does not pay;
+            "cache" to have keys and values of a decoder made of few numbers, which a `LatentCache` keeps.
         inplace: change the model given, in place of a copy.
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.

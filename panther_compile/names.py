@@ -1,5 +1,6 @@
 """Names of what a module holds, as paths with dots."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -26,3 +27,8 @@ def leave_out_of_state(root: nn.Module, name: str) -> None:
     """Let no state dict hold a buffer."""
     owner, leaf = owner_of(root, name)
     owner._non_persistent_buffers_set.add(leaf)
+
+
+def stack_name(names: Sequence[str]) -> str:
+    """The name of several weights as one matrix, one below the other."""
+    return " + ".join(names)

@@ -133,6 +133,19 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """Keys, values, or both, that a decoder keeps of each token.
+
+    Attributes:
+        names: of the weights that write them, several of one input; empty where none writes what is kept.
+        width: numbers of a token, of all heads.
+    """
+
+    names: tuple[str, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class SketchPlan:
     """What `sketchify` would do: one line for each weight, whether it is sketched or left alone.
 
@@ -141,10 +154,10 @@ class SketchPlan:
         ratio: the ratio asked for, as text.
         route: how the layers were found: "module tree", "fx graph", ...
         allocation: how data had the budget divided, see `plan.Allocation`; empty without data.
-        tried: how far results on held-out data were from the dense model's, by allocation; empty where there
-            was nothing to choose.
+        tried: distances of results on held-out data from the dense model's, by allocation, if there was a choice.
         seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
         undecided: the trials whose difference was noise, so that the plain choice was kept; else empty.
+        cached: what a decoder keeps of a token, where that was the objective; else empty.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -154,6 +167,20 @@ class SketchPlan:
     tried: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     undecided: str = ""
+    cached: tuple[Cached, ...] = ()
+
+    @property
+    def cached_numbers(self) -> tuple[int, int]:
+        """Numbers of a token, rotary angles aside: that a cache keeps, and that a `LatentCache` keeps."""
+        choices = {line.name: line.choice for line in self.layers}
+        latent = 0
+        for one in self.cached:
+            written = [choices.get(name) for name in one.names] or [None]
+            if written[0] is not None and written[0].sharing == one.names:
+                written = written[:1]  # r numbers for all
+            each = one.width // len(written)
+            latent += sum(each if how is None else min(how.rank, each) for how in written)
+        return sum(one.width for one in self.cached), latent
 
     @property
     def sketched(self) -> tuple[LayerPlan, ...]:

@@ -92,6 +92,8 @@ class SketchReport:
         closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
         dense_bytes: of `dense_numbers`, in the dtypes that the model has now.
         stored_bytes: of `stored_numbers`; of a quantized tensor, all that it is made of.
+        dense_cache_bytes: of one token, that a decoder keeps in its cache; 0 unless that was the objective.
+        latent_cache_bytes: likewise in a `LatentCache`; the angles of rotary embeddings are not counted.
     """
 
     rows: tuple[ReportRow, ...]
@@ -112,6 +114,8 @@ class SketchReport:
     plan: SketchPlan | None = None
     dense_bytes: int = 0
     stored_bytes: int = 0
+    dense_cache_bytes: int = 0
+    latent_cache_bytes: int = 0
 
     @property
     def achieved_ratio(self) -> float:
@@ -135,6 +139,12 @@ class SketchReport:
     def _others_text(self) -> str:
         counts = ", ".join(f"{numbers:,} of {kind}" for kind, numbers in self.others.items())
         return f"left as they are, weights of other kinds of module: {counts}" if counts else ""
+
+    @property
+    def _cache_text(self) -> str:
+        kept, whole = self.latent_cache_bytes, self.dense_cache_bytes
+        times = f"{whole / kept:.2f} times less" if kept else ""
+        return f"cache: {kept:,} of {whole:,} bytes a token with LatentCache, {times}" if kept else ""
 
     @property
     def sketched(self) -> tuple[ReportRow, ...]:
@@ -234,6 +244,7 @@ class SketchReport:
             *filter(
                 None,
                 (
+                    self._cache_text,
                     self._others_text,
                     allocation_text(self.allocation, self.tried, self.undecided),
                     self.output,
@@ -277,6 +288,8 @@ def sketch_report(model: nn.Module) -> SketchReport:
     rest = sum(map(bytes_of, tensors_of([model]))) - sum(map(bytes_of, tensors_of(outer)))
     counts = zip(outer, _dense_counts(outer), strict=True)
     dense = sum(count * next(layer.parameters()).element_size() for layer, count in counts)
+    cached = (0, 0) if record is None else record.plan.cached_numbers
+    each = next((tensor.element_size() for tensor in tensors_of(layers.values())), 0)
     return SketchReport(
         rows=tuple(_counted_once(rows, layers)),
         dense_numbers=stored + saved,
@@ -296,6 +309,8 @@ def sketch_report(model: nn.Module) -> SketchReport:
         output="" if record is None else record.output,
         dense_bytes=rest + dense,
         stored_bytes=sum(map(bytes_of, tensors_of([model]))),
+        dense_cache_bytes=each * cached[0],
+        latent_cache_bytes=each * cached[1],
     )
 
 

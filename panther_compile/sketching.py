@@ -124,6 +124,8 @@ def check_example(config: SketchConfig, example: Any, data: Data | None) -> None
         raise ConfigError(f"example_inputs= is for objective='latency', got objective={config.objective!r}")
     if config.objective == "latency" and example is None and data is None:
         raise ConfigError("objective='latency' needs example_inputs=, a batch to time the layers on")
+    if config.objective == "cache" and data is None:
+        raise ConfigError("objective='cache' needs data=, texts that show what the decoder keeps of a token")
 
 
 @undisturbed()
@@ -207,6 +209,8 @@ def learn(
         prepared = replace(prepared, found=studied.found)
     if first and config.objective == "latency" and example is None:
         prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
+    if config.objective == "cache" and studied is None:
+        raise ConfigError("objective='cache' needs data that the layers can be fitted to")
     if studied is not None:
         studied = replace(studied, found=prepared.found)
         if doubted and has_few(studied):

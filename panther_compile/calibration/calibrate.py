@@ -23,20 +23,21 @@ from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
-from panther_compile.calibration.shared_input import stack_name
 from panther_compile.calibration.shared_plan import share_input
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.moments import RIDGE
-from panther_compile.kinds.targets import find_targets, watch
+from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided
+from panther_compile.names import stack_name
 from panther_compile.planning.coupled import CouplingLosses
 from panther_compile.planning.plan import Allocation, hides_progress, make_plan
 from panther_compile.planning.sites import Found
-from panther_compile.records import SketchPlan
+from panther_compile.records import Cached, SketchPlan
 
 # One input factor for several layers is taken where results come closer than this share of the distance.
 WORTH_SHARING = 0.95
@@ -67,6 +68,7 @@ def study_model(
         doubted: whether it is tried how far the data is to be believed, if it is few.
 
     Raises:
+        ConfigError: `objective="cache"`, and no layer writes what the model keeps of a token.
         ConfigTypeError: the model cannot be copied.
         DataError: NaN or Inf reaches a layer.
         ResumeError: the folder is of another run, or cannot be used.
@@ -81,12 +83,17 @@ def study_model(
     calls = divided(watch(model, {}).model, calls, _BATCHES)
     residuals = find_residuals(watch(model, targets), calls)
     masks = [kept_positions(model, call) for call in calls]
+    cached = _find_cached(model, targets, calls) if config.objective == "cache" else ()
 
     def studied_with(study: Study) -> Studied:
-        return Studied(model, found, route, calls, masks, targets, left_alone, residuals, study, folder)
+        return Studied(
+            model, found, route, calls, masks, targets, left_alone, residuals, study, folder, cached
+        )
 
     if study is None:
         couplings = find_couplings(watch(model, targets), targets, calls) if config.narrow else []
+        writers = {name for one in cached for name in one.names}
+        couplings = [one for one in couplings if writers.isdisjoint(one.names)]
 
         def study_with(ridge: float) -> Study:
             return study_layers(
@@ -98,6 +105,7 @@ def study_model(
                 logits=config.logits,
                 progress=not hides_progress(config),
                 ridge=ridge,
+                stacks=[one.names for one in cached if len(one.names) > 1],
             )
 
         study = study_with(RIDGE)
@@ -106,6 +114,19 @@ def study_model(
         if folder is not None:
             folder.keep_study(study)
     return studied_with(study)
+
+
+def _find_cached(
+    model: nn.Module, targets: Mapping[str, Target], calls: Sequence[Call]
+) -> tuple[Cached, ...]:
+    """What the model keeps of a token; raises ConfigError if none of its layers writes that."""
+    cached = find_cached(watch(model, targets), calls[0])
+    if not cached:
+        raise ConfigError(
+            f"objective='cache': {type(model).__name__} returns no past_key_values that its layers write; "
+            "wanted a decoder of transformers, whose projections of keys or values are to be sketched"
+        )
+    return cached
 
 
 def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = None) -> Calibrated:
@@ -124,7 +145,7 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
     if plan is None:
         plan = _choose(studied, config)
         made_up = None if studied.made_up is None else fit_model(studied.made_up, config)
-        better = without_data(studied, plan, config, made_up)
+        better = None if studied.cached else without_data(studied, plan, config, made_up)
         if better is not None:
             return better
         plan = _share(studied, plan, config)
@@ -189,6 +210,7 @@ def _plan(
         values=studied.study.values,
         allocation=allocation,
         couplings=couplings,
+        cached=studied.cached,
     )
     return replace(plan, allocation=f"{allocation.name}, narrow" if couplings else allocation.name)
 
@@ -242,9 +264,12 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
         return plan
     held_out = HeldOut(studied, config, studied.held_out[::_OF_GROUPS][:TRIAL])
     side = watch(studied.model, targets)
+    writers = {name for one in studied.cached for name in one.names}
     for sets in study.shared:
         found: list[tuple[SketchPlan, Sequence[str]]] = []
         for names in sets:
+            if not writers.isdisjoint(names):
+                continue
             members, key = [targets[name] for name in names], stack_name(names)
             shared = share_input(plan, members, study.values[key], studied.found, config)
             if shared is None or not {key, *names} <= set(study.factors):

@@ -10,7 +10,6 @@ from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import Residuals
 from panther_compile.calibration.resume import Folder
-from panther_compile.calibration.shared_input import stack_name
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
@@ -19,8 +18,9 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call
 from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side
+from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
-from panther_compile.records import Fitted, SketchPlan
+from panther_compile.records import Cached, Fitted, SketchPlan
 
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 TRIAL = 8  # batches at most on which an allocation is fitted to be tried
@@ -41,6 +41,7 @@ class Studied:
         residuals: where the outputs of layers are added to, see `find_residuals`.
         study: of the batches in `learnt`.
         folder: where the work is kept as it is done, or None.
+        cached: what the model keeps of a token, where that is the objective.
         made_up: the same of inputs that were made up, in whose favour few data may be left out.
     """
 
@@ -54,6 +55,7 @@ class Studied:
     residuals: Residuals
     study: Study
     folder: Folder | None
+    cached: tuple[Cached, ...] = ()
     made_up: "Studied | None" = None
 
     @property

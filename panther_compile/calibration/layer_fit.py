@@ -13,7 +13,7 @@ from panther_compile.calibration.narrow import (
     narrow_rows,
 )
 from panther_compile.calibration.resume import FittedLayer, Folder
-from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down, stack_name
+from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import fit_matrix_to
@@ -24,6 +24,7 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.rows import paired
 from panther_compile.models.watched import Arrival
+from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling
 from panther_compile.records import Choice, Fitted, SketchPlan
 

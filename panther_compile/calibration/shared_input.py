@@ -66,11 +66,6 @@ class InputGroups:
                 yield [tuple(names), *pairs]
 
 
-def stack_name(names: Sequence[str]) -> str:
-    """What the stack of some layers goes by."""
-    return " + ".join(names)
-
-
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Weights Wᵢ of one input as rows Kᵢᵀ Wᵢ of one matrix.

@@ -16,12 +16,13 @@ from panther_compile.calibration.narrow import (
     writer_losses,
 )
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
-from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack, stack_name
+from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
+from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Choice
 from panther_compile.reporting.progress import ProgressBar
@@ -85,6 +86,7 @@ def study_layers(
     logits: bool | None,
     progress: bool,
     ridge: float = RIDGE,
+    stacks: Sequence[Sequence[str]] = (),
 ) -> Study:
     """Run the dense model over the data.
 
@@ -97,6 +99,7 @@ def study_layers(
         logits: see `outputs.distance`.
         progress: whether to show bars.
         ridge: see `Study`.
+        stacks: sets of layers of one input that will share an input factor.
 
     Raises:
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
@@ -134,6 +137,9 @@ def study_layers(
                 _study_reader(study, by_reader[name], dense, moments, gradient)
         for sets in inputs.found(group):
             _study_stacks(study, targets, sets, known[sets[0][0]])
+        for stack in stacks:
+            if set(stack) <= set(known) and stack_name(stack) not in study.values:
+                _study_stacks(study, targets, [stack], known[stack[0]])
     for coupling in couplings:
         _study_writers(study, coupling)
     return study

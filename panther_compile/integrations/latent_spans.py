@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.cached import head_outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,16 +65,7 @@ class Source:
 
     def rows(self, heads: int, width: int) -> Iterator[Tensor]:
         """The outputs that may be the keys, or the values, of all heads."""
-        kept, outputs = heads * width, self.layer.out_features
-        every = torch.arange(outputs)
-        if outputs == kept:
-            yield every
-        elif outputs >= 2 * kept:
-            yield every[outputs - 2 * kept : outputs - kept]  # [.., k, v]
-            yield every[outputs - kept :]
-            if outputs == 3 * kept:
-                by_head = every.view(heads, 3, width)  # (q, k, v)
-                yield from by_head[:, 1:].permute(1, 0, 2).flatten(1)
+        return head_outputs(self.layer.out_features, heads, width)
 
     def span(self, rows: Tensor, like: Tensor) -> Span:
         """Where some of the layer's outputs lie, as tensors like another."""

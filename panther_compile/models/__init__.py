@@ -6,6 +6,7 @@ batches       data, however it is given ──► recorded calls of the model
 divided       batches divided into smaller ones, where samples are taken one by one
 outputs       the tensors of a model's result, and how far two results are apart
 rows          tensors as rows: padded positions left out
+cached        which layers write the keys and values that a decoder keeps
 watched       layers that see what reaches them; copies of a model that hold them
 stopwatch     seconds that calls take
 natural       Images and sounds with the spectra of natural ones, and of the colours that a model's batch nor

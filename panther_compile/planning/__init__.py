@@ -1,5 +1,6 @@
 """What is sketched, how, and at which rank.
 
+cached        weights that write into a cache of keys and values, as units with a budget of their own
 trace         a model's graph where one is to be had; else, given data, a run of it
 sites         what can be sketched in a model, and why the rest is left alone
 plan          a scheme and a rank for every weight under one budget

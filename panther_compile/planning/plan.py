@@ -21,9 +21,10 @@ from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.kinds.parts import parts_of, units_of
+from panther_compile.planning.cached import stack_cached, unstack
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.sites import Found
-from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
+from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import ProgressBar
 
 # A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
@@ -101,6 +102,7 @@ def make_plan(
     values: Mapping[str, Tensor] | None = None,
     allocation: Allocation = Allocation("energy"),
     couplings: Sequence[CouplingLosses] = (),
+    cached: Sequence[Cached] = (),
 ) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
@@ -111,6 +113,7 @@ def make_plan(
         values: singular values of matrices in the metric of data, by unit, in place of their own.
         allocation: how a budget is divided.
         couplings: layers that may be narrowed together, in place of being sketched apart.
+        cached: what a decoder keeps; the weights that write it have a budget of their own.
     """
     values = {} if values is None else values
     budgets = config.ratios()
@@ -128,12 +131,14 @@ def make_plan(
     timed = found if isinstance(found, TimedSites) else None
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
         slow = config.allow_slower if timed is None else None
-        joined = join(pool, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
+        stacks, rest = stack_cached(pool, cached, values)
+        lines.extend(unstack(_plan_pool(stacks, ratio, config, allocation, timed), pool, cached))
+        joined = join(rest, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
         planned = _plan_pool(joined, ratio, config, allocation, timed)
-        lines.extend(split(planned, joined, pool))
+        lines.extend(split(planned, joined, rest))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
-    return SketchPlan(tuple(lines), _ratio_text(config), route)
+    return SketchPlan(tuple(lines), _ratio_text(config), route, cached=tuple(cached))
 
 
 def _allowed(couplings: Sequence[CouplingLosses], timed: TimedSites | None) -> list[CouplingLosses]:

@@ -73,7 +73,15 @@ def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, 
         raise ConfigError(f"the plan sketches {first.name} ({_shape(first.shape)}): {why}")
     place = {line.name: number for number, line in enumerate(plan.layers)}
     lines.sort(key=lambda line: place.get(line.name, len(place)))
-    return SketchPlan(tuple(lines), plan.ratio, route, plan.allocation, plan.tried, undecided=plan.undecided)
+    return SketchPlan(
+        tuple(lines),
+        plan.ratio,
+        route,
+        plan.allocation,
+        plan.tried,
+        undecided=plan.undecided,
+        cached=plan.cached,
+    )
 
 
 def _skipped(line: LayerPlan, given: LayerPlan | None) -> LayerPlan:
