@@ -106,6 +106,13 @@ _HOME_OF = {
     "sketchify_checkpoint": "panther_compile.integrations.streamed",
 }
 
+# Classes of another library's kind: not in __all__, since that library need not be installed.
+_HOME_OF_TRAINERS = {
+    "PantherAccelerator": "panther_compile.integrations.accelerated",
+    "PantherStrategy": "panther_compile.integrations.lightning_strategy",
+    "PantherTrainer": "panther_compile.integrations.hf_trainer",
+}
+
 if TYPE_CHECKING:
     from panther_compile.api import densify, plan_sketch, sketchify
     from panther_compile.checkpoint import load_sketched, save_sketched
@@ -113,8 +120,11 @@ if TYPE_CHECKING:
     from panther_compile.errors import PantherError, SketchQualityWarning
     from panther_compile.healing.healer import heal
     from panther_compile.healing.report import HealReport, heal_report
+    from panther_compile.integrations.accelerated import PantherAccelerator as PantherAccelerator
     from panther_compile.integrations.dense_state import project_state_dict
+    from panther_compile.integrations.hf_trainer import PantherTrainer as PantherTrainer
     from panther_compile.integrations.latent_cache import LatentCache
+    from panther_compile.integrations.lightning_strategy import PantherStrategy as PantherStrategy
     from panther_compile.integrations.panther import import_panther
     from panther_compile.integrations.streamed import sketchify_checkpoint
     from panther_compile.layers import (
@@ -182,9 +192,10 @@ else:
     # Hidden from type checkers: with a module __getattr__ in sight they accept any name.
     def __getattr__(name):
         """Import the home of a public name when the name is first used."""
-        if name not in _HOME_OF:
+        home = _HOME_OF.get(name) or _HOME_OF_TRAINERS.get(name)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        value = getattr(importlib.import_module(home), name)
         globals()[name] = value
         return value
 

@@ -101,6 +101,7 @@ class ParallelEngine(nn.Module):
         names: of the whole model's tensors.
         layouts: of the parameters that the tp axis divides, by name.
         task: what a step is taken of.
+        wraps_itself: whether the trainer that was given this knows it; set by `integrations`.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class ParallelEngine(nn.Module):
         self._along_tp = tuple(along_tp)
         self._averages = averages
         self._steps = 0
+        self.wraps_itself = self._is_prepared = False
         self.training = any(stage.training for stage in stages.values())
 
     @property
@@ -175,6 +177,20 @@ class ParallelEngine(nn.Module):
         if self.devices.shape.pp > 1:
             raise ParallelError("no_sync() is for loss.backward(); step() reduces once for all microbatches")
         return without_reduction(self.module)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by every Accelerator before it wraps a model; one that does not know the mesh must not."""
+        if not self.wraps_itself:
+            raise ParallelError(
+                "an Accelerator would wrap the engine in DDP over all ranks; use "
+                "panther_compile.PantherAccelerator"
+            )
+        return self._is_prepared
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._is_prepared = value
 
     # ------------------------------------------------------------------------------------- steps
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parallel import checkpoint_jobs
 from parallel.training import build
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from panther_compile import TrainingCheckpoints, read_state_dict
 from panther_compile.errors import (
@@ -98,6 +100,33 @@ def reshard(ranks, folder, source, targets, name):
     model = build(name)[0]
     model.load_state_dict(read)
     assert_equal(model.state_dict(), saved[0]["model"])
+
+
+def read_by_torch(folder, wanted, file):
+    """Torch's own loader, and its converter to a file of `torch.save`, read the newest checkpoint."""
+    newest = list_checkpoints(Path(folder))[0]
+    metadata = FileSystemReader(newest).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(held.size, dtype=held.properties.dtype)
+        for key, held in metadata.items()
+        if key.startswith("model.")
+    }
+    dcp.load(found, checkpoint_id=newest, no_dist=True)
+    dcp_to_torch_save(newest, file)
+    for tensors in (found, torch.load(file)):
+        held = {
+            key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")
+        }
+        assert set(held) <= set(wanted)  # tied tensors are there once
+        assert {value.data_ptr() for value in wanted.values()} == {wanted[key].data_ptr() for key in held}
+        assert_equal(held, {key: wanted[key] for key in held})
+
+
+def test_torch_reads_a_checkpoint(ranks, tmp_path):
+    """Stages and shards come as whole tensors."""
+    for mesh in ("dp2-fsdp", "pp2-tp2"):
+        ranks(mesh).run(checkpoint_jobs.save, folder=str(tmp_path / mesh), steps=1, **MESHES[mesh])
+        read_by_torch(tmp_path / mesh, read_state_dict(tmp_path / mesh), tmp_path / "whole.pt")
 
 
 def test_any_mesh_reads_a_pipelines(ranks, tmp_path):

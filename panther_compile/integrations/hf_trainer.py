@@ -1,0 +1,161 @@
+"""transformers' Trainer over a parallel model: its loop, its callbacks, its arguments.
+
+model ──► partition ──► PantherTrainer: parallelize_model ──► Trainer's loop on the engine
+                            │ checkpoint-N/  the whole model by save_pretrained, and `training/` for any mesh
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from panther_compile.errors import CheckpointError, ConfigTypeError, ParallelError
+from panther_compile.integrations.accelerated import PantherAccelerator
+from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
+from panther_compile.partition import Partition
+
+_TRAINING = "training"
+
+
+class PantherTrainer(Trainer):
+    """transformers' `Trainer` for a model divided by `partition_model`, without a pipeline.
+
+    Every rank (torchrun) makes one of the same model. With dp alone the model itself is trained; with tp
+    `trainer.engine` is, whose whole model `save_model` writes.
+
+        >>> part = pc.partition_model(model, batch, mesh={"dp": 4}, microbatches=1)
+        >>> trainer = pc.PantherTrainer(
+        ...     model, arguments, train_dataset=texts, part=part, parallel={"data_parallel": "fsdp"}
+        ... )
+        >>> trainer.train()
+        >>> trainer.save_model("trained")  # on every rank; from_pretrained reads it without ranks
+
+    Attributes:
+        engine: what `parallelize_model` has given.
+    """
+
+    engine: ParallelEngine
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *args: Any,
+        part: Partition,
+        parallel: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Divide the model.
+
+        Args:
+            model: that `part` was made from.
+            *args: of `Trainer`.
+            part: of `partition_model`, with the arguments that the Trainer calls the model with: labels among
+                them, and with tp `num_items_in_batch`, an integer tensor, where the model takes it.
+            parallel: options of `parallelize_model`, as `data_parallel`; the loss is the Trainer's own.
+            **kwargs: of `Trainer`.
+
+        Raises:
+            ParallelError: the mesh has a pipeline, or the Trainer is to wrap the model by itself.
+            ConfigTypeError: there is no model, or no partition.
+        """
+        if not isinstance(model, nn.Module) or not isinstance(part, Partition):
+            raise ConfigTypeError(
+                f"PantherTrainer is given a {type(model).__name__} and a "
+                f"{type(part).__name__} as part; it wants a model, and what partition_model gives"
+            )
+        if part.mesh.pp > 1:
+            raise ParallelError(
+                f"the mesh is {part.mesh}: a pipeline's schedule owns the backward, and "
+                "the Trainer would call it too; write the loop with engine.step(...), or partition with pp=1"
+            )
+        super().__init__(model, *args, **kwargs)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ParallelError(
+                "fsdp= and deepspeed= of TrainingArguments shard the model a second time; leave them out"
+            )
+        # Trainer's names of what weight decay is for, before modules are wrapped.
+        self._decayed = super().get_decay_parameter_names(model)
+        self.engine = parallelize_model(model, part, **(parallel or {}))
+        self.accelerator.prepare_model(self.engine)
+        self.model_wrapped = self.engine
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Trainer's own Accelerator one that knows the mesh."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = PantherAccelerator
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Parameters that weight decay is for: those that the Trainer finds in the model as it was given.
+
+        Args:
+            model: the engine.
+        """
+        return self._decayed
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Give the engine's parameters to an optimizer.
+
+        Args:
+            model: not asked for.
+        """
+        return super().create_optimizer(self.engine)
+
+    def get_tp_size(self) -> int:
+        """Ranks that get the same batches."""
+        return self.engine.devices.shape.tp
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        # The Trainer divides by tp, as its sum counts each rank; `PantherAccelerator.gather` does not.
+        is_summed = self.args.average_tokens_across_devices and self.args.world_size > 1
+        return items * self.get_tp_size() if items is not None and is_summed else items
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.engine
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model by `save_pretrained`, on the first rank; every rank has to call this.
+
+        Args:
+            output_dir: that of the arguments if None.
+        """
+        state = self.engine.state_dict(full=True)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        dist.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoints = TrainingCheckpoints(Path(output_dir, _TRAINING), keep=1)
+        checkpoints.save(self.engine, self.optimizer.optimizer, step=self.state.global_step)
+        checkpoints.wait()
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing: the model comes with its optimizer, from `training/`."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint, _TRAINING)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no folder {_TRAINING}/: it was not written by PantherTrainer"
+            )
+        TrainingCheckpoints(folder, keep=1).load(self.engine, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_best_model(self) -> None:
+        checkpoint = self.state.best_model_checkpoint
+        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)

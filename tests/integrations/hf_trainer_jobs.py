@@ -1,0 +1,98 @@
+"""transformers' Trainer over an engine; each function runs on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from integrations.accelerate_jobs import small_llama
+from integrations.launched import as_of_torchrun
+from parallel.training import EAGER
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import panther_compile as pc
+from panther_compile.errors import ParallelError
+
+ROWS = 2
+
+
+class Texts(torch.utils.data.Dataset):
+    """Of one length; some tokens of each count, and not as many in every text."""
+
+    def __init__(self, count=48):
+        self.ids = torch.randint(0, 64, (count, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        labels = self.ids[index].clone()
+        labels[8 - index % 5 :] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def arguments(folder, **options):
+    return TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "max_steps": 4,
+            "logging_steps": 1,
+            "save_steps": 2,
+            "per_device_train_batch_size": ROWS,
+            "per_device_eval_batch_size": ROWS,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.5,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 0,
+            **options,
+        },
+    )
+
+
+def make_trainer(folder, mesh, parallel, **options):
+    options = {"ddp_backend": "gloo", **options}
+    AcceleratorState._reset_state(True)
+    model = small_llama()
+    rows = Texts()
+    example = {key: torch.stack([rows[at][key] for at in range(ROWS)]) for key in ("input_ids", "labels")}
+    hardware = EAGER if "tp" in mesh else "cpu"
+    if "tp" in mesh:
+        example["num_items_in_batch"] = torch.tensor(8)
+    part = pc.partition_model(model, example, mesh=mesh, microbatches=mesh.get("pp", 1), hardware=hardware)
+    data = {"train_dataset": Texts(), "eval_dataset": Texts(12)}
+    return pc.PantherTrainer(model, arguments(folder, **options), **data, part=part, parallel=parallel)
+
+
+def logged(trainer):
+    return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "grad_norm" in one]
+
+
+def train(rank, *, folder, mesh, parallel, wanted):
+    """Losses and norms of each step, the evaluation and the saved model are those of one process."""
+    with as_of_torchrun(rank):
+        trainer = make_trainer(folder, mesh, parallel)
+        trainer.train()
+        torch.testing.assert_close(logged(trainer), wanted["logged"], rtol=1e-4, atol=1e-4)
+        evaluated = trainer.evaluate()["eval_loss"]
+        torch.testing.assert_close(evaluated, wanted["eval_loss"], rtol=1e-4, atol=1e-4)
+        trainer.save_model(f"{folder}/trained")
+        saved = AutoModelForCausalLM.from_pretrained(f"{folder}/trained")
+        assert type(saved).__name__ == "LlamaForCausalLM"
+        assert saved.config.architectures == ["LlamaForCausalLM"]
+        state = torch.load(wanted["weights"])
+        for name, value in saved.state_dict().items():
+            torch.testing.assert_close(value, state[name], rtol=0.0, atol=1e-3)
+        dist.barrier()
+        resumed = make_trainer(f"{folder}/resumed", mesh, parallel)
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        assert logged(resumed)[-2:] == logged(trainer)[-2:]
+        for name, value in trainer.engine.state_dict(full=True).items():
+            assert torch.equal(resumed.engine.state_dict(full=True)[name], value)
+
+
+def refusals(rank, *, folder):
+    with as_of_torchrun(rank), pytest.raises(ParallelError, match=r"write the loop with engine\.step"):
+        make_trainer(folder, {"pp": 2}, {})

@@ -1,0 +1,170 @@
+"""Lightning's Trainer over an engine; each function runs on every rank."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from integrations.launched import as_of_torchrun
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parallel.training import EAGER, whole
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import panther_compile as pc
+from panther_compile.errors import ParallelError
+
+ROWS = 4  # of a batch; an optimizer step is of four
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Classifier(LightningModule):
+    """As its user writes it; nothing of it knows of a mesh."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.example_input_array = torch.zeros(ROWS, 16)
+        self.losses, self.checked = [], []
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y) * self.scale
+        self.losses.append(self.all_gather(loss.detach()).mean().item())
+        return loss
+
+    def validation_step(self, batch, _):
+        x, y = batch
+        self.log("checked", F.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self.checked.append(float(self.trainer.callback_metrics["checked"]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Piped(Classifier):
+    """Where the schedule owns the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = self.net.step(x, target=y)
+        self.net.clip_grad_norm_(0.5)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        self.losses.append(loss.item())
+
+    def validation_step(self, batch, _):
+        x, y = batch
+        self.log("checked", self.net.evaluate(x, target=y))
+
+
+class Outside(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+def rows(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 16, generator=generator)
+    return TensorDataset(x, x[:, :4].argmax(1))
+
+
+def fit(
+    module, strategy, folder, *, batch, epochs=2, resume=None, devices=1, accumulate=1, keep=True, **options
+):
+    if module.automatic_optimization:
+        options |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": accumulate}
+    data = rows(64, 1)
+    # Lightning shuffles what it divides over ranks; one process gets the same order.
+    sampler = DistributedSampler(data, 1, 0) if devices == 1 else None
+    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=epochs,
+        logger=False,
+        callbacks=[saving] if keep else None,
+        enable_checkpointing=keep,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(
+        module,
+        DataLoader(data, batch_size=batch, sampler=sampler),
+        DataLoader(rows(8, 2), batch_size=batch),
+        ckpt_path=resume,
+        weights_only=False,
+    )
+    return trainer
+
+
+def strategy_of(mesh, parallel, **options):
+    hardware = {"hardware": EAGER} if mesh.get("tp", 1) > 1 else {}
+    return pc.PantherStrategy(mesh, model="net", parallel=parallel, partition=hardware | options)
+
+
+def train(rank, *, folder, mesh, parallel, wanted, kind="Classifier", **options):
+    """Losses, the checkpoint and what is resumed from it are those of one process."""
+    kind, devices = globals()[kind], torch.Size(mesh.values()).numel()
+    if kind is Piped:
+        parallel = {**parallel, "loss_fn": F.cross_entropy}
+        options["microbatches"] = 4
+        batch = 4 * ROWS
+    else:
+        batch = ROWS
+    with as_of_torchrun(rank):
+        module = kind()
+        own = module.net
+        turns = 1 if kind is Piped else 4 // mesh.get("dp", 1)
+        same = {"batch": batch, "devices": devices, "accumulate": turns}
+        fit(module, strategy_of(mesh, parallel, **options), folder, **same)
+        assert module.net is own
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(whole(value), wanted["state"][name], rtol=0.0, atol=1e-3)
+        steps = [sum(part) / turns for part in zip(*[iter(module.losses)] * turns, strict=True)]
+        torch.testing.assert_close(steps, wanted["losses"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(module.checked, wanted["checked"], rtol=1e-4, atol=1e-5)
+        alone = kind.load_from_checkpoint(f"{folder}/epoch=1.ckpt", weights_only=False)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(value, wanted["state"][name], rtol=0.0, atol=1e-3)
+        again = kind()
+        strategy = strategy_of(mesh, parallel, **options)
+        file = f"{folder}/epoch=0.ckpt"
+        fit(again, strategy, f"{folder}/again", resume=file, **same)
+        assert again.losses == module.losses[len(module.losses) // 2 :]
+
+
+def refusals(rank, *, folder):
+    with as_of_torchrun(rank):
+        with pytest.raises(
+            ParallelError, match=r"set automatic_optimization = False, and call self\.net\.step"
+        ):
+            fit(Classifier(), strategy_of({"pp": 2}, {}), folder, batch=ROWS, devices=2)
+        with pytest.raises(ParallelError, match="temperature of Outside is trained outside of net"):
+            fit(Outside(), strategy_of({"dp": 2}, {"data_parallel": "ddp"}), folder, batch=ROWS, devices=2)
