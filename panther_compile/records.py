@@ -76,9 +76,10 @@ class Choice:
         scheme: name of the scheme.
         rank: in 1..max_rank of its candidate.
         ranks: of its factors.
-        stored_numbers: of the weight and its bias; an input factor that several share is the first one's.
+        stored_numbers: of the weight and its bias; a factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
-        sharing: names of all the weights that share this one's input factor, its own among them; else empty.
+        sharing: names of all the weights that share a factor, its own among them: the input factor of scheme
+            "pivoted", the output factor of "pair"; else empty.
         link: names of the layers that write the features a narrow layer keeps, then of their reader, see
             `coupled.Coupling`; else empty.
     """
@@ -90,6 +91,9 @@ class Choice:
     error: float | None
     sharing: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
+
+
+_MOST_NAMED = 6  # weights that share a factor with one; more are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +122,15 @@ class LayerPlan:
         return self.dense_numbers if self.choice is None else self.choice.stored_numbers
 
     @property
-    def sharing_text(self) -> str:
-        """With whom the weight shares its input factor; empty if with none."""
-        names = () if self.choice is None else self.choice.sharing
-        others = ", ".join(name for name in names if name != self.name)
-        return f"input factor shared with {others}" if others else ""
-
-    @property
-    def link_text(self) -> str:
-        """With which layers the weight is narrowed; empty if with none."""
-        coupling = () if self.choice is None else self.choice.link
-        others = ", ".join(name for name in coupling if name != self.name)
-        return f"narrowed with {others}" if others else ""
+    def shared_text(self) -> str:
+        """With which weights it shares a factor, or is narrowed; empty if with none."""
+        if self.choice is None:
+            return ""
+        others = [name for name in self.choice.sharing or self.choice.link if name != self.name]
+        side = "output" if self.choice.scheme == "pair" else "input"
+        what = f"{side} factor shared with" if self.choice.sharing else "narrowed with"
+        named = ", ".join(others) if len(others) <= _MOST_NAMED else f"{len(others)} others"
+        return f"{what} {named}" if others else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class SketchPlan:
                 f"{line.stored_numbers:,}",
                 share(line.stored_numbers, line.dense_numbers),
                 "" if line.choice is None or line.choice.error is None else f"{line.choice.error:.3f}",
-                "; ".join(filter(None, (line.sharing_text, line.link_text, line.reason))),
+                "; ".join(filter(None, (line.shared_text, line.reason))),
             )
             for line in self.layers
         ]

@@ -406,7 +406,7 @@ def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> It
     for line in record.plan.layers:
         if line.name in layers:
             row = _row(line.name, layers[line.name], record.fitted.get(line.name))
-            yield replace(row, shared=line.sharing_text or line.link_text)
+            yield replace(row, shared=line.shared_text)
         elif line.choice is None:
             numbers, macs = line.dense_numbers, _product(line.shape)
             yield ReportRow(

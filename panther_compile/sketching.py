@@ -34,9 +34,10 @@ from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.fastest import fastest
-from panther_compile.planning.plan import TIMED, TimedSites, hides_progress, make_plan
+from panther_compile.planning.plan import TIMED, TimedSites, hides_progress
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
 from panther_compile.planning.recipe import follow, options_of
+from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.planning.sites import Found, check_module, check_weights, find_sites, without_uncalled
 from panther_compile.planning.timing import time_sites
 from panther_compile.planning.trace import clone_structure, read_graph, read_run
@@ -332,7 +333,7 @@ def _stored(plan: SketchPlan) -> int:
 def plan_sites(prepared: Prepared, config: SketchConfig) -> SketchPlan:
     """The plan by the weights alone; raises NoTargetError if it sketches nothing that it was asked to."""
     if prepared.recipe is None:
-        plan = make_plan(prepared.found, config, prepared.route)
+        plan = plan_by_weights(prepared.found, config, prepared.route)
     else:
         plan = follow(prepared.found, prepared.recipe, config, prepared.route, data=False)
     _check_plan(prepared, plan, config)

@@ -7,7 +7,7 @@ couplings         layers that hand their features to one other layer only
 paths         whether the model's code may lead elsewhere than data showed
 narrow        what two such layers keep of the features between them
 shared_input  layers that are given one tensor, and one input factor for all of them
-shared_plan   a plan in which they share it, at no more stored numbers
+shared_parts  parts of one module, as the experts of a mixture, and one factor for all of them
 lockstep      dense and sketched model side by side, layer by layer
 layer_fit     one layer from what reached it: the callback of the lockstep
 resume        a folder that keeps what was done

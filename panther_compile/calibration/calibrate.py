@@ -23,7 +23,6 @@ from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
-from panther_compile.calibration.shared_plan import share_input
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
@@ -36,12 +35,12 @@ from panther_compile.models.divided import divided
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import CouplingLosses
 from panther_compile.planning.plan import Allocation, hides_progress, make_plan
+from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, SketchPlan
 
-# One input factor for several layers is taken where results come closer than this share of the distance.
-WORTH_SHARING = 0.95
-WORTH_TRYING = 1.1  # and tried where the study expects no more than this times what is lost apart
+# One factor for several layers is tried where the study expects no more than this times what is lost apart.
+WORTH_TRYING = 1.1
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, as there are many
 _BATCHES = 5  # at least, if samples of fewer can be divided, so that some can be held out
 
@@ -167,12 +166,22 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
 
 
 def _check_couplings(studied: Studied, plan: SketchPlan) -> None:
-    """Raise ConfigError if the plan narrows layers that are not coupled, as far as data shows."""
+    """Raise ConfigError if the plan narrows or has share what data does not show to be able to."""
     known = {losses.coupling.names for losses in studied.study.losses.values()}
     for line in plan.sketched:
         if line.choice is not None and line.choice.link and line.choice.link not in known:
             names = " > ".join(line.choice.link)
             raise ConfigError(f"the plan narrows {names}, which on this data do not hand features on alone")
+        sharing = () if line.choice is None else line.choice.sharing
+        if (
+            sharing
+            and studied.targets[line.name].together
+            and stack_name(sharing) not in studied.study.factors
+        ):
+            raise ConfigError(
+                f"the plan has {line.name} share a factor with {len(sharing) - 1} others, "
+                "which are not those that this data reaches"
+            )
 
 
 def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
@@ -255,7 +264,7 @@ def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) ->
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:
-    """The plan with one input factor for layers of one input, where that brings the results closer.
+    """The plan with one factor for layers of one input, or parts of one module, where results come closer.
 
     Each group is tried by itself, at equal stored numbers, all other layers dense.
     """
@@ -271,7 +280,10 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
             if not writers.isdisjoint(names):
                 continue
             members, key = [targets[name] for name in names], stack_name(names)
-            shared = share_input(plan, members, study.values[key], studied.found, config)
+            sites = {one.name: one.site for one in members}
+            shared = share_factor(
+                plan, sites, study.values[key], studied.found, config, scheme=members[0].shared_scheme
+            )
             if shared is None or not {key, *names} <= set(study.factors):
                 continue
             if _expected(study, shared, names) < WORTH_TRYING * _expected(study, plan, names):

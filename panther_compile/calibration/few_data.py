@@ -23,9 +23,10 @@ from panther_compile.calibration.held_out import (
 )
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
-from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.parts import sketch_parts
 from panther_compile.kinds.targets import Target, watch
 from panther_compile.planning.plan import Allocation, make_plan
+from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.records import SketchPlan
 
 RIDGES = (0.1, 1.0)  # that are tried beside the usual one
@@ -76,13 +77,11 @@ def without_data(
     held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
     if plan.allocation not in tried:
         tried[plan.allocation] = held_out.distance(held_out.cut(plan))
-    alone = make_plan(studied.found, config, studied.route)
+    alone = plan_by_weights(studied.found, config, studied.route)
     choices = {line.name: line.choice for line in alone.sketched if line.choice is not None}
     targets = chosen_targets(alone, studied.targets)
-    layers: dict[str, nn.Module] = {
-        name: kind_of(target.layer).sketch(name, target.layer, choices[name], config)[0]
-        for name, target in targets.items()
-    }
+    made = sketch_parts({name: target.layer for name, target in targets.items()}, choices, config)
+    layers: dict[str, nn.Module] = {name: layer for name, (layer, _) in made.items()}
     others = {WEIGHTS_ALONE: Calibrated(alone, {}, (), TOO_FEW.format(WEIGHTS_ALONE))} if targets else {}
     ready = {WEIGHTS_ALONE: layers}
     if made_up is not None and made_up.ready:

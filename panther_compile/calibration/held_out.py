@@ -10,6 +10,7 @@ from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import Residuals
 from panther_compile.calibration.resume import Folder
+from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
@@ -145,7 +146,8 @@ class Trial:
             return self._fit(name, arrivals)
         left, right, mean = self._study.factors[stack_name(together)]
         if choice.sharing:
-            left = left.split([self._fit.targets[one].outputs for one in together])[together.index(name)]
+            targets = [self._fit.targets[one] for one in together]
+            left, right, mean = own_of_stack(targets, together.index(name), left, right, mean)
         weight, bias = target.weight_and_bias()
         left, right = left[:, : choice.rank], right[: choice.rank]
         bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))

@@ -13,14 +13,15 @@ from panther_compile.calibration.narrow import (
     narrow_rows,
 )
 from panther_compile.calibration.resume import FittedLayer, Folder
-from panther_compile.calibration.shared_input import cut_shared, fit_shared, share_down
+from panther_compile.calibration.shared_input import cut_shared, fit_shared
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.fit_matrix import fit_matrix_to
+from panther_compile.factorization.fit_matrix import FittedPair, fit_beside, fit_matrix_to
 from panther_compile.factorization.moments import Moments, MomentSums
 from panther_compile.kinds.targets import Target
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.linear import share_factor
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.rows import paired
 from panther_compile.models.watched import Arrival
@@ -62,20 +63,21 @@ class LayerFit:
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
         self.ready: dict[str, FittedLayer] = {}
         self._cut: dict[tuple[str, ...], Mapping[str, NarrowLinear]] = {}
+        self._parts: dict[tuple[str, ...], Mapping[str, FittedPair]] = {}
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
-        """See `lockstep.Fit`; layers that share an input factor are all fitted where the first is reached."""
+        """See `lockstep.Fit`; layers of one input that share it are fitted where the first is reached."""
         if name not in self.ready:
-            names = self.choices[name].sharing or (name,)
+            sharing = self.choices[name].sharing
+            names = (name,) if self.targets[name].together else sharing or (name,)
             found = self._kept(names)
             if not found:
                 found = self._fit(name, arrivals) if len(names) == 1 else self._fit_shared(names, arrivals)
                 for one, (layer, fitted) in found.items():
                     if self._folder is not None:
                         self._folder.keep_layer(self._plan, one, layer, fitted)
-            if len(names) > 1:
-                share_down([layer for layer, _ in found.values()])
             self.ready |= found
+            self._share(sharing)
         return self.ready[name][0]
 
     def _kept(self, names: Sequence[str]) -> dict[str, FittedLayer]:
@@ -168,6 +170,15 @@ class LayerFit:
             )
         return self._cut[choice.link]
 
+    def _cut_parts(self, choice: Choice) -> Mapping[str, FittedPair]:
+        """The factors of parts that share one, from the study, by name."""
+        if choice.sharing not in self._parts:
+            targets = [self.targets[name] for name in choice.sharing]
+            factors = self._study.factors[stack_name(choice.sharing)]
+            pairs = cut_shared(targets, *factors, choice.rank)
+            self._parts[choice.sharing] = dict(zip(choice.sharing, pairs, strict=True))
+        return self._parts[choice.sharing]
+
     def cut(self, names: Sequence[str]) -> None:
         """Make those of these layers from the study that depend on others: no batch reached them."""
         for name in names:
@@ -177,19 +188,25 @@ class LayerFit:
             sharing = self.choices[name].sharing
             if not sharing or name in self.ready:
                 continue
-            targets = [self.targets[one] for one in sharing]
-            left, right, mean = self._study.factors[stack_name(sharing)]
-            matrices = cut_shared(targets, left, right, mean, self.choices[name].rank)
-            layers = [one.build(found) for one, found in zip(targets, matrices, strict=True)]
-            share_down(layers)
-            for target, layer in zip(targets, layers, strict=True):
-                rows = self._study.reached[target.name]
-                self.ready[target.name] = layer, self._fitted(target, layer, None, rows)
+            for one, matrix in self._cut_parts(self.choices[name]).items():
+                if one not in self.ready:
+                    layer, rows = self.targets[one].build(matrix), self._study.reached[one]
+                    self.ready[one] = layer, self._fitted(self.targets[one], layer, None, rows)
+            self._share(sharing)
+
+    def _share(self, names: Sequence[str]) -> None:
+        """Have those of the layers that there are use one factor."""
+        layers = [self.ready[name][0] for name in names if name in self.ready]
+        if layers:
+            share_factor(layers)
 
     def _matrix(
         self, target: Target, choice: Choice, moments: Moments, gradient: Tensor | None
     ) -> tuple[SketchedLayer, float]:
         weight, bias = target.weight_and_bias()
+        if choice.sharing:
+            found = fit_beside(weight, bias, moments, gradient, self._cut_parts(choice)[target.name])
+            return target.build(found), found.output_error
         found = fit_matrix_to(
             weight,
             bias,

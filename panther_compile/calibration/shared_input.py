@@ -26,8 +26,6 @@ from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.factorization.whiten import Root, output_error
 from panther_compile.kinds.targets import Target
-from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.linear import SketchedLinear
 
 MOST_WITH_PAIRS = 4  # layers of a group whose pairs are tried too
 
@@ -140,21 +138,37 @@ def cut_shared(
 ) -> list[FittedPair]:
     """The same from the factors of the stack, see `Study.factors`, without moments."""
     dtype = targets[0].weight_and_bias()[0].dtype
-    found = to_pivoted(left[:, :rank], right[:rank], dtype=dtype, residual=math.inf)
-    assert found is not None
-    rows = from_pivoted(found.left, found.right, found.start)[1]
-    mean = mean.double()
+    left, right, start = left[:, :rank].double(), right[:rank].double(), None
+    down = right
+    if targets[0].shared_scheme == "pivoted":
+        found = to_pivoted(left, right, dtype=dtype, residual=math.inf)
+        assert found is not None
+        left, down, start = found.left, found.right, found.start
+        right = from_pivoted(left, down, start)[1]
     cut = []
-    for target, columns in zip(targets, found.left.split([one.outputs for one in targets]), strict=True):
+    for place, target in enumerate(targets):
         weight, bias = target.weight_and_bias()
-        bias = shifted_bias(bias, weight.detach().double() @ mean, columns @ (rows @ mean))
-        cut.append(FittedPair(columns, found.right, found.start, bias, 0.0))
+        columns, rows, own = own_of_stack(targets, place, left, right, mean.double())
+        bias = shifted_bias(bias, weight.detach().double() @ own, columns @ (rows @ own))
+        cut.append(FittedPair(columns, rows if start is None else down, start, bias, 0.0))
     return cut
 
 
-def share_down(layers: Sequence[SketchedLayer]) -> None:
-    """Have all the layers use the input factor of the first."""
-    first = layers[0]
-    assert isinstance(first, SketchedLinear)
-    for layer in layers[1:]:
-        layer.down = first.down
+def own_of_stack(
+    targets: Sequence[Target], place: int, left: Tensor, right: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one of several layers has of their common factors, and of the means of their inputs.
+
+    Args:
+        targets: the layers.
+        place: of the one asked for.
+        left: `(Σ O, r)`, or `(O, r)` if it is common to all.
+        right: `(r, Σ I)`, or `(r, I)`.
+        mean: `(Σ I,)`, or `(I,)`.
+    """
+    outputs, inputs = zip(*(one.weight_and_bias()[0].shape for one in targets), strict=True)
+    return (
+        left.split(outputs)[place] if len(left) == sum(outputs) else left,
+        right.split(inputs, 1)[place] if right.shape[1] == sum(inputs) else right,
+        mean.split(inputs)[place] if len(mean) == sum(inputs) else mean,
+    )

@@ -17,6 +17,7 @@ from panther_compile.calibration.narrow import (
 )
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
+from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.targets import Target
@@ -66,14 +67,17 @@ class Study:
 
     def stack(self, targets: Iterable[Target]) -> Stack | None:
         """The stack of some layers, None if gradients tell only of some what their errors do."""
-        weights, metrics = [], []
-        for target in targets:
-            weights.append(target.weight_and_bias()[0])
-            known = target.name in self.weights
-            scale = self.sensitivity[target.name] if known else 0.0
-            metrics.append(scale * self.weights[target.name].double() if known else None)
-        mixed = any(one is None for one in metrics) and any(one is not None for one in metrics)
-        return None if mixed else Stack.of(weights, metrics)
+        targets = list(targets)
+        metrics = self.metrics(targets)
+        return None if metrics is None else Stack.of([one.weight_and_bias()[0] for one in targets], metrics)
+
+    def metrics(self, targets: Iterable[Target]) -> list[Tensor | None] | None:
+        """The weights of errors s G of some layers, None if gradients tell only of some; likewise."""
+        names = [target.name for target in targets]
+        known = [name in self.weights for name in names]
+        if any(known) and not all(known):
+            return None
+        return [self.sensitivity[one] * self.weights[one].double() if all(known) else None for one in names]
 
 
 def study_layers(
@@ -119,6 +123,7 @@ def study_layers(
     for name, covariance in gradients.items():
         outer, study.sensitivity[name] = weight_of_errors(covariance)
         study.weights[name] = outer.float().contiguous()
+    parts = PartSums(targets)
     for names in groups_within(MAX_BYTES, {name: _bytes_of_moments(one) for name, one in targets.items()}):
         group = {name: targets[name] for name in names}
         inputs = InputGroups()
@@ -133,6 +138,7 @@ def study_layers(
             left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
             study.values[name] = term_sizes(left, right, moments.covariance, gradient)
             _keep_factors(study, name, left, right, moments.mean_x)
+            parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
             if name in by_reader:
                 _study_reader(study, by_reader[name], dense, moments, gradient)
         for sets in inputs.found(group):
@@ -140,6 +146,8 @@ def study_layers(
         for stack in stacks:
             if set(stack) <= set(known) and stack_name(stack) not in study.values:
                 _study_stacks(study, targets, [stack], known[stack[0]])
+        for together, total in parts.complete(names):
+            _study_parts(study, together, total)
     for coupling in couplings:
         _study_writers(study, coupling)
     return study
@@ -187,6 +195,17 @@ def _study_stacks(
             groups.append(names)
     if groups:
         study.shared.append(groups)
+
+
+def _study_parts(study: Study, targets: Sequence[Target], total: Tensor) -> None:
+    """Add what parts that may share a factor are like as one; see `PartSums` for the total."""
+    names, metrics = [one.name for one in targets], study.metrics(targets)
+    if metrics is None or not set(names) <= set(study.factors):
+        return
+    weights, key = [one.weight_and_bias()[0] for one in targets], stack_name(names)
+    study.values[key], left, right = best_of_parts(weights, metrics, total, targets[0].shared_scheme)
+    _keep_factors(study, key, left, right, torch.cat([study.factors[name][2] for name in names]))
+    study.shared.append([tuple(names)])
 
 
 def _study_reader(

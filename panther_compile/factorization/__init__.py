@@ -6,6 +6,7 @@ pivot       the pivoted form: r (O + I - r) numbers in place of r (O + I)
 sketches    random test matrices
 candidates  the ways a weight may be stored: what each rank costs and keeps
 cost        whether a sketch will be faster: a roofline in plain arithmetic
+shared_basis several weights with one factor in common
 fit_matrix  A sketched linear layer from second moments
 moments     Second moments of what reaches a layer in the dense model (x) and in the sketched one (z)
 whiten      The best rank-r matrix in the metric of data: closed form, no training

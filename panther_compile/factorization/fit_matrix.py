@@ -73,6 +73,25 @@ def fit_matrix_to(
     return FittedPair(left, down, start, bias, error)
 
 
+def fit_beside(
+    weight: Tensor, bias: Tensor | None, moments: Moments, gradient: Tensor | None, pair: FittedPair
+) -> FittedPair:
+    """The same where one factor is given: the left one of a plain pair, the right one of the pivoted form."""
+    dense = weight.detach().to(moments.covariance.device).double()
+    left, down = pair.left.to(dense), pair.right
+    assert down is not None
+    if pair.start is None:
+        rows = left.T if gradient is None else left.T @ gradient
+        solved = solve(moments.covariance, anchored_product(dense, moments).T).T  # W C S⁻¹
+        right = down = torch.linalg.solve(rows @ left, rows @ solved)
+    else:
+        right = from_pivoted(left, down.to(dense), pair.start)[1]
+        left = _refit(dense, right, moments)
+    error = output_error(dense, left, right, moments)
+    bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
+    return FittedPair(left, down, pair.start, bias, error)
+
+
 def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> FittedPair:
     """The same without a bound on the rank; z may have other features than x. See `fit_matrix_to`."""
     dense = weight.detach().to(moments.covariance.device).double()

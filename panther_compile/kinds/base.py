@@ -2,6 +2,7 @@
 
     matches, why_not            is a module of this kind, and can it be sketched?
     parts, assemble             the dense layers of one weight each that it is made of, and the way back
+    may_share, sketch_together  parts that may store one factor in common
     unit, sketch, empty, share  of a layer of one weight: schemes and ranks, a sketch, its shape alone, ties
     view                        what data sees of it: rows of input times a matrix
     functionals                 functional calls of a graph that compute it
@@ -137,6 +138,16 @@ class Kind(ABC):
     def view(self, module: nn.Module) -> LinearView | str:
         """What data sees of a layer, or why data leaves it alone."""
         return "layers of its kind are no matrix on rows of input"
+
+    def may_share(self, module: nn.Module) -> Sequence[tuple[str, ...]]:
+        """Sets of parts, linear layers of one shape, that may store one factor in common; none as a rule."""
+        return ()
+
+    def sketch_together(
+        self, parts: Mapping[str, nn.Module], choice: Choice, config: SketchConfig
+    ) -> dict[str, tuple[SketchedLayer, Fitted]]:
+        """The replacements of such parts, by name, which store one factor in common."""
+        raise NotImplementedError(f"{type(self).__name__} shares no factors")
 
     def can_share(self, module: nn.Module, other: nn.Module) -> bool:
         """Whether `other`, which has the same weight as `module`, can use the factors of its replacement."""

@@ -9,7 +9,7 @@ transformers runs a class of experts through its experts interface: attributes o
 weights lie and what stands between them. So nothing depends on the class, nor on which implementation is set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -21,9 +21,13 @@ from panther_compile.layers.experts import (
     copied_part,
     expert_parts,
     has_bias,
+    part_name,
     projections,
 )
 from panther_compile.models.rows import with_tokens
+
+# Experts that may share a factor: it is a small part of theirs then, and a plan names them all for each.
+MOST_SHARING = 32
 
 
 class ExpertsKind(CompositeKind):
@@ -60,6 +64,16 @@ class ExpertsKind(CompositeKind):
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         """A linear layer for each expert of each projection, whose parameters are views of the module's."""
         return expert_parts(module)
+
+    def may_share(self, module: nn.Module) -> Sequence[tuple[str, ...]]:
+        """The experts of each projection."""
+        names = projections(module)
+        experts = range(len(module.get_parameter(names[0])))
+        return [
+            tuple(part_name(name, expert) for expert in experts[first : first + MOST_SHARING])
+            for name in names
+            for first in experts[::MOST_SHARING]
+        ]
 
     def assemble(
         self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None

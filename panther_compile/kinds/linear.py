@@ -7,6 +7,7 @@ After:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
+from panther_compile.factorization.shared_basis import shared_factors
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.match import computes_linear, why_not_plain
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import fit_matrix, generator_for, matrix_unit
 from panther_compile.layers.base import SketchedLayer, take_over
-from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.linear import SketchedLinear, share_factor
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.records import Choice, Fitted, Unit
 
@@ -45,7 +47,7 @@ class MatrixView(LinearView):
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return (weight.t() if self._transposed else weight), self.layer.bias  # type: ignore[return-value]
 
-    def build(self, found: FittedPair) -> SketchedLayer:
+    def build(self, found: FittedPair) -> SketchedLinear:
         """See `LinearView`."""
         assert found.right is not None
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
@@ -117,6 +119,24 @@ class LinearKind(Kind):
             device=device,
             dtype=weight.dtype,
         )
+
+    def sketch_together(
+        self, parts: Mapping[str, nn.Module], choice: Choice, config: SketchConfig
+    ) -> dict[str, tuple[SketchedLayer, Fitted]]:
+        """See `Kind.sketch_together`."""
+        views = {name: self.view(part) for name, part in parts.items()}
+        weights = [view.weight_and_bias()[0].detach() for view in views.values()]
+        there = [weight.to(config.device or weight.device) for weight in weights]
+        found: dict[str, tuple[SketchedLayer, Fitted]] = {}
+        layers: list[SketchedLinear] = []
+        factors = shared_factors(there, choice.rank, choice.scheme)
+        for (name, view), weight, pair in zip(views.items(), weights, factors, strict=True):
+            layer = view.build(replace(pair, bias=view.weight_and_bias()[1]))
+            layers.append(layer)
+            error = layer.weight_error(weight, generator_for(name, config, weight.device))
+            found[name] = layer, Fitted(layer.form, (layer.rank,), "svd", error)
+        share_factor(layers)
+        return found
 
     def can_share(self, module: nn.Module, other: nn.Module) -> bool:
         """See `Kind.can_share`."""

@@ -24,6 +24,11 @@ def unit_name(site: Site, suffix: str) -> str:
     return ".".join(filter(None, (site.name, suffix)))
 
 
+def scheme_of_parts(shape: tuple[int, ...]) -> str:
+    """The scheme in which weights (O, I) of several parts store the factor of their longer side once."""
+    return "pair" if shape[0] > shape[1] else "pivoted"
+
+
 def parts_of(site: Site, kind: Kind) -> dict[str, nn.Module]:
     """The dense layers of one weight each that a site is made of, by the names of their units."""
     return {unit_name(site, suffix): part for suffix, part in kind.parts(site.module).items()}
@@ -57,15 +62,31 @@ def sketch_site(
     fitted: dict[str, Fitted] = {}
     layers: dict[str, nn.Module] = {}
     dense = kind.parts(site.module)
-    for suffix, part in dense.items():
-        name = unit_name(site, suffix)
-        if name in ready:
-            layers[suffix], fitted[name] = ready[name]
-        elif name in choices:
-            layers[suffix], fitted[name] = kind_of(part).sketch(name, part, choices[name], config)
-        if suffix in layers:
-            _check_finite(layers[suffix], part, name)
+    names = {suffix: unit_name(site, suffix) for suffix in dense}
+    waiting = {names[suffix]: part for suffix, part in dense.items() if names[suffix] not in ready}
+    made = sketch_parts(waiting, choices, config)
+    for suffix, name in names.items():
+        if name in ready or name in made:
+            layers[suffix], fitted[name] = ready[name] if name in ready else made[name]
+            _check_finite(layers[suffix], dense[suffix], name)
     return (kind.assemble(site.module, dense | layers, config), fitted) if layers else None
+
+
+def sketch_parts(
+    parts: Mapping[str, nn.Module], choices: Mapping[str, Choice], config: SketchConfig
+) -> dict[str, tuple[SketchedLayer, Fitted]]:
+    """The replacements of the layers chosen, by name, from their weights alone, and what came of each."""
+    made: dict[str, tuple[SketchedLayer, Fitted]] = {}
+    for name, part in parts.items():
+        choice = choices.get(name)
+        if choice is None or name in made:
+            continue
+        if choice.sharing:
+            together = {one: parts[one] for one in choice.sharing}
+            made |= kind_of(part).sketch_together(together, choice, config)
+        else:
+            made[name] = kind_of(part).sketch(name, part, choice, config)
+    return made
 
 
 def _check_finite(layer: nn.Module, dense: nn.Module, name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.parts import unit_name
+from panther_compile.kinds.parts import scheme_of_parts, unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
@@ -25,6 +25,8 @@ class Target:
         site: that it belongs to.
         layer: of one weight, the dense one; a part of a composite layer is made for it.
         view: what data sees of it.
+        together: names of parts of the site that may share a factor, its own among them; each has inputs of
+            its own. Empty where there are none.
     """
 
     name: str
@@ -32,6 +34,12 @@ class Target:
     site: Site
     layer: nn.Module
     view: LinearView
+    together: tuple[str, ...] = ()
+
+    @property
+    def shared_scheme(self) -> str:
+        """The scheme in which it may share a factor: the input factor of layers of one input."""
+        return scheme_of_parts(self.weight_and_bias()[0].shape) if self.together else "pivoted"
 
     @property
     def outputs(self) -> int:
@@ -59,7 +67,10 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
     found: dict[str, Target] = {}
     left_alone: dict[str, str] = {}
     for site in sites:
-        for suffix, part in kind_of(site.module).parts(site.module).items():
+        kind = kind_of(site.module)
+        sets = [tuple(unit_name(site, one) for one in names) for names in kind.may_share(site.module)]
+        together = {name: names for names in sets for name in names}
+        for suffix, part in kind.parts(site.module).items():
             view = kind_of(part).view(part)
             name = unit_name(site, suffix)
             if site.tied:
@@ -67,7 +78,7 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
             elif isinstance(view, str):
                 left_alone[name] = view
             else:
-                found[name] = Target(name, suffix, site, part, view)
+                found[name] = Target(name, suffix, site, part, view, together.get(name, ()))
     return found, left_alone
 
 

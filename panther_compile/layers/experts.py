@@ -30,7 +30,8 @@ class SketchedExperts(SketchedLayer):
     """Stands in for the experts of a Hugging Face mixture.
 
     The weight of expert e in `gate_up_proj` is the linear layer `gate_up_{e}`, and so on: names that
-    transformers does not take for those of dense experts in a checkpoint.
+    transformers does not take for those of dense experts in a checkpoint. Experts may have the output factor
+    `up.weight`, or the input factor `down.weight`, in common.
 
     Args:
         experts: E.
@@ -201,7 +202,7 @@ class SketchedExperts(SketchedLayer):
         parts = [self.part(name, expert) for expert in range(self.experts)]
         y = x_SI.unsqueeze(-1)
         for factor in _stacked_factors(parts):
-            y = torch.bmm(factor[ids_S], y)
+            y = factor @ y if factor.dim() == 2 else torch.bmm(factor[ids_S], y)
         y = y.squeeze(-1)
         return y + torch.stack([part.bias for part in parts])[ids_S] if self.bias else y  # type: ignore[misc]
 
@@ -341,13 +342,20 @@ def _without_projections(module: nn.Module) -> nn.Module:
 
 
 def _stacked_factors(parts: list[nn.Module]) -> tuple[Tensor, ...]:
-    """Factors right (E, R, I) and left (E, O, R), padded to one rank; weights (E, O, I) if one is dense."""
+    """Factors right (E, R, I) and left (E, O, R), padded to one rank; weights (E, O, I) if one is dense.
+
+    A factor that all experts share is (R, I) or (O, R).
+    """
     if not all(isinstance(part, SketchedLinear) for part in parts):
         return (torch.stack([part.weight + 0 for part in parts]),)  # type: ignore[operator, misc]
     pairs = [part.factors() for part in parts]  # type: ignore[operator]
     largest = max(left.shape[1] for left, _ in pairs)
     left = torch.stack([F.pad(one, (0, largest - one.shape[1])) for one, _ in pairs])
     right = torch.stack([F.pad(one, (0, 0, 0, largest - one.shape[0])) for _, one in pairs])
+    if all(part.up.weight is parts[0].up.weight for part in parts):  # type: ignore[union-attr]
+        left = pairs[0][0]
+    if all(part.down.weight is parts[0].down.weight for part in parts):  # type: ignore[union-attr]
+        right = pairs[0][1]
     return right, left
 
 

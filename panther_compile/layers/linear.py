@@ -5,6 +5,7 @@ pivoted:  y = up(x₁ + down(x₂)) + b      down (r, I - r)   r (O + I - r) num
 """
 
 # O out_features, I in_features, R rank
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from panther_compile.factorization.pivot import from_pivoted, split_at, to_pivot
 from panther_compile.kernels import reference
 from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.base import (
+    SketchedLayer,
     Spec,
     check_rank,
     check_rank_or_ratio,
@@ -293,6 +295,20 @@ class SketchedLinear(LinearReplacement):
             f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
             f"bias={self.bias is not None}, form={self.form}, stored={share:.3f}"
         )
+
+
+def share_factor(layers: Sequence[SketchedLayer]) -> None:
+    """Have all the layers use the factor of the first: the input factor, of plain pairs the output factor."""
+    first = layers[0]
+    for layer in layers[1:]:
+        assert isinstance(first, SketchedLinear)
+        assert isinstance(layer, SketchedLinear)
+        if first.form == "pivoted":
+            layer.down = first.down
+        elif layer.bias is None:
+            layer.up = first.up
+        else:
+            layer.up.weight = first.up.weight
 
 
 class SketchedConv1D(Conv1DStandIn, SketchedLinear):

@@ -4,6 +4,7 @@ cached        weights that write into a cache of keys and values, as units with 
 trace         a model's graph where one is to be had; else, given data, a run of it
 sites         what can be sketched in a model, and why the rest is left alone
 plan          a scheme and a rank for every weight under one budget
+shared_factor weights that store one factor in common, at no more stored numbers
 recipe        a plan that was given, followed as it stands
 coupled       layers that are narrowed together, as one unit of a plan
 timing        layers and whole models timed beside their sketches

@@ -1,14 +1,17 @@
 """A plan that was given: checked against the model, its ranks carried out as they stand."""
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, RankError
-from panther_compile.kinds.parts import parts_of, units_of
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.parts import parts_of, scheme_of_parts, unit_name, units_of
 from panther_compile.planning.plan import with_tied
+from panther_compile.planning.shared_factor import shared_numbers
 from panther_compile.planning.sites import NOT_INCLUDED, Found
-from panther_compile.records import Choice, LayerPlan, SketchPlan, Unit
+from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Unit
 
 LEFT_DENSE = "left dense by the plan"
 
@@ -58,19 +61,24 @@ def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, 
 
     Raises:
         ConfigError: a weight that the plan sketches is not in the model, has another shape, cannot be stored
-            by its scheme; or shares factors or is narrow, for which there has to be data.
+            by its scheme; shares a factor with others than it can; or is narrow, or shares the factor of an
+            input, for which there has to be data.
         RankError: a rank is out of range.
     """
     given = {line.name: line for line in plan.layers}
     lines = [_skipped(line, given.get(line.name)) for line in found.skipped]
     for site, kind in found.sites:
+        together = _together(site, kind)
         for unit in with_tied(units_of(parts_of(site, kind), config, energies=False), site):
-            lines.append(_line(unit, site.kind, given.pop(unit.name, None), data))
+            lines.append(
+                _line(unit, site.kind, given.pop(unit.name, None), together.get(unit.name, ()), data)
+            )
     missing = [line for line in given.values() if line.choice is not None]
     if missing:
         first, reasons = missing[0], {line.name: line.reason for line in found.skipped}
         why = reasons.get(first.name, "the model has no such weight that can be sketched")
         raise ConfigError(f"the plan sketches {first.name} ({_shape(first.shape)}): {why}")
+    _check_shared(lines)
     place = {line.name: number for number, line in enumerate(plan.layers)}
     lines.sort(key=lambda line: place.get(line.name, len(place)))
     return SketchPlan(
@@ -91,7 +99,13 @@ def _skipped(line: LayerPlan, given: LayerPlan | None) -> LayerPlan:
     return replace(line, reason=(given and given.choice is None and given.reason) or LEFT_DENSE)
 
 
-def _line(unit: Unit, kind: str, given: LayerPlan | None, data: bool) -> LayerPlan:
+def _together(site: Site, kind: Kind) -> dict[str, frozenset[str]]:
+    """For each weight of a site the weights that may share a factor with it, whatever their inputs."""
+    sets = [frozenset(unit_name(site, one) for one in suffixes) for suffixes in kind.may_share(site.module)]
+    return {name: names for names in sets for name in names}
+
+
+def _line(unit: Unit, kind: str, given: LayerPlan | None, together: Collection[str], data: bool) -> LayerPlan:
     dense = LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, LEFT_DENSE)
     if given is None or given.choice is None:
         return dense
@@ -99,10 +113,12 @@ def _line(unit: Unit, kind: str, given: LayerPlan | None, data: bool) -> LayerPl
         raise ConfigError(
             f"the plan's {unit.name} is {_shape(given.shape)}, the model's is {_shape(unit.shape)}"
         )
-    return replace(dense, choice=_choice(unit, given.choice, data), reason=given.reason)
+    return replace(dense, choice=_choice(unit, given.choice, together, data), reason=given.reason)
 
 
-def _choice(unit: Unit, choice: Choice, data: bool) -> Choice:
+def _choice(unit: Unit, choice: Choice, together: Collection[str], data: bool) -> Choice:
+    if together and choice.sharing:
+        return _shared(unit, choice, together)
     if choice.link or choice.sharing:
         if not data:
             what = "narrowed with" if choice.link else "to share a factor with"
@@ -124,6 +140,38 @@ def _choice(unit: Unit, choice: Choice, data: bool) -> Choice:
     numbers = candidate.numbers(choice.rank) + unit.bias_numbers
     error = choice.error if ranks == choice.ranks else None
     return replace(choice, ranks=ranks, stored_numbers=numbers, error=error)
+
+
+def _shared(unit: Unit, choice: Choice, together: Collection[str]) -> Choice:
+    """A choice to share a factor with others of these."""
+    names, scheme = choice.sharing, scheme_of_parts(unit.shape)
+    if unit.name not in names or not set(names) <= set(together) or choice.scheme != scheme:
+        raise ConfigError(
+            f"the plan has {unit.name} share a factor as {choice.scheme!r} with {', '.join(names[:3])}"
+            f"{' ...' if len(names) > 3 else ''}, wanted {scheme!r} and itself with some of "
+            f"{', '.join(sorted(together)[:3])} ..."
+        )
+    largest = min(unit.shape) - (scheme == "pivoted")
+    if not 1 <= choice.rank <= largest:
+        raise RankError(
+            f"the plan's rank {choice.rank} for {unit.name}, wanted 1..{largest} of a shared factor"
+        )
+    numbers = shared_numbers(scheme, unit.shape, choice.rank, first=names[0] == unit.name) + unit.bias_numbers
+    error = choice.error if choice.ranks == (choice.rank,) else None
+    return replace(choice, ranks=(choice.rank,), stored_numbers=numbers, error=error)
+
+
+def _check_shared(lines: Sequence[LayerPlan]) -> None:
+    """Raise ConfigError unless all that share a factor name each other, with one rank."""
+    choices = {line.name: line.choice for line in lines if line.choice is not None}
+    for name, choice in choices.items():
+        for other in choice.sharing:
+            theirs = choices.get(other)
+            if theirs is None or (theirs.sharing, theirs.rank) != (choice.sharing, choice.rank):
+                raise ConfigError(
+                    f"the plan has {name} share a factor of rank {choice.rank} with {other}, but not {other} "
+                    f"with {name} at that rank"
+                )
 
 
 def _shape(shape: tuple[int, ...]) -> str:
