@@ -42,6 +42,7 @@ __all__ = [
     "TrainingCheckpoints",
     "densify",
     "export_onnx",
+    "find_batch_size",
     "heal",
     "heal_report",
     "import_panther",
@@ -88,6 +89,7 @@ _HOME_OF = {
     "TrainingCheckpoints": "panther_compile.parallel",
     "densify": "panther_compile.api",
     "export_onnx": "panther_compile.onnx.export",
+    "find_batch_size": "panther_compile.parallel",
     "heal": "panther_compile.healing.healer",
     "heal_report": "panther_compile.healing.report",
     "import_panther": "panther_compile.integrations.panther",
@@ -146,6 +148,7 @@ if TYPE_CHECKING:
         ParallelEngine,
         Resumed,
         TrainingCheckpoints,
+        find_batch_size,
         parallelize_model,
         read_state_dict,
     )
