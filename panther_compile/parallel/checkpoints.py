@@ -126,7 +126,8 @@ class TrainingCheckpoints:
 
         Args:
             engine: whose parameters and buffers are saved.
-            optimizer: of `engine.parameters()`.
+            optimizer: of `engine.parameters()`; torch's `ZeroRedundancyOptimizer` too, whose states are then
+                saved as those of the optimizer that it divides.
             step: of the training.
             extra: what else is needed to go on (place in the data, schedulers), as JSON has it, the same on
                 every rank.
@@ -137,6 +138,7 @@ class TrainingCheckpoints:
         self.wait()
         if not isinstance(step, int) or step < 0:
             raise ConfigError(f"step={step!r}; it must be a whole number, 0 or more")
+        optimizer = optimizer_state.own_part(optimizer)
         names = optimizer_state.name_parameters(engine, optimizer)
         held = find_state(engine, optimizer, names)
         copies = {key: [piece.copied() for piece in pieces] for key, pieces in held.items()}
@@ -246,12 +248,14 @@ class TrainingCheckpoints:
             if path is None:
                 return None
             manifest, reader = read_manifest(path), PieceReader(path)
-            names = optimizer_state.name_parameters(engine, optimizer)
+            part = optimizer_state.own_part(optimizer)
+            names = optimizer_state.name_parameters(engine, part)
             stored = {key: (shape, dtype) for key, shape, dtype in reader.stored()}
-            differences = find_differences(engine, optimizer, names, manifest, stored)
+            differences = find_differences(engine, part, names, manifest, stored)
             self._agree([f"{path}: {one}" for one in differences], CheckpointMismatchError)
-            problems = _try(lambda: restore_state(engine, optimizer, names, manifest, reader, stored))
+            problems = _try(lambda: restore_state(engine, part, names, manifest, reader, stored))
             self._agree(problems, CheckpointError)
+            optimizer_state.take_options(optimizer)
         return Resumed(manifest.step, manifest.extra, path)
 
     def _find_newest(self) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from panther_compile.errors import CheckpointError, ParallelError
@@ -17,6 +18,18 @@ from panther_compile.parallel.engine import ParallelEngine
 
 _NO_OPTIONS = ("params", "param_names")
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def own_part(optimizer: Optimizer) -> Optimizer:
+    """Take what steps this rank's share of the parameters, where states are divided over replicas."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def take_options(optimizer: Optimizer) -> None:
+    """Give `ZeroRedundancyOptimizer` the options of its own part, which each step would take from it."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        for group, part in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+            group.update({key: value for key, value in part.items() if key != "params"})
 
 
 def name_parameters(engine: ParallelEngine, optimizer: Optimizer) -> dict[Tensor, str]:

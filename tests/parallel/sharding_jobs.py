@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from panther_compile import parallelize_model, partition_model, sketchify
+from panther_compile import TrainingCheckpoints, parallelize_model, partition_model, sketchify
 from panther_compile.errors import ConfigError, ScheduleError
 
 
@@ -257,18 +257,21 @@ def plans_choice(rank, *, kind):
     compare((loss, gradients), in_one_process(deep()[0], inputs))
 
 
-def divided_states(rank):
-    """ZeRO-1: torch's optimizer divides its states over the replicas, and trains as one process does."""
+def zero1(lr):
     model, inputs = deep()
-    reference = copy.deepcopy(model)
-    plan = partition(model, inputs, {"dp": 2})
-    engine = parallelize_model(model, plan, data_parallel="ddp", loss_fn=loss_fn)
-    optimizer = ZeroRedundancyOptimizer(
-        engine.parameters(),
-        optimizer_class=torch.optim.AdamW,
-        process_group=engine.devices.group("dp"),
-        lr=1e-3,
+    engine = parallelize_model(
+        model, partition(model, inputs, {"dp": 2}), data_parallel="ddp", loss_fn=loss_fn
     )
+    group = engine.devices.group("dp")
+    return engine, ZeroRedundancyOptimizer(
+        engine.parameters(), optimizer_class=torch.optim.AdamW, process_group=group, lr=lr
+    )
+
+
+def divided_states(rank, folder):
+    """ZeRO-1: torch's optimizer divides its states over the replicas, and trains as one process does."""
+    reference, inputs = deep()
+    engine, optimizer = zero1(1e-3)
     other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     for step in range(2):
         trained(engine, inputs, seed=step)
@@ -281,6 +284,22 @@ def divided_states(rank):
     assert held < 0.6 * whole
     for (name, found), wanted in zip(engine.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, msg=name)
+    checkpoints = TrainingCheckpoints(folder)
+    checkpoints.save(engine, optimizer, step=2)
+    checkpoints.wait()
+    again, resumed = zero1(0.1)
+    assert checkpoints.load(again, resumed).step == 2
+    assert resumed.param_groups[0]["lr"] == 1e-3
+    plain = torch.optim.AdamW(again.parameters())
+    checkpoints.load(again, plain)
+    for parameter, wanted in zip(again.parameters(), reference.parameters(), strict=True):
+        for key, value in other.state[wanted].items():
+            torch.testing.assert_close(plain.state[parameter][key], value)
+    for one, state in ((engine, optimizer), (again, resumed)):
+        trained(one, inputs, seed=2)
+        state.step()
+    for (name, found), wanted in zip(again.named_parameters(), engine.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
 
 
 class LargestMemory(TorchDispatchMode):

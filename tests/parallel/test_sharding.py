@@ -187,5 +187,5 @@ def test_replicas_share_what_the_plan_has_chosen(ranks, kind):
     ranks(2).run(sharding_jobs.plans_choice, kind=kind)
 
 
-def test_optimizer_states_alone_are_divided(ranks):
-    ranks(2).run(sharding_jobs.divided_states)
+def test_optimizer_states_alone_are_divided(ranks, tmp_path):
+    ranks(2).run(sharding_jobs.divided_states, folder=str(tmp_path))
