@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from panther_compile.errors import BatchError, ConfigError, ParallelError
 from panther_compile.parallel.agreement import find_timeout
@@ -120,11 +121,11 @@ class _Trials:
         host = os.environ.get("MASTER_ADDR", "localhost")
         port: list[int] = [0]
         if self._rank == 0:
-            self._store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+            self._store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
             port = [self._store.port]
         dist.broadcast_object_list(port, 0)
         if self._rank:
-            self._store = dist.TCPStore(host, port[0], None, False, timeout)
+            self._store = TCPStore(host, port[0], None, False, timeout)
         return host, port[0]
 
     def fits(self, rows: int) -> bool:
@@ -191,7 +192,7 @@ def _try(
     try:
         if group is not None:
             (host, port), number, rank, size, backend = group
-            store = dist.PrefixStore(f"trial {number}", dist.TCPStore(host, port, None, False))
+            store = PrefixStore(f"trial {number}", TCPStore(host, port, None, False))
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         trial(rows)
         if group is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from panther_compile.errors import CheckpointError, ParallelError
@@ -22,14 +21,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def own_part(optimizer: Optimizer) -> Optimizer:
     """Take what steps this rank's share of the parameters, where states are divided over replicas."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return optimizer.optim if _divides_states(optimizer) else optimizer  # type: ignore[attr-defined]
 
 
 def take_options(optimizer: Optimizer) -> None:
     """Give `ZeroRedundancyOptimizer` the options of its own part, which each step would take from it."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        for group, part in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+    if _divides_states(optimizer):
+        for group, part in zip(optimizer.param_groups, own_part(optimizer).param_groups, strict=True):
             group.update({key: value for key, value in part.items() if key != "params"})
+
+
+def _divides_states(optimizer: Optimizer) -> bool:
+    # By its name: to import the class warns of TorchScript.
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def name_parameters(engine: ParallelEngine, optimizer: Optimizer) -> dict[Tensor, str]:
