@@ -7,7 +7,14 @@ import torch
 from scipy.linalg import hadamard
 
 from panther_compile.errors import ConfigError
-from panther_compile.factorization.sketches import SKETCH_KINDS, SketchOperator, make_sketch, walsh_hadamard
+from panther_compile.factorization.sketches import (
+    SKETCH_KINDS,
+    DenseSketch,
+    HadamardSketch,
+    SketchOperator,
+    make_sketch,
+    walsh_hadamard,
+)
 
 SIZES = [(1, 1), (2, 1), (7, 3), (16, 16), (37, 10), (64, 5)]
 
@@ -40,11 +47,19 @@ def draw(
     )
 
 
+def matrix_of(operator: SketchOperator) -> torch.Tensor:
+    """Omega (rows, columns)."""
+    if isinstance(operator, DenseSketch):
+        return operator.omega
+    held = operator.signs if isinstance(operator, HadamardSketch) else operator.values
+    return operator.apply_right(torch.eye(operator.rows).to(held))
+
+
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 @pytest.mark.parametrize("kind", SKETCH_KINDS)
 def test_apply_right_equals_product_with_the_matrix(kind: str, rows: int, columns: int) -> None:
     operator = draw(kind, rows, columns)
-    omega = operator.materialize()
+    omega = matrix_of(operator)
     matrix = torch.randn(11, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     assert (operator.rows, operator.columns) == (rows, columns) == tuple(omega.shape)
@@ -59,29 +74,29 @@ def test_mean_of_omega_omega_t_is_the_identity(kind: str) -> None:
     mean = torch.zeros(rows, rows, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(draws):
-        omega = make_sketch(
-            kind, rows, columns, generator=generator, device="cpu", dtype=torch.float64
-        ).materialize()
+        omega = matrix_of(
+            make_sketch(kind, rows, columns, generator=generator, device="cpu", dtype=torch.float64)
+        )
         mean += omega @ omega.mT / draws
     # An entry of one draw has a standard deviation of at most 1; five of the mean, over 144 entries.
     assert (mean - torch.eye(rows)).abs().max() < 5 / math.sqrt(draws)
 
 
 def test_gaussian_entries_have_mean_zero_and_unit_variance() -> None:
-    entries = draw("gaussian", 400, 100).materialize() * 10
+    entries = matrix_of(draw("gaussian", 400, 100)) * 10
     assert abs(entries.mean().item()) < 0.02
     assert abs(entries.var().item() - 1) < 0.03
 
 
 def test_sign_entries() -> None:
-    omega = draw("sign", 40, 25).materialize()
+    omega = matrix_of(draw("sign", 40, 25))
     torch.testing.assert_close(omega.abs(), torch.full_like(omega, 0.2))
     assert 400 < int((omega > 0).sum()) < 600
 
 
 @pytest.mark.parametrize("nonzeros", [1, 3, 8, 10])
 def test_sjlt_rows_have_distinct_entries_over_all_columns(nonzeros: int) -> None:
-    omega = draw("sjlt", 500, 10, nonzeros=nonzeros).materialize()
+    omega = matrix_of(draw("sjlt", 500, 10, nonzeros=nonzeros))
     assert ((omega != 0).sum(1) == nonzeros).all()
     entries = omega[omega != 0].abs()
     torch.testing.assert_close(entries, torch.full_like(entries, nonzeros**-0.5))
@@ -89,14 +104,14 @@ def test_sjlt_rows_have_distinct_entries_over_all_columns(nonzeros: int) -> None
 
 
 def test_countsketch_is_sjlt_with_one_entry() -> None:
-    omega = draw("countsketch", 100, 10).materialize()
+    omega = matrix_of(draw("countsketch", 100, 10))
     assert ((omega != 0).sum(1) == 1).all()
     assert set(omega.unique().tolist()) == {-1.0, 0.0, 1.0}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 100])
 def test_srht_columns_are_signed_hadamard_columns_without_repeats(rows: int) -> None:
-    omega = draw("srht", rows, rows).materialize() * math.sqrt(rows)
+    omega = matrix_of(draw("srht", rows, rows)) * math.sqrt(rows)
     order = 1 << (rows - 1).bit_length()
     reference = torch.from_numpy(hadamard(order)).double()[:rows]
     torch.testing.assert_close(omega.abs(), torch.ones_like(omega))
@@ -121,7 +136,7 @@ def test_walsh_hadamard_against_scipy(order: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", SKETCH_KINDS)
 def test_dtype_and_seed(kind: str, dtype: torch.dtype) -> None:
-    first, again, other = (draw(kind, 30, 8, seed, dtype).materialize() for seed in (3, 3, 4))
+    first, again, other = (matrix_of(draw(kind, 30, 8, seed, dtype)) for seed in (3, 3, 4))
     assert first.dtype == dtype
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

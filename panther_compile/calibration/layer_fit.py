@@ -153,10 +153,7 @@ class LayerFit:
                 continue
             z = narrow_rows(coupling, basis, count, z)
             sums = MomentSums(z.shape[1], z.device, dense=x.shape[1]) if sums is None else sums
-            residuals = None
-            if added and arrival.residuals is not None:
-                residuals = target.rows(arrival.residuals[0], kept), target.rows(arrival.residuals[1], kept)
-            sums.add(x, z, residuals)
+            sums.add(x, z, _residual_rows(target, arrival, kept) if added else None)
         return sums
 
     def cut_coupling(self, choice: Choice) -> Mapping[str, NarrowLinear]:
@@ -238,10 +235,7 @@ class LayerFit:
             if len(x) != len(z):  # a router has sent other rows here: fit to what comes
                 x = z
             sums = MomentSums(z.shape[1], z.device) if sums is None else sums
-            residuals = None
-            if added and arrival.residuals is not None:
-                residuals = target.rows(arrival.residuals[0], kept), target.rows(arrival.residuals[1], kept)
-            sums.add(x, z, residuals)
+            sums.add(x, z, _residual_rows(target, arrival, kept) if added else None)
         assert sums is not None
         moments = sums.moments(centred=centred, ridge=self._study.ridge)
         if not added and target.view.is_linear:
@@ -283,6 +277,13 @@ def _finite(arrivals: Sequence[Arrival], *, drop: bool) -> Iterator[Arrival]:
             yield arrival
         elif not drop:
             yield replace(arrival, z=arrival.x, residuals=None)
+
+
+def _residual_rows(target: Target, arrival: Arrival, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if arrival.residuals is None:
+        return None
+    dense, sketched = (target.rows(one, kept) for one in arrival.residuals)
+    return dense, sketched
 
 
 def _is_added(arrival: Arrival) -> bool:

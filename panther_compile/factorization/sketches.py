@@ -50,10 +50,6 @@ class SketchOperator(ABC):
             (m, columns), same dtype and device.
         """
 
-    @abstractmethod
-    def materialize(self) -> Tensor:
-        """Return Omega as a matrix (rows, columns); meant for tests and small sizes."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseSketch(SketchOperator):
@@ -68,10 +64,6 @@ class DenseSketch(SketchOperator):
     def apply_right(self, matrix: Tensor) -> Tensor:
         """Return ``matrix @ Omega``; see the base class."""
         return matrix @ self.omega
-
-    def materialize(self) -> Tensor:
-        """Return Omega, (rows, columns)."""
-        return self.omega
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +83,6 @@ class HadamardSketch(SketchOperator):
         padding = _next_power_of_two(self.rows) - self.rows
         padded_mN = torch.nn.functional.pad(matrix * self.signs, (0, padding))
         return walsh_hadamard(padded_mN)[:, self.picks] / math.sqrt(self.columns)
-
-    def materialize(self) -> Tensor:
-        """Return Omega, (rows, columns)."""
-        return self.apply_right(torch.eye(self.rows).to(self.signs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +105,6 @@ class SparseSketch(SketchOperator):
         for buckets_n, values_n in zip(self.buckets, self.values, strict=True):
             result_ms.index_add_(1, buckets_n, matrix * values_n)
         return result_ms
-
-    def materialize(self) -> Tensor:
-        """Return Omega, (rows, columns)."""
-        return self.apply_right(torch.eye(self.rows).to(self.values))
 
 
 def make_sketch(

@@ -16,6 +16,7 @@ linear           SketchedLinear
 linear_replacement  What stands in for a dense linear layer
 narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
+parts            Layers that hold a linear layer for each of their weights
 recurrent        SketchedLSTM and SketchedGRU
 """
 

@@ -28,6 +28,7 @@ from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.parts import part_of_spec, spec_of_part
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 ATTENTIONS = ("exact", "favor")
@@ -122,10 +123,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         self.attention, self.features, self.feature_seed = attention, features, feature_seed
 
         def projection(width: int, spec: Spec | None) -> Projection:
-            if spec is None:
-                return nn.Linear(width, embed_dim, bias=bias, device=device, dtype=dtype)
-            layer_type = NarrowLinear if "side" in spec else SketchedLinear
-            return layer_type(**spec, device=device, dtype=dtype)
+            return part_of_spec(spec, width, embed_dim, bias=bias, device=device, dtype=dtype)
 
         self.q_proj = projection(embed_dim, q_proj)
         self.k_proj = projection(self.kdim, k_proj)
@@ -412,10 +410,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         return {
             "embed_dim": self.embed_dim,
             "num_heads": self.num_heads,
-            **{
-                name: projection.sketch_spec() if isinstance(projection, SketchedLayer) else None
-                for name, projection in projections.items()
-            },
+            **{name: spec_of_part(projection) for name, projection in projections.items()},
             "dropout": self.dropout,
             "bias": self.q_proj.bias is not None,
             "add_bias_kv": self.bias_k is not None,

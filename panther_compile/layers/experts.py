@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from panther_compile.errors import CheckpointMismatchError, ConfigError, LayerError
-from panther_compile.layers.base import SketchedLayer, Spec, copy_into
+from panther_compile.layers.base import Spec, copy_into
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class SketchedExperts(SketchedLayer):
+class SketchedExperts(LayerOfParts):
     """Stands in for the experts of a Hugging Face mixture.
 
     The weight of expert e in `gate_up_proj` is the linear layer `gate_up_{e}`, and so on: names that
@@ -71,20 +72,14 @@ class SketchedExperts(SketchedLayer):
             raise ConfigError(f"{what}: sizes of {list(sizes)}, wanted down_proj and gate_up_proj or up_proj")
         self.experts, self.bias, self.transposed = experts, bias, transposed
         self.sizes = {name: sizes[name] for name in _PROJECTIONS if name in sizes}
-        self.scheme = "parts"
         given = dict(parts or {})
         shapes = {part_name(name, e): size for name, size in self.sizes.items() for e in range(experts)}
         if not set(given) <= set(shapes):
             wrong = sorted(set(given) - set(shapes))
             raise ConfigError(f"{what}: parts {wrong[:3]}, wanted some of {list(shapes)}")
         for name, (inputs, outputs) in shapes.items():
-            spec = given.get(name)
-            layer: nn.Module = (
-                nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
-                if spec is None
-                else SketchedLinear(**spec, device=device, dtype=dtype)
-            )
-            self.add_module(name, layer)
+            part = part_of_spec(given.get(name), inputs, outputs, bias=bias, device=device, dtype=dtype)
+            self.add_module(name, part)
 
     @classmethod
     def from_parts(cls, dense: nn.Module, parts: Mapping[str, nn.Module]) -> Self:
@@ -132,11 +127,6 @@ class SketchedExperts(SketchedLayer):
             if rest is None or name.startswith("_"):
                 raise
             return getattr(rest, name)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those of the sketched parts."""
-        return tuple(part.rank for part in self.children() if isinstance(part, SketchedLinear))
 
     def part(self, name: str, expert: int) -> nn.Module:
         """The linear layer of one expert in one projection."""
@@ -236,17 +226,14 @@ class SketchedExperts(SketchedLayer):
 
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
-        names = [part_name(name, e) for name in self.sizes for e in range(self.experts)]
-        found = {name: self._modules[name] for name in names}
+        experts = range(self.experts)
+        parts = {part_name(name, e): self.part(name, e) for name in self.sizes for e in experts}
         return {
             "experts": self.experts,
             "sizes": {name: list(size) for name, size in self.sizes.items()},
             "bias": self.bias,
             "transposed": self.transposed,
-            "parts": {
-                name: part.sketch_spec() if isinstance(part, SketchedLinear) else None
-                for name, part in found.items()
-            },
+            "parts": {name: spec_of_part(part) for name, part in parts.items()},
         }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from panther_compile.errors import ConfigError
-from panther_compile.layers.base import SketchedLayer, Spec, copy_into
+from panther_compile.layers.base import Spec, copy_into
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
 
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _OPTIONS = (
@@ -31,7 +32,7 @@ _OPTIONS = (
 )
 
 
-class _SketchedRecurrent(SketchedLayer):
+class _SketchedRecurrent(LayerOfParts):
     """A replacement of `nn.LSTM` or `nn.GRU` whose weights are linear layers of low rank, or dense ones.
 
     Inputs, states, packed sequences and results are those of torch's layer. Dropout between layers draws
@@ -77,24 +78,14 @@ class _SketchedRecurrent(SketchedLayer):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
         self.bidirectional, self.proj_size = bidirectional, proj_size
-        self.scheme = "parts"
         sizes = self.part_sizes()
         given = dict(parts or {})
         if not set(given) <= set(sizes):
             raise ConfigError(f"{type(self).__name__}: parts={sorted(given)}, wanted some of {list(sizes)}")
         for name, (inputs, outputs) in sizes.items():
-            spec, has_bias = given.get(name), bias and not name.startswith("hr")
-            layer: nn.Module = (
-                nn.Linear(inputs, outputs, bias=has_bias, device=device, dtype=dtype)
-                if spec is None
-                else SketchedLinear(**spec, device=device, dtype=dtype)
-            )
-            self.add_module(name, layer)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those of the sketched parts."""
-        return tuple(part.rank for part in self.children() if isinstance(part, SketchedLinear))
+            own = bias and not name.startswith("hr")
+            part = part_of_spec(given.get(name), inputs, outputs, bias=own, device=device, dtype=dtype)
+            self.add_module(name, part)
 
     def part_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each weight, by name."""
@@ -233,10 +224,7 @@ class _SketchedRecurrent(SketchedLayer):
 
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
-        parts = {
-            name: part.sketch_spec() if isinstance(part, SketchedLinear) else None
-            for name, part in self.named_children()
-        }
+        parts = {name: spec_of_part(part) for name, part in self.named_children()}
         return {**options_of(self), "parts": parts}
 
     def extra_repr(self) -> str:

@@ -151,13 +151,6 @@ def run_whole(
     return forward, backward, results[0]
 
 
-def _backward(
-    made: Sequence[Tensor], leaves: Sequence[Tensor], ones: Sequence[Tensor]
-) -> Callable[[], object]:
-    """Gradients of results; the graph is kept, as a stopwatch may run this again."""
-    return lambda: torch.autograd.grad(made, leaves, ones, retain_graph=True, allow_unused=True)
-
-
 def _level(runs: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
     """The best of each node, less what the stopwatch takes for each: so much that the total is right."""
     best = {name: min(run[name] for run in runs) for name in runs[0]}
