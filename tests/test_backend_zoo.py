@@ -11,7 +11,7 @@ from zoo import ZOO, call, names
 
 import panther_compile as pc
 
-FAST = ("mixer", "tied_autoencoder", "odd_convnet", "unet", "encoder_classifier", "gpt2")
+FAST = ("mixer", "tied_autoencoder", "odd_convnet", "gpt2")
 HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

@@ -112,7 +112,10 @@ def test_hugging_face_decoders_sample_by_generate(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["roberta", "t5", "whisper", "wav2vec2", "clip", "swin", "segformer", "unet", "lstm", "odd_convnet"],
+    [
+        *("roberta", "t5", "whisper", "wav2vec2", "clip", "swin", "unet", "lstm", "odd_convnet"),
+        pytest.param("segformer", marks=pytest.mark.slow),
+    ],
 )
 def test_every_kind_of_model_is_given_something_it_runs_on(name):
     model = ZOO[name].build()

@@ -9,6 +9,7 @@ narrow and to factorize that lose least, the price included.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,18 +155,20 @@ class CouplingCandidate(Candidate):
     def _best_ways(self, losses: CouplingLosses, step: int | None) -> tuple[Way, ...]:
         dense = sum(outputs * inputs for outputs, inputs in self.shapes)
         unit = losses.total / dense
-        found: dict[tuple[int, tuple[int | None, ...]], Way] = {}
-        prices = torch.logspace(-7, 2, _PRICES, dtype=torch.float64).tolist()
+        found: list[Way] = []
+        prices = torch.logspace(-7, 2, _PRICES, dtype=torch.float64).numpy() * unit
         for place, kept in enumerate(losses.kept.tolist()):
             options = [self._options(losses, place, kept, member, step) for member in range(len(self.shapes))]
-            for price in prices if all(map(len, options)) else ():
-                chosen = [min(one, key=lambda way: way[1] + price * unit * way[0]) for one in options]
-                ranks = tuple(rank for _, _, rank in chosen)
+            if not all(options):
+                continue
+            cheapest = np.stack([_cheapest(one, prices) for one in options], axis=1)
+            for places in dict.fromkeys(map(tuple, cheapest.tolist())):
+                chosen = [one[i] for one, i in zip(options, places, strict=True)]
                 loss = float(losses.narrowed[place]) + sum(loss for _, loss, _ in chosen)
                 numbers = sum(numbers for numbers, _, _ in chosen)
-                found.setdefault((kept, ranks), Way(kept, ranks, numbers, loss))
+                found.append(Way(kept, tuple(rank for _, _, rank in chosen), numbers, loss))
         front: list[Way] = []
-        for way in sorted(found.values(), key=lambda way: (way.numbers, way.loss)):
+        for way in sorted(found, key=lambda way: (way.numbers, way.loss)):
             if not front or way.loss < front[-1].loss:
                 front.append(way)
         return tuple(front)
@@ -193,6 +196,12 @@ class CouplingCandidate(Candidate):
         dense = cost.dense_products(self.shapes[member], 1, (1, 1), positions)
         factors = cost.sketched_products("pivoted", (rank,), shape, 1, (1, 1), positions)
         return cost.seconds(dense, self._device) >= cost.WORTHWHILE * cost.seconds(factors, self._device)
+
+
+def _cheapest(options: Sequence[tuple[int, float, int | None]], prices: np.ndarray) -> np.ndarray:
+    """Place of the option (numbers, loss, rank) of the least loss + price * numbers, at each price."""
+    numbers, losses, _ = (np.array(column) for column in zip(*options, strict=True))
+    return (losses + prices[:, None] * numbers).argmin(axis=1)
 
 
 Pool = Sequence[tuple[Unit, str]]

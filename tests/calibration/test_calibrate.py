@@ -15,8 +15,11 @@ from panther_compile.models.outputs import distance
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 
 
-# Each is built like one that stays: bert, gpt2, llama, t5, resnet, vit.
-ALIKE = ("roberta", "distilbert", "mistral", "bart", "efficientnet", "clip")
+# Each is built like one that stays: bert, gpt2, llama, whisper, resnet, mobilenet_v2, vit, nn_transformer.
+ALIKE = (
+    *("roberta", "distilbert", "mistral", "t5", "bart", "efficientnet", "clip", "swin", "segformer"),
+    *("wav2vec2", "encoder_classifier"),
+)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,11 @@ def test_every_row_of_the_report_adds_up(prefers_links):
 
 
 @pytest.mark.parametrize(
-    "name", ["bert", "gpt2", "llama", "t5", "whisper", "swin", "nn_transformer", "mixer"]
+    "name",
+    [
+        *("bert", "gpt2", "llama", "whisper", "mixer"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "swin", "nn_transformer")),
+    ],
 )
 def test_models_of_the_zoo_narrowed(name, prefers_links, tmp_path):
     entry = zoo.ZOO[name]

@@ -125,7 +125,7 @@ def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     assert done == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["mlp", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_a_cut_right_after_the_study(name, tmp_path, monkeypatch):
     build, data = CASES[name]
 

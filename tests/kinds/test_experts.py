@@ -253,7 +253,7 @@ class Mixtures(nn.Module):
 BLOCKS = {"mixtral": (MixtralConfig, MixtralSparseMoeBlock), "gpt_oss": (GptOssConfig, GptOssMLP)}
 
 
-@pytest.fixture(params=list(BLOCKS))
+@pytest.fixture(params=["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def case(request):
     make_config, block = BLOCKS[request.param]
     config = make_config(hidden_size=24, intermediate_size=40, num_local_experts=4, num_experts_per_tok=2)

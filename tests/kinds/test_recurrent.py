@@ -70,7 +70,12 @@ class Tagger(nn.Module):
         return self.out(self.recurrent(x)[0])
 
 
-@pytest.fixture(params=[(nn.LSTM, SketchedLSTM), (nn.GRU, SketchedGRU)], ids=["LSTM", "GRU"])
+@pytest.fixture(
+    params=[
+        pytest.param((nn.LSTM, SketchedLSTM), id="LSTM"),
+        pytest.param((nn.GRU, SketchedGRU), id="GRU", marks=pytest.mark.slow),
+    ]
+)
 def case(request, monkeypatch):
     make, layer_type = request.param
     monkeypatch.setitem(routes.OPTIONS, "include", ["recurrent"])

@@ -56,6 +56,11 @@ LAYOUTS = {
         },
     },
 }
+# Other models are trained so in every run, or what these combine is trained apart.
+SELDOM = (
+    *("dp2-pp2-ddp", "dp2-pp2-fsdp-zero3", "dp2-pp2-fsdp-zero_bubble", "dp2-tp2-ddp", "pp2-tp2"),
+    *("dp2-pp2-tp2-fsdp", "dp2-pp2-tp2-fsdp-zero_bubble"),
+)
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
 # Tied weights, masks that cross, batch norms, strided gradients: each where it can go wrong.
 QUICK = [
@@ -100,8 +105,7 @@ def in_double(name):
 @pytest.mark.parametrize(
     ("count", "layout"),
     [
-        # Eight ranks without zero bubbles, and four with them, are in every run.
-        pytest.param(count, layout, marks=pytest.mark.slow if (count, "zero" in layout) == (8, True) else ())
+        pytest.param(count, layout, marks=pytest.mark.slow if layout in SELDOM else ())
         for count, layouts in LAYOUTS.items()
         for layout in layouts
     ],

@@ -52,7 +52,9 @@ def test_meshes_stay_within_a_node():
     assert list(find_meshes(3, cluster())) == [Mesh(3, 1, 1), Mesh(1, 3, 1)]
 
 
-@pytest.mark.parametrize("microbatches", [8, 24, 64])
+@pytest.mark.parametrize(
+    "microbatches", [pytest.param(8, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow), 64]
+)
 def test_the_search_finds_the_best_of_all_meshes_at_one_global_batch(microbatches):
     model, x = Mlp(), torch.randn(64, 32)
     options = {"hardware": cluster(devices_per_node=4), "global_batch": 64 * microbatches}
