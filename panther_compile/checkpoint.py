@@ -42,7 +42,15 @@ from panther_compile.records import (
     SketchRecord,
     keep_record,
 )
-from panther_compile.storage import checked_path, document_sha256, file_sha256, flush, locked, scratch_folder
+from panther_compile.storage import (
+    checked_path,
+    document_sha256,
+    file_sha256,
+    flush,
+    keeps_checksum,
+    locked,
+    scratch_folder,
+)
 from panther_compile.typed_json import read_arguments, read_record
 
 FORMAT, FORMAT_VERSION = "panther_compile.sketch", 1
@@ -291,16 +299,9 @@ def _read_document(path: Path) -> SketchDocument:
             f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: "
             "upgrade it"
         )
-    if document.get("sha256") != _sha256_of(document):
+    if not keeps_checksum(document):
         raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
     return read_record(SketchDocument, document, str(file))
-
-
-def _sha256_of(document: dict[str, Any]) -> str | None:
-    try:
-        return document_sha256(document)
-    except RecursionError:
-        return None
 
 
 def _read_weights(path: Path, document: SketchDocument, device: torch.device) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ from torch import nn
 
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
-from panther_compile.kinds.parts import empty_site
-from panther_compile.layers.base import SketchedLayer
+from panther_compile.kinds.parts import empty_site, replacements_of
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
 from panther_compile.planning.plan import make_plan
@@ -55,12 +54,8 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
         new: dict[nn.Module, nn.Module] = {}
         for site, owner in found.sites:
             layer = empty_site(site, owner, choices, config)
-            if layer is None:
-                continue
-            new[site.module] = layer
-            for _, other in site.tied:
-                assert isinstance(layer, SketchedLayer)
-                new[other] = owner.share(layer, other)
+            if layer is not None:
+                new |= replacements_of(site, owner, layer)
         made = copy_with(model, new)
     turn_off_nested_tensors(made)
     return made  # type: ignore[return-value]

@@ -24,9 +24,8 @@ from panther_compile.errors import (
 )
 from panther_compile.healing.healer import heal, keep_report
 from panther_compile.healing.report import HealReport, heal_report
-from panther_compile.kinds.parts import NOTHING_READY, Ready, sketch_site
+from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site
 from panther_compile.kinds.registry import wanted
-from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
@@ -366,14 +365,10 @@ def _sketch(
     fitted: dict[str, Fitted] = {}
     for site, owner in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
         made = sketch_site(site, owner, choices, config, ready)
-        if made is None:
-            continue
-        layer, record = made
-        fitted |= record
-        new[site.module] = layer
-        for _, other in site.tied:
-            assert isinstance(layer, SketchedLayer)
-            new[other] = owner.share(layer, other)
+        if made is not None:
+            layer, record = made
+            fitted |= record
+            new |= replacements_of(site, owner, layer)
     return new, fitted
 
 

@@ -58,6 +58,14 @@ def document_sha256(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def keeps_checksum(document: Mapping[str, Any]) -> bool:
+    """Whether a document's entry "sha256" is its checksum."""
+    try:
+        return document.get("sha256") == document_sha256(document)
+    except RecursionError:
+        return False
+
+
 def flush(*paths: Path) -> None:
     """Have files on disk, or the names in a folder."""
     for path in paths:

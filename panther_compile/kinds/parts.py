@@ -89,6 +89,15 @@ def sketch_parts(
     return made
 
 
+def replacements_of(site: Site, kind: Kind, layer: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The replacement of a site, and of the modules tied to it, by the dense module."""
+    new = {site.module: layer}
+    for _, other in site.tied:
+        assert isinstance(layer, SketchedLayer)
+        new[other] = kind.share(layer, other)
+    return new
+
+
 def _check_finite(layer: nn.Module, dense: nn.Module, name: str) -> None:
     """Raise WeightError if what is stored exceeds its dtype."""
     for parameter in layer.parameters():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError
-from panther_compile.storage import document_sha256, file_sha256, flush
+from panther_compile.storage import document_sha256, file_sha256, flush, keeps_checksum
 from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
@@ -170,18 +170,11 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointVersionError(
             f"{path} has the format {version!r}, newer than {FORMAT_VERSION}: update the library"
         )
-    if document.get("sha256") != _sha256_of(document):
+    if not keeps_checksum(document):
         raise CheckpointCorruptError(f"{file} was changed after it was written")
     manifest = read_record(Manifest, document, str(file))
     _check(manifest, file)
     return manifest
-
-
-def _sha256_of(document: dict[str, Any]) -> str | None:
-    try:
-        return document_sha256(document)
-    except RecursionError:
-        return None
 
 
 def _check(manifest: Manifest, file: Path) -> None:
