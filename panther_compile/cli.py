@@ -1,8 +1,9 @@
 """The command line: panther-compile plan | sketch | report | sketch-onnx.
 
 A model is named as `module:function`, where calling the function gives an `nn.Module`, or as the directory
-of a Hugging Face model (`config.json`, and weights for all but `report`). `sketch-onnx` reads and writes ONNX
-files, and needs the extra `onnx`.
+of a Hugging Face model (`config.json`, and weights for all but `report`). `sketch --stream` goes from such a
+directory to another, one layer in memory at a time. `sketch-onnx` reads and writes ONNX files, and needs the
+extra `onnx`. Options are those of `SketchConfig` (`arguments.py`).
 """
 
 import argparse
@@ -18,20 +19,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from panther_compile import __version__
 from panther_compile.api import plan_sketch, sketchify
+from panther_compile.arguments import add_options, given_options
 from panther_compile.checkpoint import load_sketched, save_sketched
-from panther_compile.config import ATTENTIONS
+from panther_compile.data_files import read_batches, read_tensors, read_text
 from panther_compile.errors import ConfigError, ModelSourceError, PantherError, first_line
-from panther_compile.factorization.factorize import METHODS
-from panther_compile.factorization.sketches import SKETCH_KINDS
 from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
 
 try:
-    from panther_compile.onnx.data import read_batches
     from panther_compile.onnx.sketch import sketch_onnx
 except ModuleNotFoundError:  # the extra is not installed
     sketch_onnx = None  # type: ignore[assignment]
+
+
+# What applies to an ONNX file, of the fields of SketchConfig.
+ONNX_OPTIONS = ("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "seed", "device")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="panther-compile", description="Make an existing PyTorch model smaller and faster."
     )
+    parser.add_argument("--version", action="version", version=f"panther-compile {__version__}")
     commands = parser.add_subparsers(required=True, metavar="plan | sketch | report | sketch-onnx")
     plan = commands.add_parser("plan", help="say what would be done to each layer and why")
     sketch = commands.add_parser("sketch", help="sketch a model and save it")
@@ -60,9 +65,28 @@ def _parser() -> argparse.ArgumentParser:
         if command is not onnx:
             command.add_argument("model", help="module:function, or a Hugging Face model's directory")
         command.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    sketch.add_argument("output", help="directory to save to")
+    sketch.add_argument("directory", help="directory to save to")
     sketch.add_argument(
         "--plan", metavar="FILE.json", help="a plan in place of --ratio: `plan --json`, or edited"
+    )
+    sketch.add_argument(
+        "--data",
+        metavar="FILE",
+        help="inputs to fit the layers to: .npz of arrays by argument, text for a Hugging Face model's "
+        "tokenizer, module:function that calls the model it is given, or `model` to make them up",
+    )
+    sketch.add_argument("--length", type=int, default=128, metavar="N", help="tokens of a piece of text")
+    sketch.add_argument(
+        "--max-drop", type=float, metavar="SCORE", help="in place of --ratio, with --evaluate"
+    )
+    sketch.add_argument(
+        "--evaluate", metavar="MODULE:FUNCTION", help="the score of a model, higher is better"
+    )
+    sketch.add_argument("--resume", metavar="DIR", help="keep what is learnt here, and go on from there")
+    sketch.add_argument(
+        "--stream",
+        action="store_true",
+        help="a Hugging Face directory larger than memory, by its weights alone, to a directory of that kind",
     )
     report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
     onnx.add_argument("source", help="the ONNX file to read")
@@ -72,53 +96,80 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.npz",
         help="inputs to fit the weights to: an array for each input, by its name, samples first",
     )
-    onnx.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="samples of --data run at once (default 8)"
-    )
+    for command in (sketch, onnx):
+        command.add_argument(
+            "--batch-size", type=int, default=8, metavar="N", help="samples of --data run at once (default 8)"
+        )
     onnx.add_argument(
         "--sequential", action="store_true", help="with --data: fit weights one after the other, for longer"
     )
     onnx.add_argument("--no-verify", action="store_true", help="do not run the result beside the source")
     for command in (plan, sketch, onnx):
-        _add_options(command)
-    for command in (plan, sketch):
-        command.add_argument("--attention", choices=ATTENTIONS, default="exact")
+        command.add_argument(
+            "--ratio",
+            action="append",
+            metavar="R | GLOB=R",
+            help="stored over dense numbers; repeat GLOB=R for budgets by layer name (default 0.5)",
+        )
+    add_options(plan)
+    add_options(sketch)
+    add_options(onnx, ONNX_OPTIONS)
     return parser
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--ratio",
-        action="append",
-        metavar="R | GLOB=R",
-        help="stored over dense numbers; repeat GLOB=R for budgets by layer name (default 0.5)",
-    )
-    command.add_argument("--include", action="append", metavar="GLOB", help="sketch these layers only")
-    command.add_argument("--exclude", action="append", metavar="GLOB", help="leave these layers alone")
-    command.add_argument("--method", choices=METHODS, default="auto")
-    command.add_argument("--sketch", choices=SKETCH_KINDS, default="gaussian", dest="test_matrix")
-    command.add_argument("--min-params", type=int, default=4096, metavar="N")
-    command.add_argument("--round-rank-to", type=int, metavar="N")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--device", help="where to factorize, such as cuda")
-
-
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    plan = plan_sketch(build_model(options.model), **_sketch_options(options), attention=options.attention)
+    plan = plan_sketch(build_model(options.model), _ratio(options), **given_options(options))
     return {"text": str(plan), "json": asdict(plan) | {"achieved_ratio": plan.achieved_ratio}}
 
 
 def _sketch(options: argparse.Namespace) -> dict[str, Any]:
-    given = _sketch_options(options)
-    if options.plan is not None:
-        given |= {
-            "plan": _read_plan(options.plan),
-            "ratio": None if options.ratio is None else given["ratio"],
-        }
-    small = sketchify(build_model(options.model), **given, attention=options.attention, inplace=True)
-    save_sketched(small, options.output)
+    plan = None if options.plan is None else _read_plan(options.plan)
+    ratio = None if options.ratio is None else _ratio(options)
+    if options.stream:
+        return _stream(options, plan, ratio)
+    small = sketchify(
+        build_model(options.model),
+        ratio,
+        plan=plan,
+        data=_read_data(options),
+        max_drop=options.max_drop,
+        evaluate=None if options.evaluate is None else _function(options.evaluate),
+        resume=options.resume,
+        **given_options(options),
+        inplace=options.max_drop is None,
+    )
+    save_sketched(small, options.directory)
     report = sketch_report(small)
-    return {"text": f"{report}\nsaved to {options.output}", "json": report.to_dict()}
+    return {"text": f"{report}\nsaved to {options.directory}", "json": report.to_dict()}
+
+
+def _stream(
+    options: argparse.Namespace, plan: SketchPlan | None, ratio: float | dict[str, float] | None
+) -> dict[str, Any]:
+    for name in ("data", "max_drop", "evaluate"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} runs the model, which --stream never holds whole")
+    try:
+        streamed = importlib.import_module("panther_compile.integrations.streamed")
+    except ImportError as error:
+        raise ConfigError("--stream needs transformers: pip install transformers") from error
+    done: SketchPlan = streamed.sketchify_checkpoint(
+        options.model, options.directory, ratio, plan=plan, resume=options.resume, **given_options(options)
+    )
+    document = asdict(done) | {"achieved_ratio": done.achieved_ratio}
+    return {"text": f"{done}\nsaved to {options.directory}", "json": document}
+
+
+def _read_data(options: argparse.Namespace) -> Any:
+    """What --data names: arrays, text, batches of a function, or "model"."""
+    given = options.data
+    if given is None or given == "model":
+        return given
+    if Path(given).suffix == ".npz":
+        return read_tensors(given, options.batch_size)
+    if Path(given).is_file() or ":" not in given:
+        return read_text(given, options.model, options.length, options.batch_size)
+    return _function(given)
 
 
 def _read_plan(file: str) -> SketchPlan:
@@ -138,14 +189,14 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     if sketch_onnx is None:
         raise ConfigError('sketch-onnx needs more packages: pip install "panther-compile[onnx]"')
     data = None if options.data is None else read_batches(options.data, options.batch_size)
-    given = _sketch_options(options)
     report = sketch_onnx(
         options.source,
         options.target,
+        _ratio(options),
         data=data,
         sequential=options.sequential,
         verify=not options.no_verify,
-        **given,
+        **given_options(options),
     )
     sizes = {"dense_bytes": report.dense_bytes, "sketched_bytes": report.sketched_bytes}
     errors = {"output_errors": dict(report.output_errors)}
@@ -154,18 +205,8 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     return {"text": f"{report}\nsaved to {options.target}", "json": document}
 
 
-def _sketch_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "ratio": parse_ratio(options.ratio or ["0.5"]),
-        "include": options.include,
-        "exclude": options.exclude,
-        "method": options.method,
-        "sketch": options.test_matrix,
-        "min_params": options.min_params,
-        "round_rank_to": options.round_rank_to,
-        "seed": options.seed,
-        "device": options.device,
-    }
+def _ratio(options: argparse.Namespace) -> float | dict[str, float]:
+    return parse_ratio(options.ratio or ["0.5"])
 
 
 def parse_ratio(given: Sequence[str]) -> float | dict[str, float]:
@@ -200,18 +241,23 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
     """
     if Path(source, "config.json").is_file():
         return _from_hugging_face(Path(source), weights)
-    module_name, colon, function = source.partition(":")
-    if not colon:
+    if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        model = getattr(importlib.import_module(module_name), function)()
-    except (ImportError, AttributeError) as error:
-        raise ModelSourceError(f"{source}: {error}") from error
+    model = _function(source)()
     if not isinstance(model, nn.Module):
         raise ModelSourceError(f"{source} gave a {type(model).__name__}, wanted an nn.Module")
     return model
+
+
+def _function(source: str) -> Any:
+    """What "module:function" names; raises ModelSourceError if there is none."""
+    module_name, _, function = source.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelSourceError(f"{source}: {error}") from error
 
 
 def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:

@@ -1,7 +1,5 @@
 """Data for an ONNX model: checked against its inputs, and what its nodes read while it runs on them."""
 
-import os
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from torch import Tensor
 
-from panther_compile.errors import ConfigError, ConfigTypeError, DataError, first_line
+from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.onnx.files import saved_copy
 from panther_compile.onnx.verify import RUNTIME_ERRORS, load_session, numpy_dtype
 
@@ -20,36 +18,6 @@ OnnxData: TypeAlias = Iterable[Any]
 array of the only input. Arrays are NumPy's, or tensors of torch."""
 
 Feed: TypeAlias = dict[str, Any]
-
-
-def read_batches(path: str | os.PathLike[str], batch_size: int) -> list[Feed]:
-    """The batches of a .npz file: arrays by the name of an input, cut along their first axis.
-
-    Args:
-        path: written by `numpy.savez`.
-        batch_size: samples in a batch; the last one may have fewer.
-
-    Raises:
-        ConfigError: the batch size is not positive.
-        DataError: the file cannot be read, or its arrays differ in their number of samples.
-    """
-    if batch_size < 1:
-        raise ConfigError(f"batch size {batch_size}, wanted at least 1")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    # An .npy file gives an array, which cannot be entered; pickles and broken archives raise the others.
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise DataError(f"cannot read {path}, wanted a .npz file of arrays by input name: {error}") from error
-    lengths = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        found = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no array"
-        raise DataError(f"{path}: wanted one number of samples, along the first axis; found {found}")
-    samples = next(iter(lengths.values()))
-    return [
-        {name: array[begin : begin + batch_size] for name, array in arrays.items()}
-        for begin in range(0, samples, batch_size)
-    ]
 
 
 class ObservedModel:

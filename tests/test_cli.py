@@ -1,0 +1,132 @@
+"""The command line: options are the fields of SketchConfig; data from files; folders larger than memory."""
+
+import argparse
+import json
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.arguments import NAMES, add_options, given_options
+from panther_compile.cli import main
+from panther_compile.data_files import read_tensors, read_text
+from panther_compile.errors import ConfigError, DataError
+
+SMALL = ["--min-params", "0", "--allow-slower", "--no-progress", "--json"]
+
+
+def build():
+    """A model for `module:function`."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 3))
+
+
+def batches(model):
+    """Data as a function that calls the model."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        model(torch.randn(64, 48, generator=generator))
+
+
+def score(model):
+    """A score that only the dense model and near ones have."""
+    return -sum(parameter.numel() for parameter in model.parameters()) * 0.0
+
+
+@pytest.fixture
+def source(monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__.rpartition("/")[0]))
+    return "test_cli:build"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face model with a tokenizer of words."""
+    place = tmp_path_factory.mktemp("model")
+    widths = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**widths, num_hidden_layers=1, num_key_value_heads=2)
+    ).save_pretrained(place)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(place)
+    return place
+
+
+def write_text(place, count):
+    numbers = np.random.default_rng(0).integers(1, 99, count)
+    place.write_text(" ".join(f"w{number}" for number in numbers))
+    return place
+
+
+def test_every_field_is_an_option_and_has_a_line_of_help():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert set(NAMES) == {field.name for field in fields(pc.SketchConfig)} - {"ratio", "inplace"}
+    assert given_options(parser.parse_args([])) == {}
+    given = ["--include", "a", "--include", "b", "--no-narrow", "--seed", "3", "--refine", "kl", "--progress"]
+    wanted = {"include": ["a", "b"], "narrow": False, "seed": 3, "refine": "kl", "progress": True}
+    assert given_options(parser.parse_args(given)) == wanted
+    assert all(action.help for action in parser._actions)
+    assert "of every random number drawn" in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--objective", "speed"])
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"panther-compile {pc.__version__}\n"
+
+
+def test_data_of_a_function_and_of_arrays(source, tmp_path, capsys):
+    np.savez(tmp_path / "data.npz", input=np.random.default_rng(0).standard_normal((96, 48)).astype("f4"))
+    for data in ("test_cli:batches", str(tmp_path / "data.npz")):
+        out = tmp_path / data[-6:].replace(":", "").replace(".", "")
+        assert main(["sketch", source, str(out), "--data", data, "--output", "features", *SMALL]) == 0
+        assert json.loads(capsys.readouterr().out)["allocation"]  # which only data chooses
+        assert main(["report", source, str(out)]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_the_smallest_ratio_within_a_drop(source, tmp_path, capsys):
+    search = ["--data", "test_cli:batches", "--max-drop", "1", "--evaluate", "test_cli:score"]
+    assert main(["sketch", source, str(tmp_path / "out"), *search, *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["curve"]["ratio"] < 0.5
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_text_for_a_decoder_and_its_cache(folder, tmp_path, capsys):
+    text = write_text(tmp_path / "text.txt", 400)
+    options = ["--data", str(text), "--length", "16", "--objective", "cache", *SMALL]
+    assert main(["sketch", str(folder), str(tmp_path / "out"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["latent_cache_bytes"] > 0
+
+
+def test_a_folder_is_streamed_into_a_folder(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["sketch", str(folder), str(out), "--stream", "--ratio", "0.6", *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["achieved_ratio"] <= 0.6
+    assert pc.sketch_report(transformers.AutoModelForCausalLM.from_pretrained(out)).ratio_asked == "0.6"
+    assert main(["sketch", str(folder), str(tmp_path / "b"), "--stream", "--data", "model"]) == 2
+    assert "--data runs the model, which --stream never holds whole" in capsys.readouterr().err
+
+
+def test_files_that_are_no_data(folder, tmp_path):
+    text = write_text(tmp_path / "text.txt", 40)
+    assert [tuple(b["input_ids"].shape) for b in read_text(text, folder, 16, 8)] == [(2, 16)]
+    with pytest.raises(DataError, match="holds 40 tokens, wanted at least 64"):
+        read_text(text, folder, 64, 8)
+    with pytest.raises(ConfigError, match="text needs the tokenizer of a Hugging Face model"):
+        read_text(text, tmp_path, 16, 8)
+    with pytest.raises(DataError, match="wanted UTF-8 text"):
+        read_text(tmp_path / "none.txt", folder, 16, 8)
+    with pytest.raises(DataError, match=r"wanted a \.npz file"):
+        read_tensors(text, 8)
