@@ -23,6 +23,7 @@ from panther_compile import __version__
 from panther_compile.api import plan_sketch, sketchify
 from panther_compile.arguments import add_options, given_options
 from panther_compile.checkpoint import load_sketched, save_sketched
+from panther_compile.config import Selector
 from panther_compile.data_files import read_batches, read_tensors, read_text
 from panther_compile.errors import ConfigError, ModelSourceError, PantherError, first_line
 from panther_compile.records import SketchPlan
@@ -144,7 +145,7 @@ def _sketch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _stream(
-    options: argparse.Namespace, plan: SketchPlan | None, ratio: float | dict[str, float] | None
+    options: argparse.Namespace, plan: SketchPlan | None, ratio: float | dict[Selector, float] | None
 ) -> dict[str, Any]:
     for name in ("data", "max_drop", "evaluate"):
         if getattr(options, name) is not None:
@@ -205,17 +206,17 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     return {"text": f"{report}\nsaved to {options.target}", "json": document}
 
 
-def _ratio(options: argparse.Namespace) -> float | dict[str, float]:
+def _ratio(options: argparse.Namespace) -> float | dict[Selector, float]:
     return parse_ratio(options.ratio or ["0.5"])
 
 
-def parse_ratio(given: Sequence[str]) -> float | dict[str, float]:
+def parse_ratio(given: Sequence[str]) -> float | dict[Selector, float]:
     """A number, or {glob: number} from texts like "0.5" and "encoder.*=0.4".
 
     Raises:
         ConfigError: a text is neither, or a plain number stands beside other texts.
     """
-    budgets: dict[str, float] = {}
+    budgets: dict[Selector, float] = {}
     for text in given:
         glob, _, number = text.rpartition("=")
         try:
