@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from panther_compile import __version__
+import panther_compile
 from panther_compile.api import plan_sketch, sketchify
 from panther_compile.arguments import add_options, given_options
 from panther_compile.checkpoint import load_sketched, save_sketched
@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="panther-compile", description="Make an existing PyTorch model smaller and faster."
     )
-    parser.add_argument("--version", action="version", version=f"panther-compile {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"panther-compile {panther_compile.__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="plan | sketch | report | sketch-onnx")
     plan = commands.add_parser("plan", help="say what would be done to each layer and why")
     sketch = commands.add_parser("sketch", help="sketch a model and save it")
@@ -151,10 +153,10 @@ def _stream(
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} runs the model, which --stream never holds whole")
     try:
-        streamed = importlib.import_module("panther_compile.integrations.streamed")
+        sketchify_checkpoint = panther_compile.sketchify_checkpoint
     except ImportError as error:
         raise ConfigError("--stream needs transformers: pip install transformers") from error
-    done: SketchPlan = streamed.sketchify_checkpoint(
+    done: SketchPlan = sketchify_checkpoint(
         options.model, options.directory, ratio, plan=plan, resume=options.resume, **given_options(options)
     )
     document = asdict(done) | {"achieved_ratio": done.achieved_ratio}
