@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import panther_compile
 from panther_compile.api import plan_sketch, sketchify
 from panther_compile.arguments import add_options, given_options
 from panther_compile.checkpoint import load_sketched, save_sketched
@@ -33,6 +33,10 @@ try:
     from panther_compile.onnx.sketch import sketch_onnx
 except ModuleNotFoundError:  # the extra is not installed
     sketch_onnx = None  # type: ignore[assignment]
+try:
+    from panther_compile.integrations.streamed import sketchify_checkpoint
+except ModuleNotFoundError:
+    sketchify_checkpoint = None  # type: ignore[assignment]
 
 
 # What applies to an ONNX file, of the fields of SketchConfig.
@@ -55,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="panther-compile", description="Make an existing PyTorch model smaller and faster."
     )
-    parser.add_argument(
-        "--version", action="version", version=f"panther-compile {panther_compile.__version__}"
-    )
+    version = f"panther-compile {metadata.version('panther-compile')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="plan | sketch | report | sketch-onnx")
     plan = commands.add_parser("plan", help="say what would be done to each layer and why")
     sketch = commands.add_parser("sketch", help="sketch a model and save it")
@@ -152,10 +155,8 @@ def _stream(
     for name in ("data", "max_drop", "evaluate"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} runs the model, which --stream never holds whole")
-    try:
-        sketchify_checkpoint = panther_compile.sketchify_checkpoint
-    except ImportError as error:
-        raise ConfigError("--stream needs transformers: pip install transformers") from error
+    if sketchify_checkpoint is None:
+        raise ConfigError("--stream needs transformers: pip install transformers")
     done: SketchPlan = sketchify_checkpoint(
         options.model, options.directory, ratio, plan=plan, resume=options.resume, **given_options(options)
     )
