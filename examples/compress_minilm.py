@@ -124,7 +124,7 @@ def draw(pairs: dict[str, Tensor], rows: list[dict[str, float]], path: Path) -> 
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two of the six layers, fewer and shorter texts")
+    parser.add_argument("--quick", action="store_true", help="one of the six layers, fewer and shorter texts")
     parser.add_argument("--output", type=Path, default=Path("out"), help="where the picture goes")
     options = parser.parse_args()
     found = paragraphs(64 if options.quick else 512)
@@ -134,7 +134,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_directory())
     dense = AutoModel.from_pretrained(model_directory()).eval()
     if options.quick:
-        dense.encoder.layer = dense.encoder.layer[:2]
+        dense.encoder.layer = dense.encoder.layer[:1]
 
     def tokenize(texts: list[str]) -> list[dict[str, Tensor]]:
         limits = {"padding": True, "truncation": True, "max_length": 16 if options.quick else 128}
