@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther_compile.errors import NoTargetError
+from panther_compile.errors import MissingExtraError, NoTargetError
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.records import (
@@ -159,6 +159,18 @@ class SketchReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values; the plan has its own, see `SketchPlan.to_json`."""
         return asdict(replace(self, plan=None)) | {"achieved_ratio": self.achieved_ratio}
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` of the rows, by the names of the layers.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame([asdict(row) for row in self.rows]).set_index("name")
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw what each sketched layer stores, its errors and its sensitivity (needs matplotlib).
