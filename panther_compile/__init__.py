@@ -198,7 +198,16 @@ else:
         home = _HOME_OF.get(name) or _HOME_OF_TRAINERS.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home), name)
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if name not in _HOME_OF_TRAINERS:
+                raise
+            errors = importlib.import_module("panther_compile.errors")
+            raise errors.MissingExtraError(
+                f"{name} needs {error.name}: pip install 'panther-compile[integrations]'", name=error.name
+            ) from error
+        value = getattr(module, name)
         globals()[name] = value
         return value
 

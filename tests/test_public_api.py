@@ -1,12 +1,14 @@
 """The index of the package: sorted, complete, documented, and each name from the home it names."""
 
 import inspect
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import panther_compile
+from panther_compile.errors import MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,6 +57,19 @@ def test_dir_lists_every_name():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"'panther_compile' has no attribute 'sketchifi'"):
         panther_compile.sketchifi  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("PantherAccelerator", "accelerate"), ("PantherStrategy", "lightning")]
+)
+def test_a_library_that_is_not_there_is_named(monkeypatch, name, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, panther_compile._HOME_OF_TRAINERS[name], raising=False)
+    monkeypatch.delitem(vars(panther_compile), name, raising=False)
+    # Modules that were imported before are not looked for below None.
+    monkeypatch.setitem(sys.modules, f"{library}.pytorch", None)
+    with pytest.raises(MissingExtraError, match=rf"{name} needs {library}.*panther-compile\[integrations\]"):
+        getattr(panther_compile, name)
 
 
 def test_star_import_gives_the_public_names():

@@ -96,3 +96,21 @@ def train(rank, *, folder, mesh, parallel, wanted):
 def refusals(rank, *, folder):
     with as_of_torchrun(rank), pytest.raises(ParallelError, match=r"write the loop with engine\.step"):
         make_trainer(folder, {"pp": 2}, {})
+
+
+def best(rank, *, folder):
+    """The best model is loaded at the end, and another kind of replicas goes on from a checkpoint."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+    with as_of_torchrun(rank):
+        chosen = {"load_best_model_at_end": True, "greater_is_better": True}  # so that it is not the last one
+        trainer = make_trainer(folder, {"dp": 2}, {"data_parallel": "fsdp"}, **options, **chosen)
+        trainer.train()
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+        state = trainer.engine.state_dict(full=True)
+        for name, value in (
+            AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-2").state_dict().items()
+        ):
+            assert torch.equal(state[name], value), name
+        again = make_trainer(f"{folder}/again", {"dp": 2}, {"data_parallel": "ddp"}, **options)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        torch.testing.assert_close(logged(again)[-2:], logged(trainer)[-2:], rtol=1e-4, atol=1e-4)

@@ -160,6 +160,19 @@ def train(rank, *, folder, mesh, parallel, wanted, kind="Classifier", **options)
         assert again.losses == module.losses[len(module.losses) // 2 :]
 
 
+def other_mesh(rank, *, folder):
+    """A checkpoint of replicas is read by shards: losses go on as they were."""
+    with as_of_torchrun(rank):
+        module, again = Classifier(), Classifier()
+        same = {"batch": ROWS, "devices": 2}
+        ddp, tp = strategy_of({"dp": 2}, {"data_parallel": "ddp"}), strategy_of({"tp": 2}, {})
+        fit(module, ddp, folder, accumulate=2, **same)
+        fit(again, tp, f"{folder}/again", accumulate=4, resume=f"{folder}/epoch=0.ckpt", **same)
+        for name, value in again.state_dict().items():
+            torch.testing.assert_close(value, module.state_dict()[name], rtol=0.0, atol=1e-3)
+        torch.testing.assert_close(again.checked[-1], module.checked[-1], rtol=1e-4, atol=1e-5)
+
+
 def refusals(rank, *, folder):
     with as_of_torchrun(rank):
         with pytest.raises(

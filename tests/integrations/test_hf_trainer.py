@@ -55,6 +55,12 @@ def test_the_same_training(ranks, one_process, tmp_path, count, mesh, parallel):
     ranks(count).run(hf_trainer_jobs.train, folder=str(tmp_path), mesh=mesh, parallel=parallel, wanted=wanted)
 
 
+def test_the_best_model_and_another_mesh(ranks, tmp_path):
+    from integrations import hf_trainer_jobs
+
+    ranks(2).run(hf_trainer_jobs.best, folder=str(tmp_path))
+
+
 def test_a_pipeline_is_refused_by_name(ranks, tmp_path):
     from integrations import hf_trainer_jobs
 

@@ -34,6 +34,12 @@ def test_the_same_training(ranks, one_process, tmp_path, count, options):
     ranks(count).run(lightning_jobs.train, folder=str(tmp_path), wanted=one_process, **options)
 
 
+def test_a_checkpoint_on_another_mesh(ranks, tmp_path):
+    from integrations import lightning_jobs
+
+    ranks(2).run(lightning_jobs.other_mesh, folder=str(tmp_path))
+
+
 def test_what_it_cannot_take_is_refused_by_name(ranks, tmp_path):
     from integrations import lightning_jobs
 
