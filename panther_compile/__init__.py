@@ -203,7 +203,7 @@ else:
         except ModuleNotFoundError as error:
             if name not in _HOME_OF_TRAINERS:
                 raise
-            errors = importlib.import_module("panther_compile.errors")
+            errors = importlib.import_module(_HOME_OF["PantherError"])
             raise errors.MissingExtraError(
                 f"{name} needs {error.name}: pip install 'panther-compile[integrations]'", name=error.name
             ) from error
