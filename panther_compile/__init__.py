@@ -51,6 +51,7 @@ __all__ = [
     "parallelize_model",
     "partition_model",
     "plan_sketch",
+    "prepare_int8",
     "project_state_dict",
     "read_state_dict",
     "save_sketched",
@@ -98,6 +99,7 @@ _HOME_OF = {
     "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
+    "prepare_int8": "panther_compile.rounding",
     "project_state_dict": "panther_compile.integrations.dense_state",
     "read_state_dict": "panther_compile.parallel",
     "save_sketched": "panther_compile.checkpoint",
@@ -155,6 +157,7 @@ if TYPE_CHECKING:
     from panther_compile.partition import Hardware, Partition, measure_hardware, partition_model
     from panther_compile.records import RatioCurve, SketchPlan
     from panther_compile.report import SketchReport, sketch_report
+    from panther_compile.rounding import prepare_int8
     from panther_compile.skeleton import sketch_skeleton
 else:
     # The module of another library, and ours that registers with it what reads and writes sketched models.

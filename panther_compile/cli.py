@@ -109,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     onnx.add_argument(
         "--sequential", action="store_true", help="with --data: fit weights one after the other, for longer"
     )
+    onnx.add_argument(
+        "--then", choices=("none", "int8"), default="none", help="round the products of what is written"
+    )
     onnx.add_argument("--no-verify", action="store_true", help="do not run the result beside the source")
     for command in (plan, sketch, onnx):
         command.add_argument(
@@ -199,6 +202,7 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
         _ratio(options),
         data=data,
         sequential=options.sequential,
+        then=options.then,
         verify=not options.no_verify,
         **given_options(options),
     )

@@ -1,5 +1,6 @@
 """Matrices and kernels of low rank: how they are found, what a rank stores and costs.
 
+balance     pairs whose latent is even, which int8 costs little
 factorize   truncated SVD and randomized range finder
 conv2d      low-rank forms of a convolution's weight
 pivot       the pivoted form: r (O + I - r) numbers in place of r (O + I)

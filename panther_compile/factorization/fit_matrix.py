@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther_compile.factorization.balance import balanced
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
 from panther_compile.factorization.whiten import (
@@ -64,10 +65,13 @@ def fit_matrix_to(
     """
     dense = weight.detach().to(moments.covariance.device).double()
     left, right = best_low_rank(dense, moments, gradient, rank)
-    down, start = right, None
+    start = None
     if pivoted and rank < min(dense.shape):
         start, left, right = _pivot(dense, left, right, moments, gradient, dtype)
         down = split_at(right, rank, start)[1]
+    else:
+        left, right = balanced(left, right, moments.covariance)
+        down = right
     error = output_error(dense, left, right, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
     return FittedPair(left, down, start, bias, error)

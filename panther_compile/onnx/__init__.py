@@ -8,6 +8,7 @@ patterns  small questions about a graph: what feeds what
 data      inputs of a file, and what its nodes read while it runs on them
 fit       weights fitted to data
 lowering  sketched layers as nodes
+int8      products of a file in int8
 verify    whether a file computes what a model, or another file, computes
 """
 

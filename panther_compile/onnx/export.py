@@ -4,19 +4,34 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
+from torch.utils import _pytree as pytree
 
-from panther_compile.errors import ConfigError, ConfigTypeError, OnnxExportError, WeightError, first_line
+from panther_compile.calibration.closeness import DESTROYED
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    OnnxExportError,
+    SketchQualityWarning,
+    WeightError,
+    first_line,
+)
+from panther_compile.models.batches import Call, Data, record_calls
 from panther_compile.models.surroundings import eval_mode
-from panther_compile.onnx.files import write_model
-from panther_compile.onnx.verify import verify_export
+from panther_compile.onnx.files import saved_copy, write_model
+from panther_compile.onnx.int8 import check_rounding, int8_model
+from panther_compile.onnx.verify import compare_files, load_session, verify_export
+from panther_compile.records import Closeness
+from panther_compile.rounding import prepare_int8, rounded_layers
 from panther_compile.storage import checked_path
 
 OLDEST_EXPORT_OPSET = 18
@@ -33,8 +48,10 @@ def export_onnx(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     opset: int = OLDEST_EXPORT_OPSET,
+    then: str = "none",
+    data: Data | None = None,
     verify: bool = True,
-) -> None:
+) -> Closeness | None:
     """Write a model, sketched or not, to an ONNX file, in eval mode.
 
     The file is written whole or not at all: it is checked, and run, before it is put in its place. Weights of
@@ -49,7 +66,19 @@ def export_onnx(
         dynamic_shapes: sizes that may vary, as `torch.export.export` takes them: for each input
             {axis: torch.export.Dim("batch")} or {axis: torch.export.Dim.AUTO}. None fixes every size.
         opset: 18 or newer.
+        then: "int8" writes the products in int8, those of dense layers too: sketched layers as
+            `prepare_int8` gives them, weights with a scale for each output, ranges of activations measured at
+            each call. What is compared with the model is then the file before it was rounded.
+        data: batches as for `sketchify`, for which then="int8" prepares the factors (`prepare_int8`).
         verify: compare with ONNX Runtime, on the example and on random inputs of several dynamic sizes.
+
+    Returns:
+        How close the outputs of the int8 file are to those of the file before it was rounded: on the data, or
+        on the example where no batch fits the file's inputs by name and size. None without then="int8", or
+        with verify=False.
+
+    Warns:
+        SketchQualityWarning: int8 destroys the outputs on the data.
 
     Raises:
         ConfigError, ConfigTypeError: an argument is not what is wanted.
@@ -63,6 +92,12 @@ def export_onnx(
     named = dict(kwargs or {})
     path = checked_path(path, "path")
     _check_arguments(model, positional, opset)
+    check_rounding(then)
+    if data is not None and then == "none":
+        raise ConfigError("data= is for then='int8', which prepares the factors for it")
+    calls = [Call(positional, named), *([] if data is None else record_calls(model, data))]
+    if then == "int8" and rounded_layers(model):
+        model = prepare_int8(model, calls[1:] or None)
     with _exportable(model), torch.no_grad():
         program = _export(model, positional, named, dynamic_shapes, opset)
 
@@ -72,7 +107,63 @@ def export_onnx(
 
         for node in program.model.graph.all_nodes():
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths of the machine it was made on
-        write_model(program.model, path, check=check if verify else None)
+        if then == "none":
+            write_model(program.model, path, check=check if verify else None)
+            return None
+        with saved_copy(program.model, path.parent) as plain:
+            if verify:
+                check(plain)
+            return _write_int8(program.model, path, plain if verify else None, calls)
+
+
+def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence[Call]) -> Closeness | None:
+    """Write the products in int8, and run the result beside the file `plain`, if there is one.
+
+    Args:
+        model: is left as it is.
+        path: to write to.
+        plain: holds the model before it is rounded.
+        calls: the example, then the data.
+    """
+    found: list[Closeness] = []
+
+    def check(draft: Path) -> None:
+        assert plain is not None
+        inputs = load_session(plain, "the model").get_inputs()
+        feeds = [feed for call in calls[1:] if (feed := _feed(call, inputs)) is not None]
+        if feeds:
+            found.append(compare_files(plain, draft, feeds).closeness)
+        else:
+            tensors = [
+                leaf
+                for leaf in pytree.tree_leaves((calls[0].args, calls[0].kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ]
+            feed = {one.name: x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
+            found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
+        if feeds and found[0].grade == DESTROYED:  # an example of a few rows says too little
+            warnings.warn(
+                f"int8 destroys what the model computes; {found[0]}. Try a larger ratio, or then='none'",
+                SketchQualityWarning,
+                stacklevel=5,
+            )
+
+    with int8_model(model, path.parent) as rounded:
+        write_model(rounded, path, check=None if plain is None else check)
+    return found[0] if found else None
+
+
+def _feed(call: Call, inputs: Sequence[ort.NodeArg]) -> dict[str, Any] | None:
+    """The arrays of a call by the names of a file's inputs; None if they do not fit."""
+    names = [one.name for one in inputs]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    tensors = [given.get(name) for name in names]
+    for one, tensor in zip(inputs, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor) or len(one.shape) != tensor.dim():
+            return None
+        if any(isinstance(size, int) and size != n for size, n in zip(one.shape, tensor.shape, strict=True)):
+            return None
+    return {name: tensor.numpy(force=True) for name, tensor in zip(names, tensors, strict=True)}  # type: ignore[union-attr]
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:

@@ -88,7 +88,7 @@ def write_model(
     try:
         with scratch_folder(path.parent) as scratch:
             draft = scratch / path.name
-            data = _save_with_data(model, draft) if _is_large(model) else _save(model, draft)
+            data = _save_with_data(model, draft) if is_large(model) else _save(model, draft)
             _check(draft)
             if check is not None:
                 check(draft)
@@ -120,7 +120,7 @@ def saved_copy(model: ir.Model, folder: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             path = stack.enter_context(scratch_folder(folder)) / "model.onnx"
-            ir.save(model, path, format="protobuf", external_data="weights" if _is_large(model) else None)
+            ir.save(model, path, format="protobuf", external_data="weights" if is_large(model) else None)
         except OSError as error:
             raise OnnxFileError(f"cannot write to {folder}: {error}") from error
         yield path
@@ -133,7 +133,7 @@ def stored_bytes(model: ir.Model, path: Path) -> int:
     return path.stat().st_size + beside
 
 
-def _is_large(model: ir.Model) -> bool:
+def is_large(model: ir.Model) -> bool:
     """Whether weights go into a file of their own: too large for one, or they came from another one."""
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):

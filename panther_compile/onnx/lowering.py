@@ -115,7 +115,8 @@ class GraphWriter:
         **attributes: object,
     ) -> Sequence[ir.Value]:
         """The outputs of a new node, placed before another one and named after it."""
-        name = unique_name(f"{before.name or before.outputs[0].name}_{op_type}", self._node_names)
+        # Not "_MatMul": so ONNX Runtime's quantizer calls what it makes of a Gemm, also where that is taken.
+        name = unique_name(f"{before.name or before.outputs[0].name}/{op_type}", self._node_names)
         made = ir.node(op_type, inputs, attributes, num_outputs=outputs, name=name)  # type: ignore[arg-type]
         for output in made.outputs:
             output.name = unique_name(name, self._names)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,6 +18,7 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
+from panther_compile.onnx.int8 import as_pairs, check_rounding, int8_model
 from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
@@ -93,6 +95,7 @@ def sketch_onnx(
     *,
     data: OnnxData | None = None,
     sequential: bool = False,
+    then: str = "none",
     verify: bool = True,
     **options: Unpack[OnnxSketchOptions],
 ) -> OnnxReport:
@@ -117,6 +120,9 @@ def sketch_onnx(
             runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
         sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
             for two runs on the data for each step of the graph in place of three in all, and one more.
+        then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
+            are pairs that int8 costs little, of as many numbers, and the outputs compared are those of the
+            int8 file. Weights have a scale for each output, ranges of activations are measured at each call.
         verify: whether to run both; False also writes what ONNX Runtime cannot run.
         **options: the fields of `SketchConfig` that have a meaning here.
 
@@ -137,11 +143,13 @@ def sketch_onnx(
     config = _config(ratio, options)
     if sequential and data is None:
         raise ConfigError("sequential=True needs data=, inputs of the model to fit it to")
+    check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
     model = read_model(source)
+    check_rounding(then, model)
     before = stored_bytes(model, source)
     sites = find_onnx_sites(model, config)
-    plan = make_plan(sites.found, config, "ONNX graph")
+    plan = _planned(sites, config, then)
     if not plan.sketched:
         reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
         more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
@@ -152,7 +160,7 @@ def sketch_onnx(
     fitted: dict[str, Fitted] = {}
     feeds: Sequence[Feed] = ()
     if data is not None:
-        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential)
+        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, then)
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
     note = "" if data is None else NEVER_REACHED
     others = _rewrite(model, sites, rest, config, FittedWeights())
@@ -162,7 +170,8 @@ def sketch_onnx(
     def check(draft: Path) -> None:
         compared.append(compare_files(source, draft, feeds))
 
-    after = write_model(model, target, check=check if verify else None)
+    with int8_model(model, target.parent) if then == "int8" else nullcontext(model) as written:
+        after = write_model(written, target, check=check if verify else None)
     if not compared:
         return OnnxReport(plan, fitted, before, after, {}, data is not None)
     warn_if_destroyed(
@@ -186,15 +195,29 @@ def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any])
     return SketchConfig(ratio=ratio, **options)
 
 
+def _planned(
+    sites: OnnxFound, config: SketchConfig, then: str, values: Mapping[str, torch.Tensor] | None = None
+) -> SketchPlan:
+    """The plan; of factors that will be rounded, as pairs."""
+    plan = make_plan(sites.found, config, "ONNX graph", values=values)
+    return as_pairs(plan, config.round_rank_to) if then == "int8" else plan
+
+
 def _fit_to_data(
-    model: ir.Model, sites: OnnxFound, config: SketchConfig, data: OnnxData, folder: Path, sequential: bool
+    model: ir.Model,
+    sites: OnnxFound,
+    config: SketchConfig,
+    data: OnnxData,
+    folder: Path,
+    sequential: bool,
+    then: str,
 ) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
     """Plan by what data show, and replace the weights that they reach; gives the batches too."""
     weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
     outputs = [end.output for end in ends]
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
-    plan = make_plan(sites.found, config, "ONNX graph", values=weights.spectra(runs))
+    plan = _planned(sites, config, then, weights.spectra(runs))
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}

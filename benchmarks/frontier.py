@@ -1,0 +1,177 @@
+"""Quality against time and bytes: dense, int8, sketched, sketched and int8, of MiniLM in ONNX Runtime.
+
+    python benchmarks/frontier.py --cache out/frontier      an hour on two cores, minutes the second time
+    python benchmarks/frontier.py --cache out/frontier --output docs/benchmarks/frontier.md
+
+Models are fitted to 256 paragraphs and judged by 256 others, as in accuracy.py. All files are loaded at once
+and take turns; the fastest turn of each counts, in processor seconds, which other work disturbs least.
+"""
+
+import argparse
+import copy
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+# Here a file is called onnx.py: this folder has to come last.
+HERE = Path(__file__).parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE.resolve()]
+
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+import panther_compile as pc  # noqa: E402
+
+sys.path.append(str(HERE))
+from accuracy_models.minilm import compare, embed, minilm, model_directory, tokenized  # noqa: E402
+from accuracy_models.subject import Subject  # noqa: E402
+from accuracy_models.texts import english_paragraphs  # noqa: E402
+
+RATIOS = (0.75, 0.5, 0.35)
+SHAPES = {"32 x 64": (32, 64), "1 x 64": (1, 64)}
+
+
+class SentenceEncoder(nn.Module):
+    """The mean of the last hidden states.
+
+    Args:
+        model: an encoder of transformers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask (batch, length) to embeddings (batch, width)."""
+        types = torch.zeros_like(input_ids)
+        found = self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=types)
+        kept = attention_mask[..., None].to(found.last_hidden_state.dtype)
+        return (found.last_hidden_state * kept).sum(1) / kept.sum(1)
+
+
+def main() -> None:
+    """Sketch, export, judge, time, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cache", type=Path, required=True, help="folder of sketches and files, made once")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    options = parser.parse_args()
+    subject = minilm(options.cache, quick=False)
+    files: dict[str, Path] = {}
+    for ratio in (None, *options.ratios):
+        files |= make_files(subject, ratio, options.cache)
+    quality = {name: judge(path, subject) for name, path in files.items()}
+    seconds = {threads: measure(files, threads, options.rounds) for threads in options.threads}
+    text = "\n".join([*heading(), *rows(files, quality, seconds), ""])
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text, encoding="utf-8")
+
+
+def make_files(subject: Subject, ratio: float | None, cache: Path) -> dict[str, Path]:
+    """The float32 and the int8 file of a ratio, None being dense; those that are there already are taken."""
+    name = "dense" if ratio is None else f"{ratio:g}"
+    files = {name: cache / f"{name}.onnx", f"{name}, int8": cache / f"{name}.int8.onnx"}
+    if all(path.exists() for path in files.values()):
+        return files
+    cache.mkdir(parents=True, exist_ok=True)
+    model, data = subject.model, subject.calibration("in", 0)
+    if ratio is not None and (cache / name).exists():
+        model = pc.load_sketched(copy.deepcopy(model), cache / name).eval()
+    elif ratio is not None:
+        model = pc.sketchify(model, ratio, data=data, **subject.options)
+        pc.save_sketched(model, cache / name)
+    ids = torch.randint(5, 1000, (2, 16), generator=torch.Generator().manual_seed(0))
+    free = {0: torch.export.Dim("batch", max=512), 1: torch.export.Dim("tokens", max=512)}
+    encoder, example = SentenceEncoder(model), (ids, torch.ones_like(ids))
+    batches = [{key: batch[key] for key in ("input_ids", "attention_mask")} for batch in data]
+    pc.export_onnx(encoder, example, files[name], dynamic_shapes=(free, free))
+    pc.export_onnx(
+        encoder, example, files[f"{name}, int8"], dynamic_shapes=(free, free), then="int8", data=batches
+    )
+    return files
+
+
+def session(path: Path, threads: int) -> ort.InferenceSession:
+    """A session on the CPU."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def judge(path: Path, subject: Subject) -> dict[str, float]:
+    """How close the embeddings of held-out texts are to the dense model's."""
+    batches = tokenized(AutoTokenizer.from_pretrained(model_directory()), english_paragraphs()[:256])
+    run = session(path, 1)
+    found = [
+        run.run(None, {key: batch[key].numpy() for key in ("input_ids", "attention_mask")})[0]
+        for batch in batches
+    ]
+    embeddings = F.normalize(torch.from_numpy(np.concatenate(found)), dim=-1)
+    return compare(embeddings, embed(subject.model, batches))
+
+
+def measure(files: dict[str, Path], threads: int, rounds: int) -> dict[tuple[str, str], float]:
+    """Processor seconds of a call, by file and shape."""
+    sessions = {name: session(path, threads) for name, path in files.items()}
+    best: dict[tuple[str, str], float] = {}
+    random = np.random.default_rng(0)
+    for _ in range(rounds):
+        for shape, size in SHAPES.items():
+            feed = {"input_ids": random.integers(1000, 20000, size), "attention_mask": np.ones(size, "int64")}
+            for name, run in sessions.items():
+                calls = max(1, 512 // size[0] // size[1])
+                start = time.process_time()
+                for _ in range(calls):
+                    run.run(None, feed)
+                taken = (time.process_time() - start) / calls
+                best[name, shape] = min(taken, best.get((name, shape), taken))
+    return best
+
+
+def heading() -> list[str]:
+    """What was measured, where and how."""
+    return [
+        f"all-MiniLM-L6-v2, ONNX Runtime {version('onnxruntime')}, {platform.machine()}, 256 held-out texts;",
+        "times as fast as int8 alone, of processor time, by texts x tokens.",
+        "",
+    ]
+
+
+def rows(
+    files: dict[str, Path],
+    quality: dict[str, dict[str, float]],
+    seconds: dict[int, dict[tuple[str, str], float]],
+) -> list[str]:
+    """A line for each file."""
+    columns = [(threads, shape) for threads in seconds for shape in SHAPES]
+    names = [f"{shape}, {threads} thread{'s' * (threads > 1)}" for threads, shape in columns]
+    found = [
+        "| | Spearman | cosine | MB | " + " | ".join(names) + " |",
+        "|---|" + "--:|" * (3 + len(names)),
+    ]
+    for name, path in files.items():
+        speeds = [seconds[threads]["dense, int8", shape] / seconds[threads][name, shape]
+                  for threads, shape in columns]  # fmt: skip
+        one = quality[name]
+        found.append(
+            f"| {name} | {one['Spearman']:.3f} | {one['cosine']:.3f} | {path.stat().st_size / 1e6:.1f} | "
+            + " | ".join(f"{speed:.2f}" for speed in speeds)
+            + " |"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""An ONNX file whose products are in int8, by ONNX Runtime's own quantizer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from panther_compile.errors import ConfigError
+from panther_compile.factorization.balance import pays_in_int8
+from panther_compile.onnx.files import is_large, read_model, saved_copy
+from panther_compile.records import LayerPlan, SketchPlan
+
+ROUNDINGS = ("none", "int8")
+_PRODUCTS = ["MatMul", "Gemm"]
+_OLDEST_OPSET = 13  # before it no scale for each column
+
+
+def check_rounding(then: object, model: ir.Model | None = None) -> None:
+    """Check the option `then`, and whether a model can be quantized.
+
+    Raises:
+        ConfigError: it is not one of `ROUNDINGS`, or the model's opset is older than 13.
+    """
+    if then not in ROUNDINGS:
+        raise ConfigError(f"{then=}, wanted one of {', '.join(map(repr, ROUNDINGS))}")
+    if model is not None and then == "int8" and (model.opset_imports.get("") or 0) < _OLDEST_OPSET:
+        raise ConfigError(
+            f"{then=} needs opset {_OLDEST_OPSET} or newer, the source has {model.opset_imports.get('')}; "
+            "onnx.version_converter converts"
+        )
+
+
+def as_pairs(plan: SketchPlan, step: int | None) -> SketchPlan:
+    """The plan with plain pairs of as many numbers in place of the pivoted form, which int8 costs dearly.
+
+    A weight whose pair would be no faster in int8 than itself stays dense.
+
+    Args:
+        plan: of matrices among others.
+        step: ranks are multiples of it; None for 8, or less where that would be 0.
+    """
+    return replace(plan, layers=tuple(_as_pair(line, step) for line in plan.layers))
+
+
+def _as_pair(line: LayerPlan, step: int | None) -> LayerPlan:
+    choice = line.choice
+    if choice is None or choice.scheme != "pivoted" or len(line.shape) != 2:
+        return line
+    outputs, inputs = line.shape
+    rank = choice.stored_numbers // (outputs + inputs)
+    rank -= rank % (step or (8 if rank >= 8 else 1))
+    if rank == 0 or not pays_in_int8(outputs, inputs, rank):
+        return replace(line, choice=None, reason="in int8 it is as fast dense")
+    numbers = rank * (outputs + inputs)
+    choice = replace(choice, scheme="pair", rank=rank, ranks=(rank,), stored_numbers=numbers, error=None)
+    return replace(line, choice=choice)
+
+
+@contextmanager
+def int8_model(model: ir.Model, folder: Path) -> Iterator[ir.Model]:
+    """A model whose MatMul and Gemm nodes with constant weights are in int8, for as long as this lasts.
+
+    Weights get a scale for each output, activations a range that is measured at each call.
+
+    Args:
+        model: is left as it is.
+        folder: in which files are written for a moment.
+
+    Raises:
+        OnnxFileError: they cannot be written.
+    """
+    with saved_copy(model, folder) as path, _quiet():
+        plain, rounded = path.with_name("plain.onnx"), path.with_name("int8.onnx")
+        large = is_large(model)
+        quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
+        quantize_dynamic(
+            plain,
+            rounded,
+            op_types_to_quantize=_PRODUCTS,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=large,
+        )
+        yield read_model(rounded)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing below an error from the root logger, which the quantizer writes its advice to."""
+    logger = logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

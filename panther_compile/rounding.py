@@ -1,0 +1,141 @@
+"""A sketched model made ready for int8: the same function, in factors that lose little by rounding."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.errors import NoTargetError
+from panther_compile.factorization.balance import balanced, pays_in_int8
+from panther_compile.layers.base import is_plain, outermost, take_over
+from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
+from panther_compile.models.substitute import copy_with, replace_inside
+from panther_compile.models.surroundings import eval_mode, undisturbed
+from panther_compile.planning.sites import check_module
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare_int8(model: Model, data: Data | None = None, *, inplace: bool = False) -> Model:
+    """Write the factors of sketched linear layers so that int8 costs them little; outputs stay the same.
+
+    The pivoted form becomes a plain pair of the same rank whose latent is even (`factorization/balance.py`),
+    which stores r² numbers more. A layer that multiplies no faster as two int8 products than as one is
+    multiplied out. Nothing is quantized yet: `torchao.quantization.quantize_` does that, or
+    `export_onnx(..., then="int8")`, which calls this itself.
+
+    Args:
+        model: with sketched layers. Attention, LSTMs and experts are left as they are.
+        data: batches as for `sketchify`; the latents are even for them. Without, for inputs of equal power.
+        inplace: change the model given, in place of a copy.
+
+    Raises:
+        ConfigTypeError: the model is no `nn.Module`, or the data is none of what `sketchify` takes.
+        DataError: there is no batch, the model cannot run one, or NaN or Inf comes of it.
+        NoTargetError: the model holds no sketched linear layer.
+        WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
+    """
+    check_module(model)
+    layers = rounded_layers(model)
+    if not layers:
+        raise NoTargetError(f"{type(model).__name__} holds no SketchedLinear of plain factors")
+    with undisturbed():
+        seen = {} if data is None else _covariances(model, layers, record_calls(model, data))
+        new: dict[nn.Module, nn.Module] = {}
+        for group in _sharing(layers):
+            new |= _rewritten(group, next((seen[one] for one in group if one in seen), None))
+        result = replace_inside(model, new) if inplace else copy_with(model, new)
+    for layer in outermost(result):
+        if isinstance(layer, NarrowLinear):
+            layer.ranks = (layer.ranks[0], *getattr(layer.narrow, "ranks", ()))
+    return result  # type: ignore[return-value]
+
+
+def rounded_layers(model: nn.Module) -> list[SketchedLinear]:
+    """The layers that `prepare_int8` writes anew, those within narrow ones too."""
+    layers = [one.narrow if isinstance(one, NarrowLinear) else one for one in outermost(model)]
+    return [
+        layer
+        for layer in layers
+        if isinstance(layer, SketchedLinear)
+        and is_plain(layer.down, nn.Linear)
+        and is_plain(layer.up, nn.Linear)
+    ]
+
+
+def _sharing(layers: Iterable[SketchedLinear]) -> list[list[SketchedLinear]]:
+    """The layers by their input factor, which several may have in common."""
+    groups: dict[int, list[SketchedLinear]] = {}
+    for layer in layers:
+        groups.setdefault(id(layer.down.weight), []).append(layer)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _rewritten(group: list[SketchedLinear], covariance: Tensor | None) -> dict[nn.Module, nn.Module]:
+    """A pair for each layer of one input factor, which stays one; or dense layers."""
+    first = group[0]
+    lefts = {id(layer.up.weight): layer.factors()[0] for layer in group}  # one of several tied layers
+    outputs = [len(left) for left in lefts.values()]
+    if not all(pays_in_int8(count, first.in_features, first.rank) for count in outputs):
+        return _multiplied_out(group)
+    left, right = balanced(torch.cat(list(lefts.values())), first.factors()[1], covariance)
+    parts = dict(zip(lefts, left.split(outputs), strict=True))
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in group:
+        weight = layer.up.weight
+        pair = type(layer).from_stored(
+            parts[id(weight)], right, layer.bias, start=None, dtype=weight.dtype, device=weight.device
+        )
+        take_over(pair, layer, weight.requires_grad)
+        for old, twin in new.items():
+            assert isinstance(old, SketchedLinear)
+            assert isinstance(twin, SketchedLinear)
+            pair.down = twin.down
+            if old.up.weight is weight:
+                pair.up.weight = twin.up.weight
+        new[layer] = pair
+    return new
+
+
+def _multiplied_out(group: list[SketchedLinear]) -> dict[nn.Module, nn.Module]:
+    """Dense layers, of one weight where the sketched ones had both factors in common."""
+    new: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in group}
+    first: dict[int, nn.Module] = {}
+    for layer in group:
+        dense = new[layer]
+        dense.weight = first.setdefault(id(layer.up.weight), dense).weight
+    return new
+
+
+@torch.no_grad()
+def _covariances(
+    model: nn.Module, layers: Iterable[SketchedLinear], calls: list[Call]
+) -> dict[SketchedLinear, Tensor]:
+    """E[x xᵀ] (I, I), float64, of what reaches each layer that runs; padding does not count."""
+    sums: dict[SketchedLinear, Tensor] = {}
+    place, kept = 0, None
+
+    def add(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, SketchedLinear)
+        x = given[0].detach()
+        if kept is not None and x.shape[:2] == kept.shape:
+            x = x[kept.to(x.device)]
+        rows = x.reshape(-1, layer.in_features).float()
+        check_rows(rows, type(layer).__name__, place)
+        product = (rows.T @ rows).double() / max(len(rows), 1)
+        sums[layer] = sums[layer] + product if layer in sums else product
+
+    handles = [layer.register_forward_pre_hook(add) for layer in layers]
+    try:
+        with eval_mode(model):
+            for place, call in enumerate(calls):
+                kept = kept_positions(model, call)
+                run_dense(model, call, place)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums

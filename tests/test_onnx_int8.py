@@ -1,0 +1,152 @@
+"""Files in int8: the right nodes, the right outputs, the right words."""
+
+import warnings
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_models import make, mlp, node, random, run
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.cli import main
+from panther_compile.onnx.int8 import as_pairs
+from panther_compile.records import Choice, LayerPlan, SketchPlan
+
+WIDTHS = (96, 1024, 96, 10)
+
+
+def kinds(path):
+    return Counter(one.op_type for one in onnx.load(path).graph.node)
+
+
+def far(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 1024), nn.ReLU(), nn.Linear(1024, 96)).eval()
+
+
+def test_sketch_and_int8(tmp_path):
+    source, target = mlp(tmp_path / "in.onnx", WIDTHS), tmp_path / "out.onnx"
+    data = [random(16, 96) for _ in range(4)]
+    report = pc.sketch_onnx(source, target, 0.5, data=data, then="int8", min_params=0, allow_slower=True)
+    plain = tmp_path / "plain.onnx"
+    pc.sketch_onnx(source, plain, 0.5, data=data, min_params=0, allow_slower=True)
+    assert {line.choice.scheme for line in report.plan.sketched} == {"pair"}
+    assert report.achieved_ratio <= 0.5
+    # Each product, those of the head that stays dense too.
+    assert kinds(target)["MatMulInteger"] == len(report.plan.sketched) * 2 + 1
+    assert kinds(target)["MatMul"] == 0
+    assert report.sketched_bytes == target.stat().st_size < 0.45 * plain.stat().st_size
+    # What is reported is what the int8 file computes.
+    found, wanted = run(target, data[-1])[0], run(source, data[-1])[0]
+    assert report.output_errors["y"] == pytest.approx(far(found, wanted), rel=1e-4)
+    assert far(found, wanted) < 0.1
+    assert found.shape == wanted.shape
+
+
+def test_without_data_and_with_gemm(tmp_path):
+    weights = {"w": random(1024, 96), "b": random(1024), "v": random(1024, 96)}
+    nodes = [
+        node("Gemm", ["x", "w", "b"], ["h"], transB=1),
+        node("MatMul", ["h", "v"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 96), y=("n", 96))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)
+        report = pc.sketch_onnx(
+            source, tmp_path / "out.onnx", 0.5, then="int8", include="*", min_params=0, allow_slower=True
+        )
+    assert len(report.plan.sketched) == 2
+    assert kinds(tmp_path / "out.onnx")["MatMulInteger"] == 4
+
+
+def plan(*shapes, rank):
+    lines = [
+        LayerPlan(
+            str(place), "Linear", shape, shape[0] * shape[1],
+            Choice("pivoted", rank, (rank,), rank * (sum(shape) - rank), 0.1), "",
+        )
+        for place, shape in enumerate(shapes)
+    ]  # fmt: skip
+    return SketchPlan(tuple(lines), "0.5", "ONNX graph")
+
+
+def test_pairs_of_as_many_numbers_or_dense():
+    wide, square = as_pairs(plan((1536, 384), (384, 384), rank=180), None).layers
+    assert wide.choice.scheme == "pair"
+    assert wide.choice.ranks == (wide.choice.rank,) == (160,)
+    assert wide.choice.stored_numbers == 160 * (1536 + 384) <= 180 * (1536 + 384 - 180)
+    assert square.choice is not None
+    (slow,) = as_pairs(plan((384, 384), rank=250), None).layers
+    assert slow.choice is None
+    assert "int8" in slow.reason
+
+
+def test_other_schemes_stay():
+    conv = LayerPlan("0", "Conv2d", (8, 8, 3, 3), 576, Choice("channel", 2, (2,), 160, None), "")
+    assert as_pairs(SketchPlan((conv,), "0.5", "ONNX graph"), None).layers == (conv,)
+
+
+def test_export(tmp_path, model):
+    data = torch.randn(64, 96).split(16)
+    small = pc.sketchify(model, 0.5, data=data, include="*", min_params=0, allow_slower=True, narrow=False)
+    path, plain = tmp_path / "int8.onnx", tmp_path / "plain.onnx"
+    closeness = pc.export_onnx(small, data[0], path, then="int8", data=data)
+    assert pc.export_onnx(small, data[0], plain) is None
+    assert closeness.grade == "good"
+    assert closeness.inputs == "4 batches of the data"
+    assert kinds(path)["MatMulInteger"] == 4
+    assert path.stat().st_size < 0.45 * plain.stat().st_size
+    wanted = small(data[0]).detach().numpy()
+    assert far(run(path, data[0].numpy())[0], wanted) < 0.05
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["int8.onnx", "plain.onnx"]
+
+
+def test_a_dense_model_in_int8(tmp_path, model):
+    x = torch.randn(8, 96)
+    pc.export_onnx(model, x, tmp_path / "int8.onnx", then="int8", verify=False)
+    assert kinds(tmp_path / "int8.onnx")["MatMulInteger"] == 2
+    assert far(run(tmp_path / "int8.onnx", x.numpy())[0], model(x).detach().numpy()) < 0.05
+
+
+def test_destroyed_outputs_are_warned_of(tmp_path):
+    # One feature so large that all others round to nothing, and it does not count.
+    layer = nn.Linear(64, 64)
+    layer.weight.data[:, 0] = 0
+    x = torch.randn(8, 64)
+    x[:, 0] = 1e5
+    with pytest.warns(pc.SketchQualityWarning, match="int8 destroys"):
+        pc.export_onnx(layer.eval(), x, tmp_path / "out.onnx", then="int8", data=[x])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pc.SketchQualityWarning)  # an example is too little to tell
+        found = pc.export_onnx(layer, x, tmp_path / "out.onnx", then="int8", data=[x[:3]])
+    assert found.inputs == "the example"
+    assert found.grade == "destroyed"
+
+
+def test_errors(tmp_path, model):
+    source = mlp(tmp_path / "in.onnx")
+    with pytest.raises(pc.errors.ConfigError, match="then='int7', wanted one of 'none', 'int8'"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", then="int7")
+    with pytest.raises(pc.errors.ConfigError, match="then='int7'"):
+        pc.export_onnx(model, torch.randn(2, 96), tmp_path / "out.onnx", then="int7")
+    with pytest.raises(pc.errors.ConfigError, match="data= is for then='int8'"):
+        pc.export_onnx(model, torch.randn(2, 96), tmp_path / "out.onnx", data=[torch.randn(2, 96)])
+    old = mlp(tmp_path / "old.onnx", opset=12)
+    with pytest.raises(pc.errors.ConfigError, match="opset 13 or newer, the source has 12"):
+        pc.sketch_onnx(old, tmp_path / "out.onnx", then="int8")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_on_the_command_line(tmp_path):
+    source = mlp(tmp_path / "in.onnx", WIDTHS)
+    target = tmp_path / "out.onnx"
+    main(["sketch-onnx", str(source), str(target), "--then", "int8", "--min-params", "300"])
+    assert kinds(target)["MatMul"] == 0
