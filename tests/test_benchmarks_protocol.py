@@ -37,6 +37,7 @@ def key(record):
     return tuple(str(record[name]) for name in ("shape", "rows", "form", "ratio", "contender", "pass"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_ends_resumes_and_judges(tmp_path):
     """A fault that is reported, and an end without a word: each time a new process goes on behind it."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -141,7 +141,17 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+# tests/integrations runs it with all its steps.
+SLOW_EXAMPLES = ("compress_smollm2.py",)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.name in SLOW_EXAMPLES else (), id=path.name)
+        for path in EXAMPLES
+    ],
+)
 def test_example_runs(example, tmp_path):
     done = subprocess.run(
         [sys.executable, example, "--quick"],

@@ -91,7 +91,9 @@ def assert_equal(one, other):
         assert a.training == b.training
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "convolutions", "half", pytest.param("encoder", marks=pytest.mark.slow)]
+)
 def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     build, data = CASES[name]
     model = build()

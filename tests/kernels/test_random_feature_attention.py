@@ -57,7 +57,9 @@ def run_both(inputs, causal):
 
 
 @CAUSAL
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in SHAPES[2:])], ids=str
+)
 def test_kernels(shape, causal):
     run_both(make(*shape), causal)
 

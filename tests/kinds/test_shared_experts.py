@@ -214,6 +214,7 @@ def test_saved_healed_and_reported(alike, tmp_path):
     assert not torch.equal(healed.blocks[0].experts.gate_up_0.up.weight, layers[0].gate_up_0.up.weight)
 
 
+@pytest.mark.parametrize("alike", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)], indirect=True)
 def test_other_routes(alike, tmp_path):
     small = pc.sketchify(alike(), 0.25, **OPTIONS)
     routes.exported(small, X, tmp_path / "small.onnx")

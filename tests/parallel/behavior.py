@@ -105,7 +105,7 @@ def silence(rank, where, absent=1, call="step", **options):
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert time.monotonic() - start < 40
     else:
-        time.sleep(12)
+        time.sleep(8)
 
 
 def states(rank, **options):

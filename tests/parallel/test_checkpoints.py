@@ -134,10 +134,17 @@ def test_any_mesh_reads_a_pipelines(ranks, tmp_path):
     reshard(ranks, tmp_path, "pp2", ["dp2-fsdp", "one"], "gpt2")
 
 
-def test_any_mesh_reads_shards(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "targets", "name"),
+    [
+        ("pp2-tp2", ["dp4-fsdp"], "gpt2"),
+        pytest.param("pp2-tp2", ["one"], "gpt2", marks=pytest.mark.slow),
+        pytest.param("dp2-fsdp", ["pp2-zbv"], "bert", marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_reads_shards(ranks, tmp_path, source, targets, name):
     """Shards of replicas, and of the tp axis."""
-    reshard(ranks, tmp_path / "dp", "dp2-fsdp", ["pp2-zbv"], "bert")
-    reshard(ranks, tmp_path / "tp", "pp2-tp2", ["dp4-fsdp", "one"], "gpt2")
+    reshard(ranks, tmp_path, source, targets, name)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ NUMBER = r", number [1-9]\d* of their group"
 
 def test_a_pipeline_that_waits_says_for_what(two):
     where = {0: rf"{STEP}send and receive along pp \(ranks 0, 1\), in {SEND}"}
-    two.run(behavior.silence, timeout=10, where=where)
+    two.run(behavior.silence, timeout=6, where=where)
 
 
 @pytest.mark.slow
@@ -73,14 +73,15 @@ def test_a_pipeline_that_waits_says_for_what(two):
     ids=["receive", "predict", "ddp", "fsdp", "tp"],
 )
 def test_every_wait_says_for_what(two, where, options):
-    two.run(behavior.silence, timeout=10, where=where, **options)
+    two.run(behavior.silence, timeout=6, where=where, **options)
 
 
 def test_a_loss_that_is_no_number_is_named(two):
-    two.run(behavior.wrong_losses, timeout=10)
+    two.run(behavior.wrong_losses, timeout=6)
 
 
-@pytest.mark.parametrize("data_parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
 def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
     options = {"mesh": {"dp": 2, "pp": 2}, "data_parallel": data_parallel}
     where = {
@@ -94,7 +95,7 @@ def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
             3: r"step 2, .*, in all_gather.* between the ranks \[1, 3\]" + NUMBER,
         },
     }[data_parallel]
-    four.run(behavior.silence, timeout=10, where={0: f"step 2, .*, in {SEND}", **where}, **options)
+    four.run(behavior.silence, timeout=6, where={0: f"step 2, .*, in {SEND}", **where}, **options)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_autocast_with_tensor_parallelism(ranks):
 
 
 def test_a_stage_keeps_its_promise(ranks):
-    ranks(2).run(module_jobs.promised_outputs, timeout=10)
+    ranks(2).run(module_jobs.promised_outputs, timeout=6)
 
 
 @pytest.mark.parametrize(
