@@ -110,6 +110,7 @@ def test_wheel_is_of_the_version_and_has_the_command(wheel):
     assert "panther-compile = panther_compile.cli:main" in entry_points
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports_from_another_directory(wheel, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -262,6 +262,7 @@ def test_what_is_needed(tmp_path):
         TrainingCheckpoints(tmp_path)
 
 
+@pytest.mark.slow
 def test_kill_9_under_torchrun_changes_nothing(ranks, tmp_path):
     straight = ranks(2).run(checkpoint_jobs.go_on, steps=5, **MESHES["dp2-ddp"])
     done = subprocess.run(

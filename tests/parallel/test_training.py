@@ -59,7 +59,7 @@ LAYOUTS = {
 # Other models are trained so in every run, or what these combine is trained apart.
 SELDOM = (
     *("dp2-pp2-ddp", "dp2-pp2-fsdp-zero3", "dp2-pp2-fsdp-zero_bubble", "dp2-tp2-ddp", "pp2-tp2"),
-    *("dp2-pp2-tp2-fsdp", "dp2-pp2-tp2-fsdp-zero_bubble"),
+    *("dp2-pp2-tp2-ddp", "dp2-pp2-tp2-fsdp", "dp2-pp2-tp2-fsdp-zero_bubble"),
 )
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
 # Tied weights, masks that cross, batch norms, strided gradients: each where it can go wrong.
