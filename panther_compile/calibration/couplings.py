@@ -189,7 +189,7 @@ class _Looker:
         ]
 
     def _input(self, coupling: Coupling) -> Tensor:
-        """Of the reader, in the dense model."""
+        """What the reader is given in the dense model."""
         return self._dense.inputs[coupling.reader][0]
 
     def _seen(self, couplings: Sequence[Coupling]) -> list[Coupling]:

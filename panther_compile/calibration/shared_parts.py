@@ -47,7 +47,7 @@ class PartSums:
         self._reached.setdefault(target.together, []).append(target)
 
     def complete(self, passed: Collection[str]) -> Iterator[tuple[Sequence[Target], Tensor]]:
-        """The sets of which all that data reaches is in the sums, and these sums; each is given once."""
+        """The sets whose sums hold all that data reaches, and these sums; each is given once."""
         for names, waiting in list(self._waiting.items()):
             waiting.difference_update(passed)
             if not waiting:

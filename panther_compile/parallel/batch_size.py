@@ -60,7 +60,7 @@ def find_batch_size(
         start: tried first.
         predicted: whether a plan says that a number of rows fits, without a process: the search starts from
             the largest such number, in place of `start`.
-        multiple_of: of which the size has to be a multiple, as microbatches x their number.
+        multiple_of: the size has to be a multiple of this, as of the microbatches of a step.
         maximum: never exceeded.
 
     Raises:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from forging import drop, put
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -31,19 +32,6 @@ def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept") / "work"
     pc.sketchify(model(), data=data(), resume=folder, **OPTIONS)
     return folder
-
-
-def put(*keys, value):
-    def edit(record):
-        for key in keys[:-1]:
-            record = record[key]
-        record[keys[-1]] = value
-
-    return edit
-
-
-def drop(key):
-    return lambda record: record.pop(key)
 
 
 def nested(depth):

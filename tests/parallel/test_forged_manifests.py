@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from forging import drop, put
 
 from panther_compile import read_state_dict
 from panther_compile.errors import CheckpointError
@@ -26,19 +27,6 @@ def saved(tmp_path_factory):
         archive.extractall(place)
     folder = list_checkpoints(place / "training" / "dp2")[0]
     return folder, json.loads((folder / "manifest.json").read_text())
-
-
-def put(*keys, value):
-    def edit(document):
-        for key in keys[:-1]:
-            document = document[key]
-        document[keys[-1]] = value
-
-    return edit
-
-
-def drop(key):
-    return lambda document: document.pop(key)
 
 
 REFUSED = {

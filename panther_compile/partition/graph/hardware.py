@@ -123,9 +123,9 @@ CPU = Hardware(
     launch_seconds=cost.CPU.launch_seconds,
     weight_bytes_per_second=cost.CPU.weight_bytes_per_second,
 )
-# NVIDIA's data sheets of the SXM boards: 989 TFLOP/s in bf16 without sparsity, of which 60 % is taken
-# as reached; 3.35 and 4.8 TB/s, of which 80 %; NVLink 450 GB/s a direction, and one 400 Gbit/s port a
-# device between nodes, of which 80 %. Latencies are orders of magnitude. Nothing here was measured.
+# NVIDIA's data sheets of the SXM boards: 989 TFLOP/s in bf16 without sparsity, and 60 % of it taken as
+# reached; 80 % of 3.35 and 4.8 TB/s; 80 % of NVLink's 450 GB/s a direction, and of one 400 Gbit/s port a
+# device between nodes. Latencies are orders of magnitude. Nothing here was measured.
 _NVLINK, _INFINIBAND = Link(360e9, 5e-6), Link(40e9, 10e-6)
 H100 = Hardware("h100", 0.6 * 989e12, 0.8 * 3.35e12, 80 * 10**9, _NVLINK, _INFINIBAND, overlap=True)
 H200 = Hardware("h200", 0.6 * 989e12, 0.8 * 4.8e12, 141 * 10**9, _NVLINK, _INFINIBAND, overlap=True)
