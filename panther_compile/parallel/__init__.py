@@ -21,21 +21,21 @@ model_state        parameters and buffers under the user's names
 checkpoints        of a training, written in the background, whole or not at all; read by any mesh
 training_state     what a checkpoint holds; pieces and optimizer_state of it
 checkpoint_folder  files of checkpoints: manifest, checksums, what is left unfinished
+metrics            seconds, memory, and what is sent, of each step
 batch_size         the largest batch that every rank has the memory for
-optimizer_state           The state of an optimizer under the user's parameter names, so that it can be given
-pieces                    What a rank holds of a whole tensor, as boxes
-shard_functions           What stands between operations in the graph of one rank
 """
 
 from panther_compile.parallel.batch_size import find_batch_size
 from panther_compile.parallel.checkpoints import Resumed, TrainingCheckpoints, read_state_dict
 from panther_compile.parallel.engine import ParallelEngine
+from panther_compile.parallel.metrics import TrainingMetrics
 from panther_compile.parallel.parallelize import parallelize_model
 
 __all__ = [
     "ParallelEngine",
     "Resumed",
     "TrainingCheckpoints",
+    "TrainingMetrics",
     "find_batch_size",
     "parallelize_model",
     "read_state_dict",

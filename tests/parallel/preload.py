@@ -9,9 +9,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 import zoo
-from parallel import behavior, checkpoint_jobs, module_jobs, prepared, sharding_jobs, tensor_jobs, training
+from parallel import (
+    behavior,
+    checkpoint_jobs,
+    metrics_jobs,
+    module_jobs,
+    prepared,
+    sharding_jobs,
+    tensor_jobs,
+    training,
+)
 
-JOBS = behavior, checkpoint_jobs, module_jobs, sharding_jobs, tensor_jobs
+JOBS = behavior, checkpoint_jobs, metrics_jobs, module_jobs, sharding_jobs, tensor_jobs
 torch.set_num_threads(1)
 for name in ("bert", "gpt2", "vit", "resnet"):
     zoo.ZOO[name].build()
