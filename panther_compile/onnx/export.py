@@ -28,6 +28,7 @@ from panther_compile.errors import (
 from panther_compile.models.batches import Call, Data, record_calls
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.files import saved_copy, write_model
+from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.int8 import check_rounding, int8_model
 from panther_compile.onnx.verify import compare_files, load_session, verify_export
 from panther_compile.records import Closeness
@@ -202,6 +203,7 @@ def _export(
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
     _tell_apart(program.model.graph)
+    fuse_gelu(program.model)
     return program
 
 

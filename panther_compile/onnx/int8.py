@@ -13,6 +13,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.files import is_large, read_model, saved_copy
+from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
 from panther_compile.records import LayerPlan, SketchPlan
 
 ROUNDINGS = ("none", "int8")
@@ -86,7 +87,10 @@ def int8_model(model: ir.Model, folder: Path) -> Iterator[ir.Model]:
             weight_type=QuantType.QInt8,
             use_external_data_format=large,
         )
-        yield read_model(rounded)
+        result = read_model(rounded)
+        fuse_gelu(result)
+        keep_sums_apart(result)
+        yield result
 
 
 @contextmanager
