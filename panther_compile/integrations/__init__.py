@@ -1,7 +1,7 @@
 """Sketched models in other libraries: one file a library, imported only where that library is.
 
 accelerated   accelerate's own loop over a parallel model
-adapters      LoRA of PEFT on sketched layers, by the names of the dense ones, and its start from what a sket
+adapters      LoRA of PEFT on sketched layers, by the names of the dense ones, its start from what is left out
 aliases       Parameters of a model that have several names
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
@@ -10,6 +10,7 @@ latent_cache  LatentCache
 latent_layer  One layer of a latent cache
 latent_spans  Where keys and values lie: the spans of the sketched layers that may write them
 lightning_strategy   a strategy of Lightning that trains one module of a LightningModule by a partition
+model_card    A model card, README.md, beside what `save_pretrained` of transformers writes
 panther       Layers of Panther (pawX) as layers of ours
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
 streamed      A Hugging Face folder sketched weight by weight, for models that are larger than memory

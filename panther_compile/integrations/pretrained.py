@@ -6,6 +6,7 @@ transformers asks the quantizer of a model what to write beside the weights, and
 
     save_pretrained    config.json: quantization_config: {quant_method: panther_compile, layers: [...], ...}
                        model.safetensors: the factors; the record of `sketch_report` in its header
+                       README.md: see model_card.py
     from_pretrained    model on the meta device ──► empty layers of the specs ──► weights, as of any model
 
 It is registered when transformers is imported, before or after panther_compile. Where panther_compile is not
@@ -17,11 +18,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -34,9 +37,9 @@ from panther_compile.checkpoint import (
     record_from_json,
     record_to_json,
 )
-from panther_compile.errors import CheckpointMismatchError, CheckpointVersionError
+from panther_compile.errors import CheckpointError, CheckpointMismatchError, CheckpointVersionError
 from panther_compile.integrations.aliases import parameter_aliases
-from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import replace_inside
 from panther_compile.records import RECORD_ATTRIBUTE, keep_record, on_record_change
@@ -56,7 +59,8 @@ class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
         aliases: of parameters that several layers share, {other name: first name}.
         model: the class that was saved.
         version: of this format.
-        ignored: names of `_REFUSAL` tensors.
+        ignored: names of the tensors of `_refusal`.
+        base: the name of the dense model; empty if unknown.
         **others: what is for readers of the file.
 
     Raises:
@@ -70,6 +74,7 @@ class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
         model: str,
         version: int = VERSION,
         ignored: list[str] | None = None,
+        base: str = "",
         **others: Any,
     ) -> None:
         if version > VERSION:
@@ -79,7 +84,7 @@ class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = METHOD  # type: ignore[assignment]
         self.loading = LOADING
-        self.version, self.model = version, model
+        self.version, self.model, self.base = version, model, base
         self.layers, self.aliases, self.ignored = layers, dict(aliases), ignored or []
 
 
@@ -117,12 +122,20 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         if not layers:
             register(model)
             return None, {}
+        for name, tensor in model.state_dict().items():
+            if keeps_numbers_elsewhere(tensor) and not isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"{name} is a {type(tensor).__name__}, and config.json can say that a model is sketched "
+                    "or that it is quantized, not both: save the model before it is quantized, and do that "
+                    "again after from_pretrained; or keep its state_dict with torch.save"
+                )
         refusal = _refusal(model, layers)
         model.config.quantization_config = self.quantization_config = SketchedModelConfig(
             layers_to_json(model, layers),
             parameter_aliases(model),
             type(model).__name__,
             ignored=list(refusal),
+            base=base_name(model.config),
         )
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are written
@@ -232,6 +245,15 @@ def _tie(model: Any, aliases: Mapping[str, str]) -> None:
     model.all_tied_weights_keys = {**kept, **more}
     if len(kept) < len(listed):
         model._tied_weights_keys = dict(model.all_tied_weights_keys)
+
+
+def base_name(config: Any) -> str:
+    """The name of the dense model on the hub, or of its folder alone; empty if unknown."""
+    known = getattr(config, "quantization_config", None)
+    if isinstance(known, SketchedModelConfig):
+        return known.base
+    name = str(getattr(config, "name_or_path", "") or "")
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def _refusal(model: nn.Module, layers: list[SketchedLayer]) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json,
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import ConfigError, ModelSourceError, NoTargetError, ResumeError
 from panther_compile.integrations.aliases import parameter_aliases
-from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig
+from panther_compile.integrations.model_card import write_model_card
+from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig, base_name
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer, outermost
@@ -40,7 +41,7 @@ from panther_compile.planning.plan import hides_progress, make_plan
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
-from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord
+from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
 from panther_compile.reporting.progress import ProgressBar
 from panther_compile.sketching import read_config
 from panther_compile.storage import checked_path, flush, scratch_folder
@@ -400,7 +401,9 @@ def _write(
     replace_inside(model, empty_layers(model, saved, name, source))
     refusal = f"{saved[0].name}.weight"
     aliases = parameter_aliases(model) | done.aliases
-    model.config.quantization_config = SketchedModelConfig(done.layers, aliases, name, ignored=[refusal])
+    model.config.quantization_config = SketchedModelConfig(
+        done.layers, aliases, name, ignored=[refusal], base=base_name(model.config)
+    )
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield refusal, torch.empty(0)
@@ -418,6 +421,8 @@ def _write(
             and file.name not in (INDEX, "config.json")
         ):
             shutil.copy2(file, folder / file.name)
+    keep_record(model, record)
+    write_model_card(model, folder)
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], metadata: dict[str, str]) -> None:

@@ -1,6 +1,8 @@
-"""int8 and fp8 weights of torchao on the factors of a sketched model."""
+"""int8, int4 and fp8 weights of torchao on the factors of a sketched model."""
 
 import copy
+import importlib.util
+import io
 import warnings
 
 import pytest
@@ -71,6 +73,64 @@ def test_compiled(small, name, backend, fresh_dynamo):
     options = {"options": {"inner": "aot_eager"}} if backend == "panther" else {}
     with torch.no_grad():
         assert error(torch.compile(low, backend=backend, **options)(x), low(x)) < 0.04
+
+
+def int4():
+    """Four bits in groups of 32, which torchao keeps a byte each where it has no packed kernel."""
+    return quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
+
+
+@pytest.mark.parametrize("configuration", [quantization.Int8WeightOnlyConfig, int4])
+def test_saved_loaded_and_counted_in_bytes(small, configuration):
+    """The state dict goes into a sketch of the same model; bytes are those of the file, but for its names."""
+    low = quantized(small, configuration())
+    file = io.BytesIO()
+    torch.save(low.state_dict(), file)
+    size = len(file.getvalue())
+    file.seek(0)
+    again = copy.deepcopy(small)
+    again.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    x = torch.randn(4, 256).bfloat16()
+    assert torch.equal(again(x), low(x))
+    report = pc.sketch_report(low)
+    assert report.stored_bytes == pc.sketch_report(again).stored_bytes
+    assert 0 < size - report.stored_bytes < 8000
+    assert report.stored_numbers < report.stored_bytes < 0.6 * pc.sketch_report(small).stored_bytes
+
+
+def test_packed_int4_is_refused_by_torchao_without_its_kernels(small):
+    if importlib.util.find_spec("mslk") is not None:
+        pytest.skip("mslk is there")
+    with pytest.raises(ImportError, match="mslk"):
+        quantized(small, quantization.Int4WeightOnlyConfig(group_size=32))
+
+
+def test_other_folders_refuse_quantized_factors_by_name(small, tmp_path):
+    low = quantized(small, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(pc.PantherError, match=r"0\.down\.weight is a Int8Tensor"):
+        pc.save_sketched(low, tmp_path / "small")
+
+
+def test_with_transformers(tmp_path):
+    """Loaded, then quantized; a quantized one is refused by name, and so is a second quantizer."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    llama = pc.sketchify(transformers.LlamaForCausalLM(config).eval(), 0.5, synthetic=False, **OPTIONS)
+    llama.save_pretrained(tmp_path / "small")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    low = quantized(again, quantization.Int8WeightOnlyConfig())
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert 0 < error(low(ids).logits, llama(ids).logits) < 0.05
+    with pytest.raises(pc.PantherError, match="save the model before it is quantized"):
+        low.save_pretrained(tmp_path / "low")
+    torchao_config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match="SketchedModelConfig"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "small", quantization_config=torchao_config
+        )
 
 
 @pytest.mark.gpu

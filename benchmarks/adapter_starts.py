@@ -1,0 +1,192 @@
+"""What LoRA adapters start from: what a sketch left out, beside zero, PiSSA, CorDA and EVA of PEFT.
+
+    python benchmarks/adapter_starts.py gpt --trained 600 --steps 200     the small GPT of accuracy.py
+    python benchmarks/adapter_starts.py smollm2 --ratio 0.8 --steps 8     one core: 20 minutes and more
+
+Every row has adapters of the same rank on the same layers, sees the same batches in the same order, and is
+judged by text that neither the sketch nor the adapter has seen. Each start is trained at each of the rates;
+the one that ends best counts. PiSSA and CorDA change the weight of a layer, so they start on the sketch with
+its factors multiplied out, which is the same function. Rows of the dense model show what the sketch cost.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import EvaConfig, LoraConfig, get_peft_model
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.eva import initialize_lora_eva_weights
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import panther_compile as pc
+from panther_compile.integrations.adapters import init_lora_from_dense
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from accuracy_models.gpt import calibration as draw_calibration
+from accuracy_models.gpt import prepare
+from accuracy_models.gpt import train as train_gpt
+from compress_smollm2 import LENGTH, PROJECTIONS, load_smollm2
+
+ON_SKETCH = ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data")
+ON_DENSE = ("zero", "eva", "pissa", "corda")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained decoder and its texts.
+
+    Attributes:
+        model: dense; ids (B, T) to logits.
+        targets: last names of the layers with adapters.
+        seen: ids (N, T) to fit and to train on.
+        unseen: ids to be judged by.
+        batch: rows of a training step.
+    """
+
+    model: nn.Module
+    targets: list[str]
+    seen: Tensor
+    unseen: Tensor
+    batch: int
+
+    def loss(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, in nats."""
+        found = model(ids)
+        logits = getattr(found, "logits", found)
+        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module) -> float:
+        """The loss on unseen text."""
+        model.eval()
+        parts = self.unseen.split(self.batch)
+        return sum(float(self.loss(model, part)) * len(part) for part in parts) / len(self.unseen)
+
+
+def small_gpt(steps: int) -> Subject:
+    """The byte-level GPT that accuracy.py trains, here for a number of steps."""
+    texts = prepare()
+    model = train_gpt(texts, steps)
+    seen = torch.cat(draw_calibration(texts, "in", 0, 1024))
+    targets = ["query", "key", "value", "out", "up", "down"]
+    return Subject(model, targets, seen, texts["held out"][:64, :-1], 8)
+
+
+def smollm2() -> Subject:
+    """SmolLM2-135M-Instruct and Python's documentation."""
+    model, tokens = load_smollm2()
+    pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+    return Subject(model, PROJECTIONS, pieces[:128], pieces[-len(pieces) // 5 :][:12], 1)
+
+
+def with_adapters(
+    start: str, rank: int, subject: Subject, model: nn.Module, calibration: list[Tensor]
+) -> nn.Module:
+    """A model with adapters of a rank, started as said."""
+    dense = subject.model
+    named: dict[str, object] = {}
+    if start in ("pissa", "corda", "eva"):
+        named["init_lora_weights"] = start
+    if start == "corda":
+        named["corda_config"] = CordaConfig(corda_method="ipm")
+    if start == "eva":
+        # rho=1: every layer keeps the rank that it is given, as those of the other starts do.
+        named["eva_config"] = EvaConfig(rho=1.0)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=subject.targets, **named)
+    if start == "corda":
+
+        def run() -> None:
+            model.eval()
+            with torch.no_grad():
+                for ids in calibration:
+                    model(ids)
+
+        preprocess_corda(model, config, run_model=run)
+    tuned = get_peft_model(model, config)
+    if start == "eva":
+        initialize_lora_eva_weights(
+            tuned,
+            [{"input_ids": ids} for ids in calibration],
+            forward_fn=lambda one, inputs: one(inputs["input_ids"]),
+            prepare_model_inputs_fn=None,
+            prepare_layer_inputs_fn=lambda inputs, *_: inputs[0].flatten(0, -2),
+            show_progress_bar=False,
+        )
+    if start.startswith("ours"):
+        init_lora_from_dense(tuned, dense, data=calibration if start == "ours, data" else None)
+    return tuned
+
+
+def train(subject: Subject, tuned: nn.Module, rate: float, checked: list[int]) -> Iterator[float]:
+    """AdamW on the adapters, dropout off; the loss on unseen text after each number of steps."""
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=rate, weight_decay=0)
+    batches = subject.seen.split(subject.batch)
+    for step in range(checked[-1] + 1):
+        if step in checked:
+            yield subject.judge(tuned)
+        if step < checked[-1]:
+            loss = subject.loss(tuned, batches[step % len(batches)])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def table(
+    subject: Subject, given: argparse.Namespace, checked: list[int], show: Callable[[str], None]
+) -> None:
+    """Sketch the model, then a row for each start on it, and on the dense model."""
+    calibration = list(subject.seen[: 8 * subject.batch].split(subject.batch))
+    begin = time.perf_counter()
+    data = {"data": calibration, "narrow": False} if given.data else {"synthetic": False}
+    small = pc.sketchify(subject.model, given.ratio, progress=False, **data)
+    took = time.perf_counter() - begin
+    dense, sketch = (subject.judge(model) for model in (subject.model, small))
+    show(f"loss: dense {dense:.4f}, sketch {sketch:.4f}, made in {took:.0f} s\n")
+    heads = [f"after {count}" for count in checked[1:]]
+    show(f"| base | start | before | {' | '.join(heads)} | rate | seconds to start |")
+    show(f"|---|---|{'--:|' * (len(heads) + 3)}")
+    for base, starts in (("sketch", ON_SKETCH), ("dense", ON_DENSE)):
+        for start in starts:
+            model = small if base == "sketch" else subject.model
+            if base == "sketch" and start in ("pissa", "corda"):
+                model = pc.densify(small)
+            ends = []
+            torch.manual_seed(0)
+            begin = time.perf_counter()
+            tuned = with_adapters(start, given.rank, subject, copy.deepcopy(model), calibration)
+            took = time.perf_counter() - begin
+            for rate in given.rates:
+                losses = list(train(subject, copy.deepcopy(tuned), rate, checked))
+                ends.append((losses[-1], rate, losses))
+            _, rate, losses = min(ends)
+            cells = " | ".join(f"{loss:.4f}" for loss in losses)
+            show(f"| {base} | {start} | {cells} | {rate:g} | {took:.0f} |")
+
+
+def main() -> None:
+    """Measure one model, and print its table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=["gpt", "smollm2"])
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 1e-3])
+    parser.add_argument(
+        "--data", action="store_true", help="fit the sketch to data, in place of weights alone"
+    )
+    parser.add_argument("--trained", type=int, default=600, help="steps that the small GPT is trained for")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    subject = small_gpt(given.trained) if given.model == "gpt" else smollm2()
+    table(subject, given, [0, given.steps // 4, given.steps], lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A model card: the README.md that `save_pretrained` of transformers leaves beside a sketched model.
+
+transformers tells a quantizer neither the folder nor when it is written, so its `save_pretrained` is wrapped:
+once it has written a sketched model, the card is put beside it, unless a README.md is there that is not ours.
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import modeling_utils
+
+from panther_compile.layers.base import outermost
+from panther_compile.report import SketchReport, sketch_report
+
+CARD = "README.md"
+OURS = "<!-- Written by panther_compile, and written again unless this line is taken out. -->"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def write_model_card(model: Any, folder: Path) -> None:
+    """Write the card of a sketched model into its folder; leave one that is not ours."""
+    file = folder / CARD
+    if file.exists() and OURS not in file.read_text(encoding="utf-8"):
+        return
+    sketch = model.config.quantization_config
+    file.write_text(model_card(sketch_report(model), sketch.model, sketch.base), encoding="utf-8")
+
+
+def model_card(report: SketchReport, kind: str, base: str) -> str:
+    """The card as Markdown.
+
+    Args:
+        report: of the model.
+        kind: its class.
+        base: the name of the dense model, of the hub if it has a slash; empty if unknown.
+    """
+    on_hub = f"base_model: {base}\n" if _HUB_NAME.fullmatch(base) else ""
+    dense = f"`{base}`" if base else f"a {kind}"
+    count = f"{len(report.sketched)} weights"
+    quality = "not compared with the dense model" if report.closeness is None else str(report.closeness)
+    return f"""---
+library_name: transformers
+{on_hub}tags:
+- panther_compile
+- low-rank
+---
+{OURS}
+
+# {dense}, sketched
+
+Low-rank layers by panther_compile in the place of {count}.
+
+| | dense | here |
+|---|--:|--:|
+| parameters and buffers | {report.dense_numbers:,} | {report.stored_numbers:,} |
+| bytes | {report.dense_bytes:,} | {report.stored_bytes:,} |
+| of the replaced weights | {report.replaced_dense_numbers:,} | {report.replaced_stored_numbers:,} |
+
+Ratio asked for: {report.ratio_asked}; found: {report.achieved_ratio:.4f}.
+
+Quality when it was made, {quality}.
+
+```python
+import panther_compile  # pip install "panther-compile[transformers]"; before the model is loaded
+from transformers import {kind}
+
+model = {kind}.from_pretrained("this folder")
+print(panther_compile.sketch_report(model))  # each layer
+```
+"""
+
+
+_theirs = modeling_utils.PreTrainedModel.save_pretrained
+
+
+@functools.wraps(_theirs)
+def _save_pretrained(
+    self: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
+) -> Any:
+    result = _theirs(self, save_directory, is_main_process, *args, **options)
+    adapters_alone = getattr(self, "_hf_peft_config_loaded", False)
+    if is_main_process and not adapters_alone and next(outermost(self), None) is not None:
+        write_model_card(self, Path(save_directory))
+    return result
+
+
+modeling_utils.PreTrainedModel.save_pretrained = _save_pretrained
