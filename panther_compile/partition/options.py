@@ -188,15 +188,9 @@ def _in_flight(
     schedule: str, devices: int, microbatches: int, stages_per_device: int, training: bool
 ) -> tuple[int, ...]:
     """Microbatches that each stage holds at once."""
-    stages = devices * stages_per_device
     if not training:
-        return (1,) * stages
-    if schedule == "1f1b":  # without counting, as there may be a thousand stages
-        return tuple(min(microbatches, stages - stage) for stage in range(stages))
-    if schedule == "interleaved":  # the most are held before the first backwards, in a few groups
-        microbatches = min(microbatches, 4 * devices)
-    orders = order_actions(schedule, devices, microbatches, stages_per_device=stages_per_device)
-    return count_in_flight(orders, stages)
+        return (1,) * (devices * stages_per_device)
+    return count_in_flight(schedule, devices, microbatches, stages_per_device)
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from panther_compile import Hardware, partition_model, plan_sketch
 from panther_compile.errors import ConfigError, MeshError, NoTargetError, StageMemoryError
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Link, Mesh
+from panther_compile.partition.shards import elimination
 from panther_compile.partition.stages.mesh_search import find_meshes
 from panther_compile.skeleton import sketch_skeleton
 
@@ -220,6 +221,37 @@ def test_ranks_of_a_world_of_64_in_one_process(world):
             planned = [one for one in part.collectives if one.stage == index and one.phase == phase]
             assert seen.get_total_counts() == len(planned)
         assert all(parameter.grad.shape == parameter.shape for parameter in held.values())
+
+
+class Forgetful(dict):
+    def __contains__(self, key):
+        return False
+
+
+def test_blocks_that_repeat_are_labelled_once(monkeypatch):
+    """The same plan as without looking up what equal blocks came to; tables do not grow with the blocks."""
+    solve, prepare, solved = elimination._solve, elimination._Tables.__init__, []
+
+    def count(sizes, tables):
+        solved.append(sizes)
+        return solve(sizes, tables)
+
+    def forget(self, labels):
+        prepare(self, labels)
+        self._solved = Forgetful()
+
+    def plan(blocks):
+        solved.clear()
+        part = partition_model(Mlp(layers=blocks), torch.randn(64, 32), mesh={"tp": 2}, hardware="h100")
+        return part.to_json(), len(solved)
+
+    monkeypatch.setattr(elimination, "_solve", count)
+    (_, few), (found, many) = plan(4), plan(16)
+    monkeypatch.setattr(elimination._Tables, "__init__", forget)
+    wanted, without = plan(16)
+    assert found == wanted
+    assert many == few
+    assert without > 8 * many
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What could be sharded over the tp axis in a graph, and what it costs: the problem that `label` solves."""
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +18,8 @@ from panther_compile.partition.shards.sequence import Positions, find_positions
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 _MOST_BLOCKS = 8
+# Nodes that shards of a layer's result reach, as bits.
+Reached = dict[fx.Node, dict[Shard, int]]
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,10 @@ def _count_costs(
 
 def _follow_features(problem: Problem) -> None:
     """From layer to layer: in how many blocks each is sharded, and how the nodes between run on shards."""
+    reached = _reach(problem)
     for node in problem.graph_module.graph.nodes:
         if node in problem.layers:
-            problem.blocks[node] = _choose_blocks(problem, node)
+            problem.blocks[node] = _choose_blocks(problem, node, reached)
         elif node.op == "call_function" and node not in problem.inner and node not in problem.fixed:
             shards = ((source, problem.feature_shard(source)) for source in node.all_input_nodes)
             found = (
@@ -295,36 +297,59 @@ def _keep_splits_together(rules: dict[fx.Node, Rule]) -> None:
                 rules.pop(dropped, None)
 
 
-def _choose_blocks(problem: Problem, node: fx.Node) -> tuple[int, int]:
+def _choose_blocks(problem: Problem, node: fx.Node, reached: Reached) -> tuple[int, int]:
     """Blocks of a layer's outputs, by how far shards reach with them; and of its inputs, as they come."""
     layer = problem.layers[node]
     source = problem.feature_shard(layer.x)
     along_features = source is not None and source.dim == len(shape(layer.x)) - 1
     inputs = source.blocks if source is not None and along_features else 1
-    reached = {}
-    for blocks in range(1, _MOST_BLOCKS + 1):
-        column = layer.column(blocks, problem.ring.tp)
-        if column is not None and node not in problem.fixed:
-            reached[blocks] = _reach(problem, node, column[0])
-    best = max(reached.values(), default=0)
-    return next((blocks for blocks, reach in reached.items() if reach == best), 1), inputs
+    counts = {shard.blocks: nodes.bit_count() for shard, nodes in reached.get(node, {}).items()}
+    best = max(counts.values(), default=0)
+    return next((blocks for blocks, count in counts.items() if count == best), 1), inputs
 
 
-def _reach(problem: Problem, start: fx.Node, placement: Shard) -> int:
-    """Nodes behind a layer that run on shards of its result, layers by rows included."""
-    known = {start: placement}
-    queue = deque([start])
-    while queue:
-        source = queue.popleft()
-        for user in source.users:
-            if user in known or user in problem.fixed or user.op != "call_function":
-                continue
-            if user in problem.layers or user in problem.inner:
-                if known[source].dim == len(shape(source)) - 1:
-                    known[user] = known[source]
-                continue
-            rule = problem.known.derive(user, source, known[source], problem.ring.tp)
-            if rule is not None:
-                known[user] = rule.out
-                queue.append(user)
-    return len(known)
+def _reach(problem: Problem) -> Reached:
+    """Nodes behind each layer that run on shards of its result, layers by rows included, for any blocks.
+
+    What shards of a node's result reach is found once for all layers before it.
+    """
+    starts = _column_shards(problem)
+    steps: dict[tuple[fx.Node, Shard], list[tuple[fx.Node, Shard | None]]] = {}
+    arrive: dict[fx.Node, dict[Shard, None]] = {
+        node: dict.fromkeys(shards) for node, shards in starts.items()
+    }
+    nodes = list(problem.graph_module.graph.nodes)
+    for node in nodes:
+        for shard in arrive.get(node, ()):
+            ways = steps[node, shard] = []
+            for user in node.users:
+                if user in problem.fixed or user.op != "call_function":
+                    continue
+                if user in problem.layers or user in problem.inner:
+                    if shard.dim == len(shape(node)) - 1:
+                        ways.append((user, None))
+                    continue
+                rule = problem.known.derive(user, node, shard, problem.ring.tp)
+                if rule is not None:
+                    ways.append((user, rule.out))
+                    arrive.setdefault(user, {})[rule.out] = None
+    bit = {node: 1 << number for number, node in enumerate(nodes)}
+    reached: Reached = {}
+    for node in reversed(nodes):
+        for shard in arrive.get(node, ()):
+            found = bit[node]
+            for user, out in steps[node, shard]:
+                found |= bit[user] if out is None else reached[user][out]
+            reached.setdefault(node, {})[shard] = found
+    return {node: {shard: reached[node][shard] for shard in shards} for node, shards in starts.items()}
+
+
+def _column_shards(problem: Problem) -> dict[fx.Node, list[Shard]]:
+    """What each layer by columns may give, in up to so many blocks."""
+    tp = problem.ring.tp
+    found: dict[fx.Node, list[Shard]] = {}
+    for node, layer in problem.layers.items():
+        if node not in problem.fixed:
+            columns = (layer.column(blocks, tp) for blocks in range(1, _MOST_BLOCKS + 1))
+            found[node] = [column[0] for column in columns if column is not None]
+    return found

@@ -16,7 +16,11 @@ al., SC 2021), which is 1f1b over groups of D microbatches, each group once thro
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+Counts = NDArray[np.int_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,7 @@ def order_actions(
     total = microbatches * stages_per_device
     orders = []
     for device in range(devices):
-        if schedule == "gpipe" or not training:
-            warmup = total
-        elif schedule == "1f1b":
-            warmup = min(total, devices - device - 1)
-        else:
-            warmup = min(total, 2 * (devices - device - 1) + (stages_per_device - 1) * devices)
+        warmup = _warmup(schedule, device, devices, total, stages_per_device) if training else total
         forward = [_nth("F", n, device, devices, stages_per_device) for n in range(total)]
         backward = [_nth("B", n, device, devices, stages_per_device) for n in range(total)]
         order = forward[:warmup]
@@ -89,15 +88,40 @@ def _nth(kind: str, number: int, device: int, devices: int, stages_per_device: i
     return Action(kind, turn * devices + device, group * devices + offset)
 
 
-def count_in_flight(orders: Sequence[Sequence[Action]], stages: int) -> tuple[int, ...]:
-    """The most microbatches of each stage that have run forward and wait for their backward."""
-    peak = [0] * stages
-    for order in orders:
-        held = [0] * stages
-        for action in order:
-            held[action.stage] += 1 if action.kind == "F" else -1
-            peak[action.stage] = max(peak[action.stage], held[action.stage])
-    return tuple(peak)
+def count_in_flight(
+    schedule: str, devices: int, microbatches: int, stages_per_device: int = 1
+) -> tuple[int, ...]:
+    """The most microbatches of each stage that have run forward and wait for their backward.
+
+    After the warmup each step is a forward and then a backward; what that leaves waiting repeats after as
+    many steps as a device has stages and the pipeline devices.
+    """
+    total = microbatches * stages_per_device
+    held = np.zeros((stages_per_device, devices), dtype=int)
+    for device in range(devices):
+        warmup = _warmup(schedule, device, devices, total, stages_per_device)
+        steps = np.arange(max(1, min(total - warmup, devices * stages_per_device)))
+        for turn in range(stages_per_device):
+            forward = _of_turn(np.minimum(steps + warmup + 1, total), turn, devices, stages_per_device)
+            backward = _of_turn(steps, stages_per_device - 1 - turn, devices, stages_per_device)
+            held[turn, device] = (forward - backward).max()
+    return tuple(held.ravel().tolist())
+
+
+def _warmup(schedule: str, device: int, devices: int, total: int, stages_per_device: int) -> int:
+    """Forwards of a device before those that a backward follows."""
+    if schedule == "gpipe":
+        return total
+    if schedule == "1f1b":
+        return min(total, devices - device - 1)
+    return min(total, 2 * (devices - device - 1) + (stages_per_device - 1) * devices)
+
+
+def _of_turn(count: Counts, turn: int, devices: int, stages_per_device: int) -> Counts:
+    """How many of the first actions of a device are of its stage of some turn."""
+    groups, place = np.divmod(count, devices * stages_per_device)
+    found: Counts = groups * devices + np.clip(place - turn * devices, 0, devices)
+    return found
 
 
 def simulate(
