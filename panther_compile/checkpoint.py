@@ -27,9 +27,8 @@ from panther_compile.errors import (
     CheckpointVersionError,
     ConfigTypeError,
     NoTargetError,
-    first_line,
 )
-from panther_compile.kinds.registry import layer_types
+from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
@@ -51,7 +50,7 @@ from panther_compile.storage import (
     locked,
     scratch_folder,
 )
-from panther_compile.typed_json import read_arguments, read_record
+from panther_compile.typed_json import read_record
 
 FORMAT, FORMAT_VERSION = "panther_compile.sketch", 1
 PLAN_FILE = "sketch.json"
@@ -364,28 +363,10 @@ def empty_layers(
                 f"{path} is a sketch of a {model}; the skeleton, a {type(skeleton).__name__}, "
                 f"has no layer {entry.name!r}"
             ) from error
-        layer_type = layer_types().get(entry.type)
-        if layer_type is None:
-            raise CheckpointVersionError(
-                f"{path} holds a {entry.type} ({entry.name!r}), which this panther_compile does not know: "
-                "upgrade it"
-            )
-        layer = _empty_layer(layer_type, entry, path).adopt(old)
+        layer = described_layer(entry.type, entry.spec, f"{path}: {entry.name!r}").adopt(old)
         _check_size(old, layer, entry.name, model, path)
         new[old] = layer.train(old.training)
     return new
-
-
-def _empty_layer(layer_type: type[SketchedLayer], entry: SavedLayer, path: str | Path) -> SketchedLayer:
-    what = f"{path}: the {entry.type} {entry.name!r}"
-    arguments = read_arguments(layer_type, entry.spec, what)
-    try:
-        return layer_type(**arguments, device="meta")
-    # Numbers of a file that was written by hand: torch may say anything of them.
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"{what} cannot be made: {type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
 # What a layer and the one that it replaces have in common, and no tensor tells.

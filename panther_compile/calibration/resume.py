@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
-from panther_compile.errors import CheckpointError, ResumeError, first_line
-from panther_compile.kinds.registry import layer_types
+from panther_compile.errors import CheckpointError, ResumeError
+from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
 from panther_compile.storage import SCRATCH_PREFIX, checked_path, replace_file
-from panther_compile.typed_json import read_arguments, read_record
+from panther_compile.typed_json import read_record
 
 FORMAT = "panther_compile.calibration 5"
 MANIFEST = "calibration.json"
@@ -193,7 +193,12 @@ class Folder:
         file = self.path / _layer_file(plan, name)
         with _changed(file):
             found = read_record(KeptLayer, record, "the record")
-            layer = _empty(found, weight)
+            layer = described_layer(found.type, found.spec, name, weight.dtype)
+            stands_for: Any = layer.weight
+            if stands_for.shape != weight.shape:
+                raise CheckpointError(
+                    f"its weight is {tuple(stands_for.shape)}, wanted {tuple(weight.shape)}"
+                )
             held = layer.state_dict(keep_vars=True)
             shapes = {key: (tuple(one.shape), one.dtype) for key, one in held.items()}
             if shapes != {key: (tuple(one.shape), one.dtype) for key, one in tensors.items()}:
@@ -256,23 +261,6 @@ def _changed(file: Path) -> Iterator[None]:
         yield
     except (CheckpointError, KeyError) as error:
         raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
-
-
-def _empty(found: KeptLayer, weight: Tensor) -> SketchedLayer:
-    """A layer as it is described, on the meta device, that stands for one of a weight."""
-    layer_type = layer_types().get(found.type)
-    if layer_type is None:
-        raise CheckpointError(f"its type is {found.type!r}")
-    arguments = read_arguments(layer_type, found.spec, f"the {found.type}")
-    try:
-        layer = layer_type(**arguments, device="meta", dtype=weight.dtype)
-    # Numbers of a file that was written by hand: torch may say anything of them.
-    except Exception as error:
-        raise CheckpointError(f"no {found.type} can be made: {first_line(error)}") from error
-    found_weight: Any = layer.weight
-    if found_weight.shape != weight.shape:
-        raise CheckpointError(f"its weight is {tuple(found_weight.shape)}, wanted {tuple(weight.shape)}")
-    return layer
 
 
 def identity_of(

@@ -42,7 +42,7 @@ def project_state_dict(
     Raises:
         NoTargetError: the model holds no sketched layer.
         CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
-            (a narrow layer or a convolution); it is named.
+            (a narrow layer, a convolution, experts); it is named.
     """
     layers = list(outermost(model))
     if not layers:
@@ -86,8 +86,8 @@ def _weights(
         return {name: (layer, _of_shape(state, f"{name}.weight", layer.weight.shape), None)}
     if not isinstance(layer, SketchedLinear):
         raise CheckpointMismatchError(
-            f"{name} is a {type(layer).__name__}, which has no place for the features of a dense weight that "
-            "it left out: sketchify the dense model"
+            f"{name} is a {type(layer).__name__}, which cannot follow a dense weight, as one pair of factors "
+            "can: sketchify the dense model instead"
         )
     weight = _of_shape(state, f"{name}.weight", layer.weight.shape)
     weight = weight.t() if isinstance(layer, SketchedConv1D) else weight

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError, first_line
 from panther_compile.kinds.attention import AttentionKind
 from panther_compile.kinds.base import Functional, Kind
 from panther_compile.kinds.conv1d import Conv1dKind
@@ -15,6 +17,7 @@ from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
 from panther_compile.kinds.recurrent import GRUKind, LSTMKind
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.typed_json import read_arguments
 
 # Attention first: it claims its projections, which would look like any other linear layer.
 KINDS: tuple[Kind, ...] = (
@@ -52,6 +55,35 @@ def is_known(module: nn.Module) -> bool:
 def layer_types() -> dict[str, type[SketchedLayer]]:
     """The sketched layers that kinds make, by the name under which saved models know them."""
     return {layer.__name__: layer for kind in KINDS for layer in kind.layers}
+
+
+def described_layer(
+    type_name: str, spec: object, where: str, dtype: torch.dtype | None = None
+) -> SketchedLayer:
+    """A sketched layer as a file describes it, on the meta device.
+
+    Args:
+        type_name: see `layer_types`.
+        spec: the arguments of its constructor, see `SketchedLayer.sketch_spec`.
+        where: which file and layer, for messages.
+        dtype: of its tensors.
+
+    Raises:
+        CheckpointCorruptError: no layer can be made of it.
+        CheckpointVersionError: the type, or one of its arguments, is not known here.
+    """
+    layer_type = layer_types().get(type_name)
+    if layer_type is None:
+        raise CheckpointVersionError(
+            f"{where} is a {type_name}, which this panther_compile does not know: upgrade it"
+        )
+    arguments = read_arguments(layer_type, spec, f"{where}, a {type_name},")
+    try:
+        return layer_type(**arguments, device="meta", dtype=dtype)
+    # Numbers of a file that was written by hand: torch may say anything of them.
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointCorruptError(f"{where}, a {type_name}, cannot be made: {said}") from error
 
 
 def find_functional(target: Any) -> Functional | None:
