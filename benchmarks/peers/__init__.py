@@ -11,6 +11,7 @@ from peers import (
     fwsvd,
     int8,
     int8_weights,
+    kfac_svd,
     mpifa,
     panther_copy,
     svd,
@@ -18,6 +19,7 @@ from peers import (
     svd_llm_v2,
     swift_svd,
     two_four,
+    zs_svd,
 )
 from peers.job import Job
 from peers.nested import nested
@@ -55,5 +57,8 @@ PEERS = {
     "swift": Peer("Swift-SVD", nested("swift", swift_svd.decompose), calibrated=True),
     "aa-svd": Peer("AA-SVD, objective 4", aa_svd.compress, calibrated=True),
     "aa-svd-refined": Peer("AA-SVD, refined", aa_svd.compress_and_refine, calibrated=True),
+    "kfac-svd": Peer("KFAC-SVD", kfac_svd.uniform, calibrated=True),
+    "kfac-svd-lems": Peer("KFAC-SVD with LEMS", kfac_svd.compress, calibrated=True),
+    "zs-svd": Peer("ZS-SVD", zs_svd.compress, calibrated=True),
     "mpifa": Peer("MPIFA", mpifa.compress, calibrated=True),
 }
