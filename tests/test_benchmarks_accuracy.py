@@ -11,7 +11,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: it has an onnx.py
 from accuracy_report import Result, Store, report
-from peers import PEERS, aa_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four
+from peers import PEERS, aa_svd, kfac_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four, zs_svd
 from peers.budget import count_numbers, pivoted_numbers, spend
 from peers.calibration import collect, fisher
 from peers.job import Job, NotDefinedError
@@ -283,6 +283,36 @@ def test_allocation_removes_less_where_the_loss_is_larger():
     capped = allocate({"a": 1.0, "b": 1e9, "c": 1e9}, 0.2)
     assert min(capped.values()) >= 0.03 - 1e-9
     assert sum(capped.values()) == pytest.approx(0.6)
+
+
+def test_kfac_svd_has_the_least_error_in_both_metrics(mixed_job):
+    name = NAMES[-1]
+    weight, statistics = mixed_job.weight(name), mixed_job.statistics[name].gram
+    inputs, _ = kfac_svd._root(statistics, kfac_svd.INPUT_DAMPING)
+    outputs, _ = kfac_svd._root(kfac_svd._gradients(mixed_job)[name], kfac_svd.IMAGE_DAMPING)
+    left, right = kfac_svd.decompose(mixed_job, name)
+    tails = torch.linalg.svdvals(outputs.T @ weight @ inputs)
+    for rank in (4, 12, 30):
+        error = outputs.T @ (weight - left[:, :rank] @ right[:rank]) @ inputs
+        assert float(error.norm()) == pytest.approx(float(tails[rank:].norm()), 1e-6)
+
+
+def test_lems_gives_more_rank_to_what_costs_more(mixed_job):
+    flat = torch.linspace(1.0, 0.0, 100)
+    even = kfac_svd._choose(mixed_job, 0.5, dict.fromkeys(NAMES, flat))
+    dear = kfac_svd._choose(mixed_job, 0.5, dict.fromkeys(NAMES, flat) | {"head.0": 100.0 * flat})
+    assert dear["head.0"] is None or (even["head.0"] is not None and dear["head.0"] > even["head.0"])
+
+
+def test_zero_sum_balances_what_it_leaves_out():
+    factors = torch.empty(0), torch.empty(0)
+    changes = {"a": [9.0, -2.0, 1.0, -0.5], "b": [9.0, 3.0, -1.5, 0.25]}
+    layers = {name: zs_svd._Layer(factors, found, 4, 40, 10) for name, found in changes.items()}
+    zs_svd._leave_out(layers, 50)
+    # +.25 of b, -.5 of a brings the sum back, +1 of a
+    assert (layers["a"].kept, layers["b"].kept) == (2, 3)
+    zs_svd._leave_out(layers, 40)
+    assert (layers["a"].kept, layers["b"].kept) == (2, 2)
 
 
 @pytest.mark.parametrize("name", ["2:4", "int8", "int8-weights"])
