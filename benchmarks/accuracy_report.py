@@ -214,7 +214,8 @@ def draw(store: Store, models: Sequence[str], titles: Mapping[str, str], path: P
     figure, axes = plt.subplots(
         lines, columns, figsize=(4.6 * columns, 4 * lines), squeeze=False, layout="constrained"
     )
-    colours = dict(zip(titles, plt.get_cmap("tab20").colors, strict=False))
+    palette = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
+    colours = dict(zip(titles, palette, strict=False))
     handles = {}
     for axis, model in zip(axes.flat, models, strict=False):
         description = store.descriptions[model, False]
