@@ -49,6 +49,8 @@ def add_options(command: argparse.ArgumentParser, names: Collection[str] = NAMES
             how = {"action": argparse.BooleanOptionalAction}
         elif int in allowed:
             how = {"type": int, "metavar": "N"}
+        elif float in allowed:
+            how = {"type": float, "metavar": "X"}
         option = "--" + name.replace("_", "-")
         command.add_argument(option, dest=name, default=argparse.SUPPRESS, help=texts.get(name), **how)
 

@@ -59,6 +59,9 @@ class SketchConfig:
         synthetic: whether inputs may be made up where no data is given and 0.5 to 500 million numbers are
             to be sketched: to compare outputs on, and to fit layers to if the model says enough of them.
         narrow: whether data may also leave features out that one layer hands another, see `NarrowLinear`.
+        cache_ratio: with `objective="cache"`: the numbers of a token that are kept over those of the dense
+            model, in (0, 1]; None lets the weights that write them have the same share of their numbers as
+            the others. Whatever they store, all together keep to `ratio`.
 
     Raises:
         ConfigError: an option is out of range, or two options conflict.
@@ -85,6 +88,7 @@ class SketchConfig:
     refine_steps: int = 200
     narrow: bool = True
     synthetic: bool = True
+    cache_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -120,6 +124,13 @@ class SketchConfig:
         _check_choice("objective", self.objective, OBJECTIVES)
         if self.allow_slower and self.objective == "latency":
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
+        if self.cache_ratio is not None:
+            _check_ratio("cache_ratio", self.cache_ratio)
+            if self.objective != "cache" or isinstance(self.ratio, Mapping):
+                raise ConfigError(
+                    f"cache_ratio={self.cache_ratio!r} is for objective='cache' and a single ratio, got "
+                    f"objective={self.objective!r}, ratio={self.ratio!r}"
+                )
         _check_type("inplace", self.inplace, bool)
         _check_type("narrow", self.narrow, bool)
         _check_type("synthetic", self.synthetic, bool)
@@ -235,3 +246,4 @@ class SketchOptions(TypedDict, total=False):
     refine_steps: int
     narrow: bool
     synthetic: bool
+    cache_ratio: float | None

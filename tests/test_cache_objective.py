@@ -12,9 +12,9 @@ from panther_compile.errors import ConfigError
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.models.cached import head_outputs
-from panther_compile.planning.cached import stack_cached, unstack
+from panther_compile.planning.cached import stack_cached, unstack, with_rest
 from panther_compile.planning.plan import plan_units
-from panther_compile.records import Cached, SketchPlan, Unit
+from panther_compile.records import Cached, Choice, LayerPlan, SketchPlan, Unit
 
 OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
 WIDTHS = dict(
@@ -142,6 +142,31 @@ def test_a_factor_that_keys_and_values_share_has_no_more_ranks_than_either_has_o
     assert small.model.layers[0].self_attn.k_proj.rank == 32
     assert 0.84 < report.achieved_ratio <= 0.85  # the other layers have what that leaves
     assert report.dense_cache_bytes == 2 * report.latent_cache_bytes
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+@pytest.mark.parametrize("share", [0.3, 0.45])
+def test_the_share_of_the_cache_is_kept_to_whatever_the_ratio(share):
+    small = sketched("llama", cache_ratio=share)
+    report = pc.sketch_report(small)
+    kept, whole = report.latent_cache_bytes, report.dense_cache_bytes
+    assert share - 0.05 < kept / whole <= share  # a rank is 1 / 64 of it
+    assert 0.48 < report.achieved_ratio <= 0.5
+
+
+def test_a_share_of_the_cache_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"cache_ratio=0\.3: at least 0\.5\d+ of the numbers of a token"):
+        sketched("qwen3", cache_ratio=0.3)
+    with pytest.raises(ConfigError, match=r"cache_ratio=0\.3 is for objective='cache' and a single ratio"):
+        pc.sketchify(dense_model("llama"), 0.5, data=texts(), cache_ratio=0.3)
+    with pytest.raises(ConfigError, match=r"cache_ratio=0\.3 is for objective='cache' and a single ratio"):
+        pc.plan_sketch(dense_model("llama"), {"*": 0.5}, objective="cache", cache_ratio=0.3)
+    with pytest.raises(ConfigError, match="cache_ratio leaves nothing to the layers that write no cache"):
+        with_rest(
+            0.1,
+            [LayerPlan("k", "Linear", (64, 64), 4096, Choice("pair", 30, (30,), 3840, 0.1), "")],
+            [(Unit("q", (64, 64), 4096, 0, (), cost.CPU), "Linear")],
+        )
 
 
 def test_without_data_or_a_cache_it_is_refused():

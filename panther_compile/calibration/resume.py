@@ -40,7 +40,7 @@ MANIFEST = "calibration.json"
 _UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
 _PARTS = {"factors": 3, "links": 6}  # tensors of a name
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
-_FREE = ("ratio", "include", "exclude", "inplace", "progress", "refine")
+_FREE = ("ratio", "cache_ratio", "include", "exclude", "inplace", "progress", "refine")
 
 FittedLayer = tuple[SketchedLayer, Fitted]
 

@@ -4,21 +4,23 @@
 
 Per number that is kept nothing loses less: factors of ranks a and b apart are one of rank a + b. They have a
 budget of their own, the same share of their numbers as of the others: else ranks would go to them, which are
-small and matter much, and the cache would stay as it is.
+small and matter much, and the cache would stay as it is. With `cache_ratio` their budget is what that leaves.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from panther_compile.errors import ConfigError
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.names import stack_name
-from panther_compile.records import Cached, LayerPlan, Unit
+from panther_compile.records import Cached, LayerPlan, SketchPlan, Unit
 
 Pool = Sequence[tuple[Unit, str]]
 _MOST = 0.95  # of the dense numbers
+_BISECTIONS = 12
 
 
 def stack_cached(
@@ -82,9 +84,57 @@ def unstack(lines: Sequence[LayerPlan], pool: Pool, cached: Sequence[Cached]) ->
             yield LayerPlan(name, kind, unit.shape, unit.dense_numbers, choice, line.reason)
 
 
+def within_cache(
+    share: float | None,
+    ratio: float,
+    pool: Pool,
+    cached: Sequence[Cached],
+    plan_at: Callable[[float], Sequence[LayerPlan]],
+) -> Sequence[LayerPlan]:
+    """The lines of the largest budget with which no more than a share of the numbers of a token is kept.
+
+    Args:
+        share: in (0, 1]; None asks for the lines at the ratio.
+        ratio: of the stacks, unless a share is given.
+        pool: the units before they were stacked.
+        cached: what the cache holds.
+        plan_at: gives the lines of the stacks at a ratio.
+
+    Raises:
+        ConfigError: no budget keeps so few; what is normalised, or dense, is kept whole.
+    """
+    if share is None or not cached:
+        return plan_at(ratio)
+    low, high = 0.0, _MOST
+    found: Sequence[LayerPlan] = ()
+    least = 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        lines = plan_at(middle)
+        plan = SketchPlan(tuple(unstack(lines, pool, cached)), "", "", cached=tuple(cached))
+        whole, kept = plan.cached_numbers
+        least = min(least, kept / whole)
+        if kept <= share * whole:
+            low, found = middle, lines
+        else:
+            high = middle
+    if not found:
+        raise ConfigError(f"cache_ratio={share:g}: at least {least:.3f} of the numbers of a token are kept")
+    return found
+
+
 def with_rest(ratio: float, lines: Sequence[LayerPlan], others: Pool) -> float:
-    """The ratio of the other units, with what the stacks of `lines` left of theirs: ranks have limits."""
+    """The ratio of the other units, with what the stacks of `lines` left of theirs, or took beyond it.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
     sketched = [line for line in lines if line.choice is not None]
     left = sum(ratio * line.dense_numbers - line.stored_numbers for line in sketched)
     dense = sum(unit.dense_numbers for unit, _ in others)
-    return max(ratio, min(ratio + left / dense, _MOST)) if sketched and dense else ratio
+    if not sketched or not dense:
+        return ratio
+    rest = ratio + left / dense
+    if rest <= 0.0:
+        raise ConfigError(f"ratio={ratio:g}: cache_ratio leaves nothing to the layers that write no cache")
+    return rest if left < 0.0 else max(ratio, min(rest, _MOST))

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.kinds.parts import parts_of, units_of
-from panther_compile.planning.cached import stack_cached, unstack, with_rest
+from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
@@ -132,7 +133,8 @@ def make_plan(
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
         slow = config.allow_slower if timed is None else None
         stacks, rest = stack_cached(pool, cached, values)
-        written = _plan_pool(stacks, ratio, config, allocation, timed)
+        plan_at = partial(_plan_pool, stacks, config=config, allocation=allocation, found=timed)
+        written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
         ratio = with_rest(ratio, written, rest)
         joined = join(rest, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
