@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,46 @@ def _resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
 
 
+def _clip() -> nn.Module:
+    return transformers.CLIPModel(transformers.CLIPConfig())
+
+
+def _vision_decoder() -> nn.Module:
+    decoder = transformers.GPT2Config(use_cache=False)
+    of_both = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
+    return transformers.VisionEncoderDecoderModel(of_both(transformers.ViTConfig(), decoder))
+
+
+def _mixtral() -> nn.Module:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, use_cache=False))
+
+
+class TwoStreams(nn.Module):
+    """Images and their motion through layers of their own, one of each in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 64, 64, 128, 128, 256, 256, 512, 512)
+        self.images, self.motion = (
+            nn.ModuleList(
+                nn.Sequential(
+                    nn.Conv2d(inner, outer, 3, 1 + (inner != outer), 1), nn.BatchNorm2d(outer), nn.ReLU()
+                )
+                for inner, outer in pairwise(widths)
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(2 * widths[-1], 1000)
+
+    def forward(self, images: torch.Tensor, motion: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        for left, right in zip(self.images, self.motion, strict=True):
+            images, motion = left(images), right(motion)
+        return self.head(torch.cat((images.mean((2, 3)), motion.mean((2, 3))), 1))
+
+
 def _spectrogram(batch: int) -> torch.Tensor:
     return torch.zeros(batch, 80, 3000, dtype=torch.bfloat16, device=META)
 
@@ -137,6 +178,20 @@ SUBJECTS = [
     Subject("ResNet-50", lambda: _meta(_resnet), lambda: {"pixel_values": _pixels(32, 224)}, True),
     Subject("U-Net", lambda: _meta(lambda: UNet(channels=64)), lambda: (_pixels(8, 256),), True),
     Subject("ViT sketched", _mixed, _mixed_inputs, True),
+    Subject(
+        "CLIP",
+        lambda: _meta(_clip),
+        lambda: {"input_ids": _ids(64, 77), "pixel_values": _pixels(64, 224)},
+        True,
+    ),
+    Subject(
+        "ViT + GPT-2",
+        lambda: _meta(_vision_decoder),
+        lambda: {"pixel_values": _pixels(8, 224), "decoder_input_ids": _ids(8, 128)},
+        True,
+    ),
+    Subject("Mixtral", lambda: _meta(_mixtral), lambda: {"input_ids": _ids(4, 512)}, True),
+    Subject("two streams", lambda: _meta(TwoStreams), lambda: (_pixels(16, 224), _pixels(16, 224)), True),
 ]
 
 

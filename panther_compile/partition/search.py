@@ -31,8 +31,14 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A mesh and a strategy, and what is expected of them."""
+class Candidate:
+    """A mesh and a strategy, and what is expected of them.
+
+    Attributes:
+        mesh: of the devices.
+        strategy: for it.
+        expected: of both.
+    """
 
     mesh: Mesh
     strategy: Strategy
@@ -60,6 +66,28 @@ def search_meshes(
         MeshError: no mesh can run the model.
         StageMemoryError: it fits into none.
     """
+    candidates, left_out = expect_meshes(graphs, options, devices, progress=progress)
+    if not candidates:
+        reasons = "".join(f"\n  {mesh}: {reason}" for mesh, reason in left_out)
+        raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
+    best = _cut_candidates(name, graphs, options, candidates, progress=progress)
+    if best is None:
+        roomiest = max(candidates, key=lambda one: one.expected.room)
+        raise StageMemoryError(_explain_memory(name, graphs, options, roomiest.mesh, roomiest.strategy))
+    return replace(best, left_out=tuple(left_out))
+
+
+def expect_meshes(
+    graphs: Graphs, options: PlanOptions, devices: int, *, progress: bool | None = None
+) -> tuple[list[Candidate], list[tuple[Mesh, str]]]:
+    """What is expected of every mesh of so many devices and strategy for it, and meshes left out with why.
+
+    Args:
+        graphs: of `read_graphs`.
+        options: of the user.
+        devices: to divide.
+        progress: show a progress bar; None shows it on a terminal.
+    """
     left_out: list[tuple[Mesh, str]] = []
     meshes: list[Mesh] = []
     operations = max(len(flow.work) for flow in graphs.flows.values())
@@ -74,17 +102,8 @@ def search_meshes(
             continue
         meshes.append(mesh)
     outline = Outline(next(iter(graphs.flows.values())))
-    candidates = [
-        one for mesh in _bar(meshes, "meshes", progress) for one in _expect(graphs, options, outline, mesh)
-    ]
-    if not candidates:
-        reasons = "".join(f"\n  {mesh}: {reason}" for mesh, reason in left_out)
-        raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
-    best = _cut_candidates(name, graphs, options, candidates, progress=progress)
-    if best is None:
-        roomiest = max(candidates, key=lambda one: one.expected.room)
-        raise StageMemoryError(_explain_memory(name, graphs, options, roomiest.mesh, roomiest.strategy))
-    return replace(best, left_out=tuple(left_out))
+    shown = _bar(meshes, "meshes", progress)
+    return [one for mesh in shown for one in _expect(graphs, options, outline, mesh)], left_out
 
 
 def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
@@ -103,7 +122,7 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
     return best
 
 
-def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) -> Iterator[_Candidate]:
+def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) -> Iterator[Candidate]:
     """What is expected of each strategy, at the first price of memory at which it fits."""
     ring = Ring(mesh.tp, options.shared_link(mesh))
     tried = graphs.prices(mesh.tp)
@@ -124,7 +143,7 @@ def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) 
                 expected = outline.expect(plan.flow, pipeline, whole, len(plan.units))
                 if expected.room >= 1:
                     break
-            found.append(_Candidate(mesh, strategy, expected))
+            found.append(Candidate(mesh, strategy, expected))
         yield from found
         if max(found, key=lambda one: one.expected.per_second).expected.room >= 1.2:
             enough.add((schedule, per_device))
@@ -134,7 +153,7 @@ def _cut_candidates(
     name: str,
     graphs: Graphs,
     options: PlanOptions,
-    candidates: list[_Candidate],
+    candidates: list[Candidate],
     *,
     progress: bool | None = None,
 ) -> Partition | None:
