@@ -22,20 +22,24 @@ checkpoints        of a training, written in the background, whole or not at all
 training_state     what a checkpoint holds; pieces and optimizer_state of it
 checkpoint_folder  files of checkpoints: manifest, checksums, what is left unfinished
 metrics            seconds, memory, and what is sent, of each step
+layout             any number of ranks checked in one process, one of each kind
 batch_size         the largest batch that every rank has the memory for
 """
 
 from panther_compile.parallel.batch_size import find_batch_size
 from panther_compile.parallel.checkpoints import Resumed, TrainingCheckpoints, read_state_dict
 from panther_compile.parallel.engine import ParallelEngine
+from panther_compile.parallel.layout import CheckedRank, check_layout
 from panther_compile.parallel.metrics import TrainingMetrics
 from panther_compile.parallel.parallelize import parallelize_model
 
 __all__ = [
+    "CheckedRank",
     "ParallelEngine",
     "Resumed",
     "TrainingCheckpoints",
     "TrainingMetrics",
+    "check_layout",
     "find_batch_size",
     "parallelize_model",
     "read_state_dict",
