@@ -19,7 +19,7 @@ Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Callable[[nn.Mod
 of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
-OBJECTIVES = ("size", "latency", "cache")
+OBJECTIVES = ("size", "latency", "cache", "int8")
 OUTPUTS = ("auto", "logits", "features")
 REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
@@ -46,7 +46,9 @@ class SketchConfig:
         allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
             (small ones, some convolutions); by default they stay dense.
         objective: "size"; "latency" to time layers here and keep those dense whose sketch does not pay;
-            "cache" to have keys and values of a decoder made of few numbers, which a `LatentCache` keeps.
+            "cache" to have keys and values of a decoder made of few numbers, which a `LatentCache` keeps;
+            "int8" for `prepare_int8` and then="int8": ratio is of the predicted time of the linear layers'
+            int8 products, not of numbers, features are left out rather than ranks, and others stay dense.
         inplace: change the model given, in place of a copy.
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.

@@ -19,11 +19,13 @@ class Candidate(ABC):
         max_rank: the largest rank that makes sense.
         energies: float64 `(max_rank,)`, share of the weight's squared Frobenius norm kept at rank 1, 2, ...;
             None where it is unknown (too large to compute, or a meta tensor).
+        whole: the rank that stands for the dense weight, if there is one.
     """
 
     scheme: str
     max_rank: int
     energies: Tensor | None
+    whole: int | None = None
 
     @abstractmethod
     def numbers(self, rank: int) -> int:

@@ -9,6 +9,7 @@ data      inputs of a file, and what its nodes read while it runs on them
 fit       weights fitted to data
 lowering  sketched layers as nodes
 int8      products of a file in int8
+smooth    inputs of products scaled, for int8
 forms     operators as ONNX Runtime runs them fastest
 verify    whether a file computes what a model, or another file, computes
 """

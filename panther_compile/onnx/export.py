@@ -127,11 +127,11 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
         calls: the example, then the data.
     """
     found: list[Closeness] = []
+    inputs = [] if plain is None else load_session(plain, "the model").get_inputs()
+    feeds = [feed for call in calls[1:] if (feed := _feed(call, inputs)) is not None] if plain else []
 
     def check(draft: Path) -> None:
         assert plain is not None
-        inputs = load_session(plain, "the model").get_inputs()
-        feeds = [feed for call in calls[1:] if (feed := _feed(call, inputs)) is not None]
         if feeds:
             found.append(compare_files(plain, draft, feeds).closeness)
         else:
@@ -149,7 +149,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
                 stacklevel=5,
             )
 
-    with int8_model(model, path.parent) as rounded:
+    with int8_model(model, path.parent, feeds) as rounded:
         write_model(rounded, path, check=None if plain is None else check)
     return found[0] if found else None
 

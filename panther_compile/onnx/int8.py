@@ -1,7 +1,7 @@
 """An ONNX file whose products are in int8, by ONNX Runtime's own quantizer."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,16 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.balance import pays_in_int8
+from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
+from panther_compile.onnx.smooth import smooth_inputs
+from panther_compile.onnx.verify import compare_files
 from panther_compile.records import LayerPlan, SketchPlan
 
 ROUNDINGS = ("none", "int8")
 _PRODUCTS = ["MatMul", "Gemm"]
+_HELD_OUT = 4  # one batch in so many judges
 _OLDEST_OPSET = 13  # before it no scale for each column
 
 
@@ -63,7 +67,7 @@ def _as_pair(line: LayerPlan, step: int | None) -> LayerPlan:
 
 
 @contextmanager
-def int8_model(model: ir.Model, folder: Path) -> Iterator[ir.Model]:
+def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Iterator[ir.Model]:
     """A model whose MatMul and Gemm nodes with constant weights are in int8, for as long as this lasts.
 
     Weights get a scale for each output, activations a range that is measured at each call.
@@ -71,26 +75,46 @@ def int8_model(model: ir.Model, folder: Path) -> Iterator[ir.Model]:
     Args:
         model: is left as it is.
         folder: in which files are written for a moment.
+        feeds: data; inputs are scaled by what the first of them show (`smooth.py`) if the outputs for the
+            last ones are closer so.
 
     Raises:
         OnnxFileError: they cannot be written.
     """
     with saved_copy(model, folder) as path, _quiet():
-        plain, rounded = path.with_name("plain.onnx"), path.with_name("int8.onnx")
-        large = is_large(model)
-        quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
-        quantize_dynamic(
-            plain,
-            rounded,
-            op_types_to_quantize=_PRODUCTS,
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            use_external_data_format=large,
-        )
-        result = read_model(rounded)
-        fuse_gelu(result)
-        keep_sums_apart(result)
-        yield result
+        rounded = _quantized(path, is_large(model))
+        learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)]
+        smooth = read_model(path) if learnt else None
+        if smooth is not None and smooth_inputs(smooth, learnt, folder):
+            with saved_copy(smooth, path.parent) as other:
+                scaled = _quantized(other, is_large(smooth))
+                held_out = feeds[len(learnt) :]
+                shares = [compare_files(path, one, held_out).closeness.share for one in (scaled, rounded)]
+                result = read_model(scaled if shares[0] < shares[1] else rounded)
+                yield _in_fast_forms(result)
+        else:
+            yield _in_fast_forms(read_model(rounded))
+
+
+def _quantized(path: Path, large: bool) -> Path:
+    """The file of the model of another, beside it, in int8; `large` puts weights into a file of their own."""
+    plain, rounded = path.with_name("plain.onnx"), path.with_name("int8.onnx")
+    quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
+    quantize_dynamic(
+        plain,
+        rounded,
+        op_types_to_quantize=_PRODUCTS,
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=large,
+    )
+    return rounded
+
+
+def _in_fast_forms(model: ir.Model) -> ir.Model:
+    fuse_gelu(model)
+    keep_sums_apart(model)
+    return model
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def sketch_onnx(
     def check(draft: Path) -> None:
         compared.append(compare_files(source, draft, feeds))
 
-    with int8_model(model, target.parent) if then == "int8" else nullcontext(model) as written:
+    with int8_model(model, target.parent, feeds) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
     if not compared:
         return OnnxReport(plan, fitted, before, after, {}, data is not None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.factorization import cost
+from panther_compile.factorization.balance import int8_time
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.factorization.pivot import pivoted_numbers
 from panther_compile.records import Choice, LayerPlan, Unit
@@ -135,6 +136,12 @@ class CouplingCandidate(Candidate):
     def macs(self, rank: int) -> int:
         """One multiply-add per stored weight, or nearly so."""
         return self.ways[rank - 1].numbers
+
+    def int8_time(self, rank: int) -> int:
+        """Time of a row in int8, see `balance.int8_time`."""
+        way = self.ways[rank - 1]
+        shapes = [self._narrow_shape(member, way.kept) for member in range(len(self.shapes))]
+        return sum(int8_time(*shape, one) for shape, one in zip(shapes, way.ranks, strict=True))
 
     def member_numbers(self, way: Way, member: int) -> int:
         """Stored numbers of one layer, the reader's bias left out."""

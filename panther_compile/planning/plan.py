@@ -24,6 +24,7 @@ from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.kinds.parts import parts_of, units_of
 from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
+from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import ProgressBar
@@ -137,19 +138,23 @@ def make_plan(
         written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
         ratio = with_rest(ratio, written, rest)
-        joined = join(rest, _allowed(couplings, timed), step=config.round_rank_to, slow=slow)
-        planned = _plan_pool(joined, ratio, config, allocation, timed)
-        lines.extend(split(planned, joined, rest))
+        in_int8 = config.objective == "int8"
+        slow = None if in_int8 else slow
+        joined = join(rest, _allowed(couplings, timed, in_int8), step=config.round_rank_to, slow=slow)
+        planned = _plan_pool(timed_units(joined) if in_int8 else joined, ratio, config, allocation, timed)
+        lines.extend(split(stored_lines(planned, joined) if in_int8 else planned, joined, rest))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route, cached=tuple(cached))
 
 
-def _allowed(couplings: Sequence[CouplingLosses], timed: TimedSites | None) -> list[CouplingLosses]:
+def _allowed(
+    couplings: Sequence[CouplingLosses], timed: TimedSites | None, in_int8: bool
+) -> list[CouplingLosses]:
     """Where time counts, those that surely run faster, and where nothing has to be dense."""
-    if timed is None:
+    if timed is None and not in_int8:
         return list(couplings)
-    returned = set(timed.returned)
+    returned = set() if timed is None else set(timed.returned)
     return [one for one in couplings if not one.coupling.padded and returned.isdisjoint(one.coupling.names)]
 
 
@@ -385,7 +390,9 @@ def _options(
     found: list[tuple[int, float, Candidate, int]] = []
     for candidate, limit in limits.ranks.items():
         step = _step(candidate, round_rank_to, limits.device)
-        ranks = range(step, limit + 1, step) or range(1, limit + 1)
+        ranks = [*(range(step, limit + 1, step) or range(1, limit + 1))]
+        if candidate.whole is not None and candidate.whole not in ranks:
+            ranks.append(candidate.whole)
         values_of_ranks = allocation.value(unit, candidate).tolist()
         found.extend(
             (candidate.numbers(rank) + unit.bias_numbers, values_of_ranks[rank - 1], candidate, rank)
@@ -397,7 +404,8 @@ def _options(
     floor = min(FLOOR * share, affordable[-1][0])
     front: list[tuple[int, float, Candidate, int]] = []
     for way in found:
-        inside = floor <= way[0] <= CEILING * unit.dense_numbers
+        ceiling = 1.0 if way[2].whole == way[3] else CEILING
+        inside = floor <= way[0] <= ceiling * unit.dense_numbers
         if inside and (not front or way[1] > front[-1][1]):
             front.append(way)
     front = front or affordable[-1:]
