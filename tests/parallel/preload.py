@@ -12,6 +12,7 @@ import zoo
 from parallel import (
     behavior,
     checkpoint_jobs,
+    matrix_jobs,
     metrics_jobs,
     module_jobs,
     prepared,
@@ -20,7 +21,15 @@ from parallel import (
     training,
 )
 
-JOBS = behavior, checkpoint_jobs, metrics_jobs, module_jobs, sharding_jobs, tensor_jobs
+JOBS = (
+    behavior,
+    checkpoint_jobs,
+    matrix_jobs,
+    metrics_jobs,
+    module_jobs,
+    sharding_jobs,
+    tensor_jobs,
+)
 torch.set_num_threads(1)
 for name in ("bert", "gpt2", "vit", "resnet"):
     zoo.ZOO[name].build()

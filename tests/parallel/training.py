@@ -95,15 +95,22 @@ class OneProcess:
         self.count = count
 
     def backward(self, batches):
+        """Gradients are added to those that are there, as the sum over the replicas on each."""
+        held = [parameter.grad for parameter in self.models[0].parameters()]
+        for model in self.models:
+            model.zero_grad()
         losses = []
         for model, (batch, target) in zip(self.models, batches, strict=True):
             for inputs, part in zip(chunks(batch, self.count), target.chunk(self.count), strict=True):
                 loss = loss_fn(zoo.call(model, inputs), part) / (self.count * len(self.models))
                 loss.backward()
                 losses.append(loss.detach())
-        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+        replicas = zip(*(model.parameters() for model in self.models), strict=True)
+        for before, parameters in zip(held, replicas, strict=True):
             if parameters[0].grad is not None:
                 total = torch.stack([parameter.grad for parameter in parameters]).sum(0)
+                if before is not None:
+                    total += before
                 for parameter in parameters:
                     parameter.grad = total.clone()
         return torch.stack(losses).sum()
