@@ -73,6 +73,9 @@ class OneModule:
                     output = self._form.unflatten(tensors)
                 loss = no_loss(self._tensors(output)) if share.rows == 0 else self._loss(output, share)
                 loss.backward()
+            # A weight that autocast has kept from this microbatch would get the next gradient by an older
+            # node of the graph, behind what reduces it: `fully_shard` would leave that out.
+            torch.clear_autocast_cache()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 

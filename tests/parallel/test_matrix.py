@@ -45,9 +45,8 @@ QUICK = [
 
 def planned(layout, name):
     """What the ranks of a quick row ask for."""
-    double = matrix_jobs.in_double(name, "exact")
-    mesh = LAYOUTS[layout]["mesh"]
-    return {"name": name, "mesh": mesh, "count": matrix_jobs.MICROBATCHES, "double": double}
+    asked = {"name": name, "mesh": LAYOUTS[layout]["mesh"], "count": matrix_jobs.MICROBATCHES}
+    return {**asked, **matrix_jobs.precision(name, "exact")}
 
 
 def run(ranks, layout, name, **options):

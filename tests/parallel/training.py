@@ -145,10 +145,13 @@ def partition(model, inputs, mesh, count=4, **options):
     )
 
 
-def plan_training(name, mesh, *, count=4, sketched=False, training=True, double=False, part=None):
+def plan_training(
+    name, mesh, *, count=4, sketched=False, training=True, double=False, autocast=False, part=None
+):
     """A model, example inputs, and the plan of it."""
     model, inputs = build(name, sketched=sketched, training=training, double=double)
-    return model, inputs, partition(model, inputs, mesh, count, **(part or {}))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return model, inputs, partition(model, inputs, mesh, count, **(part or {}))
 
 
 def assert_near(found, wanted, scale, name):
