@@ -98,7 +98,7 @@ def build_flow_graph(
 def loss_bytes(captured: Captured, notes: Mapping[fx.Node, Observed], costs: Costs) -> dict[fx.Node, int]:
     """What a loss keeps of each result of the model, which is logits for instance, and of its gradient.
 
-    A loss computes in float32: it copies what has fewer bits, keeps as much again (a log-softmax, a
+    A loss computes in float32 or wider: it copies what has fewer bits, keeps as much again (a log-softmax, a
     difference), and gives a gradient of that size and one of the result's. Nothing is added to a model that
     returns its loss.
     """
@@ -112,7 +112,8 @@ def loss_bytes(captured: Captured, notes: Mapping[fx.Node, Observed], costs: Cos
     found = {}
     for node, value in trained.items():
         size = value.element_size()
-        found[node] = value.numel() * (8 if size >= 4 else 12 + size)
+        wide = max(4, size)
+        found[node] = value.numel() * (2 * wide + size + (wide if wide > size else 0))
     return found
 
 
