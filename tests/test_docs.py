@@ -234,3 +234,19 @@ def test_trees_are_read(tmp_path, tree):
 def test_other_blocks_are_no_trees():
     assert find_tree_paths("cli\napi\nreport | checkpoint\n") == []
     assert find_tree_paths("$ make test\n123 passed in 4.5s\n") == []
+
+
+def test_what_is_said_to_train_names_its_tests():
+    """Each row of the table of docs/parallel.md names tests that are there, or says why there are none."""
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    section = text.split("## What there is, and what tests it")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    assert len(rows) > 30
+    for what, *rest in rows[1:]:
+        how, tests = (*rest, "")[:2]
+        named = re.findall(r"`([\w/]+(?:\.py|/))`", tests)
+        says_why = how.startswith("no:") or what in ("checking a mesh without its ranks", "backends")
+        assert named or says_why, f"{what}: neither a test nor a reason"
+        for path in named:
+            folders = (ROOT, ROOT / "tests", ROOT / "tests/parallel", ROOT / "tests/integrations")
+            assert any((folder / path).exists() for folder in folders), f"{what}: there is no {path}"

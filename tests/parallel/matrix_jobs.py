@@ -29,8 +29,8 @@ def train_both_ways(rank, *, name, mesh, zero1=False, ways=WAYS, **options):
         worst[way] = _train(engine, reference, inputs, around, zero1=zero1)
         near = 1e-10 if asked["double"] else 1e-5
         if way == "autocast" and mesh.keys() != {"dp"}:
-            # A graph adds gradients up in another order, shards once a rank, each rounded to bfloat16; routers and
-            # ReLUs then choose otherwise here and there.
+            # A graph adds gradients up in another order, shards once a rank, each rounded to bfloat16, and
+            # routers and ReLUs then choose otherwise here and there.
             near = 0.2 if "tp" in mesh else 0.01
         assert worst[way] <= near, f"{name}, {way}: off by {worst[way]:.1e}"
     return worst
