@@ -2,6 +2,7 @@
 # make bench  time the layers          make clean   remove what was built; .venv stays
 # make bench-accuracy   what compression costs in accuracy, beside other methods
 # make test-integrations   with peft, diffusers, accelerate and sentence-transformers, which it installs
+# make docs             the documentation as a site, build/site; links are checked
 # make test-slow        what takes long: large models, many processes, thousands of graphs
 # make gpu              on a machine with a GPU, with the torch that it has: its tests, then time the kernels
 #
@@ -30,10 +31,11 @@ TORCH_STAMP := $(VENV)/.torch-$(or $(subst =,-,$(subst +,-,$(TORCH))),default)
 DEMO_STAMP  := $(VENV)/.installed-demo
 TEST_STAMP  := $(VENV)/.installed-test
 INTEGRATIONS_STAMP := $(VENV)/.installed-integrations
+DOCS_STAMP  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test fast-tests test-slow test-integrations gpu gpu-test gpu-bench lint bench bench-accuracy clean
+.PHONY: demo test fast-tests test-slow test-integrations docs gpu gpu-test gpu-bench lint bench bench-accuracy clean
 MAKEFLAGS += --no-print-directory
 # Hundreds of processes import torch and transformers: without bytecode each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,6 +55,10 @@ test-slow: $(TEST_STAMP)
 
 test-integrations: $(INTEGRATIONS_STAMP)
 	@$(PY) -m pytest -q tests/integrations $(ARGS)
+
+# It reads the sources and imports nothing of them, so it needs no torch.
+docs: $(DOCS_STAMP)
+	@$(PY) -m mkdocs build --quiet --strict
 
 # Nothing is installed: the machine may be there for minutes, and without a network.
 gpu: build/gpu
@@ -119,4 +125,9 @@ $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
 $(INTEGRATIONS_STAMP): $(TEST_STAMP)
 	@echo "installing the libraries of the integrations"
 	@$(PIP) -e ".[integrations]"
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml | $(PY)
+	@echo "installing what builds the documentation"
+	@$(PIP) $$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@

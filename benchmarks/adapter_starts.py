@@ -44,14 +44,14 @@ class Subject:
 
     Attributes:
         model: dense; ids (B, T) to logits.
-        targets: last names of the layers with adapters.
+        targets: names of the layers with adapters, as PEFT takes them.
         seen: ids (N, T) to fit and to train on.
         unseen: ids to be judged by.
         batch: rows of a training step.
     """
 
     model: nn.Module
-    targets: list[str]
+    targets: list[str] | str
     seen: Tensor
     unseen: Tensor
     batch: int
@@ -75,7 +75,8 @@ def small_gpt(steps: int) -> Subject:
     texts = prepare()
     model = train_gpt(texts, steps)
     seen = torch.cat(draw_calibration(texts, "in", 0, 1024))
-    targets = ["query", "key", "value", "out", "up", "down"]
+    # In full: the factors of a sketched layer are called up and down as well.
+    targets = r"blocks\.\d+\.(attention\.(query|key|value|out)|up|down)"
     return Subject(model, targets, seen, texts["held out"][:64, :-1], 8)
 
 
@@ -105,8 +106,8 @@ def with_adapters(
         def run() -> None:
             model.eval()
             with torch.no_grad():
-                for ids in calibration:
-                    model(ids)
+                for row in torch.cat(calibration):
+                    model(row[None])  # its statistics are of one text at a time
 
         preprocess_corda(model, config, run_model=run)
     tuned = get_peft_model(model, config)

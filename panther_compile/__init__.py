@@ -73,7 +73,7 @@ _HOME_OF = {
     "PantherError": "panther_compile.errors",
     "ParallelEngine": "panther_compile.parallel",
     "Partition": "panther_compile.partition",
-    "RatioCurve": "panther_compile.records",
+    "RatioCurve": "panther_compile.reporting.ratio_curve",
     "Resumed": "panther_compile.parallel",
     "SketchConfig": "panther_compile.config",
     "SketchPlan": "panther_compile.records",
@@ -161,8 +161,9 @@ if TYPE_CHECKING:
         read_state_dict,
     )
     from panther_compile.partition import Hardware, Partition, measure_hardware, partition_model
-    from panther_compile.records import RatioCurve, SketchPlan
+    from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report
+    from panther_compile.reporting.ratio_curve import RatioCurve
     from panther_compile.rounding import prepare_int8
     from panther_compile.skeleton import sketch_skeleton
 else:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from panther_compile.calibration.few_data import MADE_UP
-from panther_compile.config import Selector, SketchOptions
+from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import (
     NoTargetError,
     WeightError,
@@ -26,10 +26,10 @@ from panther_compile.planning.ratio_search import Evaluate, check_search, measur
 from panther_compile.planning.recipe import check_recipe
 from panther_compile.planning.sites import check_module
 from panther_compile.records import (
-    RatioCurve,
     SketchPlan,
     keep_record,
 )
+from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.sketching import (
     check_data,
     check_example,
@@ -57,6 +57,7 @@ def sketchify(
     evaluate: Evaluate | None = None,
     resume: str | PathLike[str] | None = None,
     example_inputs: Any = None,
+    config: SketchConfig | None = None,
     **options: Unpack[SketchOptions],
 ) -> Model:
     """Replace the linear, convolution and attention layers of a model by sketched ones.
@@ -82,6 +83,7 @@ def sketchify(
         example_inputs: with `objective="latency"`: a batch as the model will be given it, on which layers and
             the model are timed; a tensor, a tuple of arguments or a mapping of keywords. Default: the first
             batch of data.
+        config: options, in place of the defaults; ratio and options given beside it count instead of its own.
         **options: the fields of `SketchConfig`.
 
     Returns:
@@ -98,7 +100,7 @@ def sketchify(
         WeightError: a weight holds NaN or Inf, or has no data.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
-    config = read_config(ratio, options)
+    config = read_config(ratio, options, config)
     check_search(ratio is not None, max_drop, evaluate)
     check_data(config, data, resume, example_inputs)
     if plan is not None:
@@ -124,6 +126,7 @@ def plan_sketch(
     ratio: float | Mapping[Selector, float] | None = None,
     *,
     example_inputs: Any = None,
+    config: SketchConfig | None = None,
     **options: Unpack[SketchOptions],
 ) -> SketchPlan:
     """What `sketchify` would do with the same arguments, layer by layer, and why; changes nothing.
@@ -135,7 +138,7 @@ def plan_sketch(
         ConfigError, ConfigTypeError, NoTargetError, WrappedModelError: see `sketchify`.
         WeightError: a weight holds NaN or Inf, or has no data to be timed with.
     """
-    config = read_config(ratio, options)
+    config = read_config(ratio, options, config)
     check_example(config, example_inputs, None)
     prepared = prepare(model, config, example_inputs, meta_allowed=example_inputs is None)
     if example_inputs is None:

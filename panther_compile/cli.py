@@ -206,11 +206,7 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
         verify=not options.no_verify,
         **given_options(options),
     )
-    sizes = {"dense_bytes": report.dense_bytes, "sketched_bytes": report.sketched_bytes}
-    errors = {"output_errors": dict(report.output_errors)}
-    closeness = {"closeness": asdict(report.closeness)}
-    document = asdict(report.plan) | {"achieved_ratio": report.achieved_ratio} | sizes | errors | closeness
-    return {"text": f"{report}\nsaved to {options.target}", "json": document}
+    return {"text": f"{report}\nsaved to {options.target}", "json": report.to_dict()}
 
 
 def _ratio(options: argparse.Namespace) -> float | dict[Selector, float]:

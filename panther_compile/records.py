@@ -1,11 +1,9 @@
 """What one stage hands the next."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from os import PathLike
-from typing import Self
+from typing import Any, Self
 
 from torch import fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
@@ -14,8 +12,8 @@ from panther_compile.errors import CheckpointError, ConfigError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
 from panther_compile.reporting.folding import fold
-from panther_compile.reporting.plots import draw_curve
-from panther_compile.reporting.tables import render_table, share
+from panther_compile.reporting.ratio_curve import RatioCurve
+from panther_compile.reporting.tables import data_frame, render_html, render_table, share
 from panther_compile.typed_json import read_record
 
 
@@ -222,8 +220,42 @@ class SketchPlan:
         except (ValueError, RecursionError, CheckpointError) as error:
             raise ConfigError(f"no plan in JSON: {error}") from error
 
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` of the lines, by the names of the weights.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        empty: dict[str, Any] = {"scheme": "dense", "rank": None, "ranks": (), "error": None}
+        rows = []
+        for line in self.layers:
+            choice = empty if line.choice is None else {key: getattr(line.choice, key) for key in empty}
+            kept = {key: getattr(line, key) for key in ("name", "kind", "shape", "dense_numbers")}
+            rows.append(kept | {"stored_numbers": line.stored_numbers} | choice | {"reason": line.reason})
+        return data_frame(rows)
+
     def __str__(self) -> str:
-        """A table: one line for each weight, then the totals."""
+        """A table: one line for each weight, layers that repeat in one, then the totals."""
+        rows, footer = self._cells()
+        shown = [row for row, _ in fold(rows, same=(1, 3))]
+        return render_table(
+            "Sketch plan", _PLAN_COLUMNS, shown, footer, optional=("kind", "shape", "dense", "weight error")
+        )
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, the share that each layer would store drawn as a bar."""
+        rows, footer = self._cells()
+        folded = fold(rows, same=(1, 3))
+        bars = []
+        for _, places in folded:
+            lines = [self.layers[place] for place in places]
+            dense = sum(line.dense_numbers for line in lines)
+            bars.append(sum(line.stored_numbers for line in lines) / dense if dense else None)
+        shown = [row for row, _ in folded]
+        return render_html("Sketch plan", _PLAN_COLUMNS, shown, footer, bars=bars, bar_column="ratio")
+
+    def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+        """Rows and lines below of the table."""
         rows = [
             (
                 line.name or "(model)",
@@ -239,18 +271,6 @@ class SketchPlan:
             )
             for line in self.layers
         ]
-        columns = (
-            ("layer", "left"),
-            ("kind", "left"),
-            ("shape", "left"),
-            ("scheme", "left"),
-            ("rank", "right"),
-            ("dense", "right"),
-            ("stored", "right"),
-            ("ratio", "right"),
-            ("weight error", "right"),
-            ("why", "left"),
-        )
         footer = (
             f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
             f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
@@ -258,10 +278,21 @@ class SketchPlan:
             *filter(None, (allocation_text(self.allocation, self.tried, self.undecided),)),
             *filter(None, (seconds_text(self.seconds),)),
         )
-        shown = [row for row, _ in fold(rows, same=(1, 3))]
-        return render_table(
-            "Sketch plan", columns, shown, footer, optional=("kind", "shape", "dense", "weight error")
-        )
+        return rows, footer
+
+
+_PLAN_COLUMNS = (
+    ("layer", "left"),
+    ("kind", "left"),
+    ("shape", "left"),
+    ("scheme", "left"),
+    ("rank", "right"),
+    ("dense", "right"),
+    ("stored", "right"),
+    ("ratio", "right"),
+    ("weight error", "right"),
+    ("why", "left"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,48 +398,6 @@ class Closeness:
         )
         far = f"{self.kind} {self.distance:.2g}{unit} from the dense model's"
         return f"outputs: {self.grade}: {far}{same}, on {self.inputs}"
-
-
-@dataclass(frozen=True, slots=True)
-class RatioCurve:
-    """How the score of a model depends on its ratio, as far as it was measured.
-
-    Attributes:
-        points: (ratio, score), in the order in which they were measured.
-        dense_score: of the dense model; higher is better.
-        max_drop: how far below that a score may be.
-        ratio: that was chosen, the smallest one measured that passes; None if none does.
-    """
-
-    points: tuple[tuple[float, float], ...]
-    dense_score: float
-    max_drop: float
-    ratio: float | None
-
-    def passes(self, score: float) -> bool:
-        """Whether a score is within the drop, rounding forgiven."""
-        return score >= self.dense_score - self.max_drop - 1e-12 * max(1.0, abs(self.dense_score))
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the scores over the ratios (needs matplotlib); the kind of the picture is the file name's."""
-        points = sorted(point for point in self.points if math.isfinite(point[1]))
-        passes = [self.passes(score) for _, score in points]
-        draw_curve(points, passes, self.dense_score, self.dense_score - self.max_drop, path)
-
-    def __str__(self) -> str:
-        """A table: one line for each ratio, then what was wanted."""
-        rows = [
-            (
-                f"{ratio:.2f}",
-                f"{score:.6g}",
-                f"{self.dense_score - score:.3g}",
-                "chosen" if ratio == self.ratio else "passes" if self.passes(score) else "",
-            )
-            for ratio, score in sorted(self.points)
-        ]
-        columns = (("ratio", "right"), ("score", "right"), ("drop", "right"), ("", "left"))
-        footer = (f"dense score {self.dense_score:.6g}, max_drop {self.max_drop:g}",)
-        return render_table("Score by ratio", columns, rows, footer)
 
 
 @dataclass(frozen=True, slots=True)

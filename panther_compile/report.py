@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther_compile.errors import MissingExtraError, NoTargetError
+from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
     Closeness,
     Fitted,
-    RatioCurve,
     SketchPlan,
     SketchRecord,
     allocation_text,
@@ -23,7 +22,8 @@ from panther_compile.records import (
 )
 from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plots import draw_layers
-from panther_compile.reporting.tables import render_html, render_table, share
+from panther_compile.reporting.ratio_curve import RatioCurve
+from panther_compile.reporting.tables import data_frame, render_html, render_table, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class SketchReport:
         return tuple(row for row in self.rows if row.scheme == "dense")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values; the plan has its own, see `SketchPlan.to_json`."""
+        """The report as values for `json.dumps`; the plan has its own, see `SketchPlan.to_json`."""
         return asdict(replace(self, plan=None)) | {"achieved_ratio": self.achieved_ratio}
 
     def to_pandas(self) -> Any:
@@ -166,11 +166,7 @@ class SketchReport:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("to_pandas needs pandas: pip install pandas") from error
-        return pandas.DataFrame([asdict(row) for row in self.rows]).set_index("name")
+        return data_frame([asdict(row) for row in self.rows])
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw what each sketched layer stores, its errors and its sensitivity (needs matplotlib).

@@ -45,12 +45,12 @@ from panther_compile.records import (
     RECORD_ATTRIBUTE,
     Closeness,
     Fitted,
-    RatioCurve,
     SketchPlan,
     SketchRecord,
     keep_record,
 )
 from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.ratio_curve import RatioCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,24 @@ class Made:
     note: str = ""
 
 
-def read_config(ratio: float | Mapping[Selector, float] | None, options: Mapping[str, Any]) -> SketchConfig:
-    """The options, checked; raises ConfigError or ConfigTypeError."""
+def read_config(
+    ratio: float | Mapping[Selector, float] | None,
+    options: Mapping[str, Any],
+    config: SketchConfig | None = None,
+) -> SketchConfig:
+    """The options, checked, in place of those of a config; raises ConfigError or ConfigTypeError."""
     known = {field.name for field in fields(SketchConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigTypeError(
             f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}"
         )
-    return SketchConfig(**options) if ratio is None else SketchConfig(ratio=ratio, **options)
+    given = dict(options) if ratio is None else {"ratio": ratio, **options}
+    if config is None:
+        return SketchConfig(**given)
+    if not isinstance(config, SketchConfig):
+        raise ConfigTypeError(f"config is a {type(config).__name__}, wanted a SketchConfig")
+    return replace(config, **given)
 
 
 def check_data(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import panther_compile as pc
 from panther_compile.config import SketchConfig, selectors, selects
 from panther_compile.errors import ConfigError, ConfigTypeError, PantherError
 from panther_compile.factorization.factorize import METHODS
@@ -221,3 +222,17 @@ def test_a_function_sees_the_module_and_its_name():
     assert selects(wide, fc, "a") is True
     assert selects(wide, fc, "b") is False
     assert seen == [(fc, "a"), (fc, "b")]
+
+
+def test_a_config_stands_in_for_the_defaults():
+    model = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 4))
+    options = {"min_params": 0, "allow_slower": True, "progress": False}
+    config = pc.SketchConfig(ratio=0.4, **options)
+    plan = pc.plan_sketch(model, config=config)
+    assert plan == pc.plan_sketch(model, 0.4, **options)
+    assert pc.plan_sketch(model, 0.7, config=config) == pc.plan_sketch(model, 0.7, **options)
+    assert pc.plan_sketch(model, exclude="0", config=config).layers[0].choice is None
+    small = pc.sketchify(model, config=config)
+    assert pc.sketch_report(small).achieved_ratio == plan.achieved_ratio
+    with pytest.raises(ConfigTypeError, match="config is a dict, wanted a SketchConfig"):
+        pc.sketchify(model, config=options)

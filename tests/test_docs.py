@@ -1,5 +1,7 @@
 """What the texts say holds: their code runs, the paths they name exist, the examples work."""
 
+import ast
+import json
 import os
 import re
 import subprocess
@@ -12,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 TEXTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^```\s*$", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: \S.*? -->\s*\Z", re.S)
 
-SUFFIX = r"\.(?:py|pyi|md|toml|typed|ya?ml|json|txt|cfg|sh|png|svg|csv)"
+SUFFIX = r"\.(?:py|ipynb|pyi|md|toml|typed|ya?ml|json|txt|cfg|sh|png|svg|csv)"
 PATH = re.compile(rf"[\w.*-]+(?:/[\w.*-]+)*(?:/|{SUFFIX})|[\w.*-]+(?:/[\w.*-]+)+")
 # In backticks and with a slash, yet not a path of the repository: what it is instead.
 NOT_PATHS = {
@@ -162,6 +165,24 @@ def test_example_runs(example, tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_runs(notebook):
+    """Its code cells, top to bottom in one namespace; what a cell ends in is shown."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    namespace, shown = {"__name__": "__main__"}, []
+    for cell in code:
+        tree = ast.parse("".join(cell["source"]), notebook.name)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, notebook.name, "exec"), namespace)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), notebook.name, "eval"), namespace)
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+    assert sum("<table>" in text for text in shown) == 2
 
 
 # The checks themselves, on texts that break their promise.

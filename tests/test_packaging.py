@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -134,3 +135,34 @@ def test_installed_wheel_imports_from_another_directory(wheel, tmp_path):
         str(package / "passes" / "__init__.py"),
         str(package / "kernels" / "__init__.py"),
     ]
+
+
+@pytest.mark.slow
+def test_tests_run_from_the_source_distribution(tmp_path):
+    skipped = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "out", "*.egg-info")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=skipped)
+    done = run("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, cwd=source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    left_out = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and not (folder / path.relative_to(source)).exists()
+    }
+    assert left_out == set()
+    # The unpacked library is the one that is tested: it stands before any that is installed.
+    package = tmp_path / "path" / "panther_compile"
+    package.mkdir(parents=True)
+    for part in (*(folder / "panther_compile").iterdir(), folder / "passes", folder / "kernels"):
+        (package / part.name).symlink_to(part)
+    names = ("test_config.py", "test_layering.py", "test_api.py", "layers/test_linear.py")
+    tests = [f"tests/{name}" for name in names]
+    assert all((folder / test).exists() for test in tests)
+    done = run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not integrations", *tests),
+        cwd=folder,
+        PYTHONPATH=str(package.parent),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

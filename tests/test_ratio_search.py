@@ -20,7 +20,7 @@ from panther_compile.errors import (
     RatioSearchError,
 )
 from panther_compile.planning.ratio_search import MOST, RATIOS, search_ratio
-from panther_compile.records import RatioCurve
+from panther_compile.reporting.ratio_curve import RatioCurve
 
 OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*"}
 

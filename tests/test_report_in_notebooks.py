@@ -1,5 +1,7 @@
-"""What a notebook shows of a report: the table that is printed, as HTML."""
+"""What a notebook shows of a report, a plan, an ONNX report: the table that is printed, as HTML."""
 
+import dataclasses
+import json
 from html.parser import HTMLParser
 
 import torch
@@ -56,3 +58,35 @@ def test_names_are_escaped():
     model.add_module("head", nn.Linear(48, 5))
     text = pc.sketch_report(pc.sketchify(model, 0.5, **OPTIONS))._repr_html_()
     assert Reader(text).rows[1][0] == "<b>&"
+
+
+def test_a_plan_is_its_table_with_bars():
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(5)), nn.Linear(48, 5))
+    plan = pc.plan_sketch(model, 0.5, **OPTIONS)
+    found = Reader(plan._repr_html_())
+    head, *rows = found.rows
+    assert rows[0][0] == "[0-4]"  # layers that repeat are one row
+    assert [row[0] for row in rows] == ["[0-4]", "5"]
+    assert found.bars == len(rows)
+    assert all(cell in str(plan) for row in rows for cell in row)
+    assert f"{plan.stored_numbers:,} of {plan.dense_numbers:,}" in plan._repr_html_()
+    assert {len(row) for row in rows} == {len(head)}
+
+
+def test_an_onnx_report_is_its_plan_and_its_sizes(tmp_path):
+    model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 48)).eval()
+    pc.export_onnx(model, (torch.randn(2, 48),), tmp_path / "dense.onnx")
+    report = pc.sketch_onnx(tmp_path / "dense.onnx", tmp_path / "small.onnx", 0.5, **OPTIONS)
+    text = report._repr_html_()
+    assert Reader(text).rows == Reader(report.plan._repr_html_()).rows
+    for line in (str(report.closeness), f"{report.dense_bytes:,} to {report.sketched_bytes:,} bytes"):
+        assert line in text
+        assert line in str(report)
+    document = json.loads(json.dumps(report.to_dict()))
+    assert document["output_errors"] == report.output_errors
+    assert document["fitted"].keys() == {line.name for line in report.plan.sketched}
+    assert pc.SketchPlan.from_json(json.dumps({key: document[key] for key in vars_of(report.plan)}))
+
+
+def vars_of(record):
+    return [field.name for field in dataclasses.fields(record)]

@@ -59,6 +59,7 @@ def sketchify_checkpoint(
     *,
     plan: SketchPlan | None = None,
     resume: str | PathLike[str] | None = None,
+    config: SketchConfig | None = None,
     **options: Unpack[SketchOptions],
 ) -> SketchPlan:
     """Sketch a Hugging Face model from folder to folder, by its weights alone, one layer in memory at a time.
@@ -70,6 +71,7 @@ def sketchify_checkpoint(
         plan: see `sketchify`.
         resume: a folder, made if missing, to keep the plan and each sketched layer in; a later call with the
             same arguments goes on from there. It may be removed afterwards.
+        config: see `sketchify`.
         **options: the fields of `SketchConfig`; layers are not timed, and nothing is run.
 
     Returns:
@@ -83,7 +85,7 @@ def sketchify_checkpoint(
         WeightError: a weight holds NaN or Inf.
     """
     given, place = checked_path(source, "source"), checked_path(target, "target")
-    config = read_config(ratio, options)
+    config = read_config(ratio, options, config)
     _check_options(config)
     if plan is not None:
         check_recipe(plan, ratio, None, config)

@@ -1,9 +1,10 @@
 """Sketch the weights of an ONNX model, whoever made it."""
 
+import html
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -74,18 +75,49 @@ class OnnxReport:
         """Stored over dense numbers of the replaced weights."""
         return self.plan.achieved_ratio
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as values for `json.dumps`: the plan's own keys, the sizes, and what came of it."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
+        own |= {
+            "fitted": {name: asdict(one) for name, one in self.fitted.items()},
+            "closeness": asdict(self.closeness),
+        }
+        return asdict(self.plan) | {"achieved_ratio": self.achieved_ratio} | own
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` of the plan's lines, beside them how each weight was found.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        frame = self.plan.to_pandas()
+        for key in ("method", "error", "output_error"):
+            found = {name: getattr(one, key) for name, one in self.fitted.items()}
+            frame["weight_error" if key == "error" else key] = [found.get(name) for name in frame.index]
+        return frame.rename(columns={"error": "predicted_error"})
+
     def __str__(self) -> str:
         """How close the outputs are, the plan's table, the sizes, and the error of each output."""
+        return "\n".join((f"{self.closeness}\n\n{self.plan}", *self._lines()))
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        above, *below = (
+            f"<div>{'<br>'.join(map(html.escape, lines))}</div>"
+            for lines in ((str(self.closeness),), self._lines())
+        )
+        return "".join(("<div>", above, self.plan._repr_html_(), *below, "</div>"))
+
+    def _lines(self) -> list[str]:
         share = self.sketched_bytes / self.dense_bytes
         inputs = "the last batch of the data" if self.has_data else "random inputs"
-        errors = "".join(
-            f"\noutput {name}: relative error {error:.1e} on {inputs}"
-            for name, error in self.output_errors.items()
-        )
-        return (
-            f"{self.closeness}\n\n{self.plan}\n"
-            f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}{errors}"
-        )
+        return [
+            f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}",
+            *(
+                f"output {name}: relative error {error:.1e} on {inputs}"
+                for name, error in self.output_errors.items()
+            ),
+        ]
 
 
 def sketch_onnx(

@@ -23,7 +23,7 @@ from panther_compile.errors import (
     RatioSearchError,
 )
 from panther_compile.models.surroundings import eval_mode
-from panther_compile.records import RatioCurve
+from panther_compile.reporting.ratio_curve import RatioCurve
 
 Evaluate = Callable[[nn.Module], float]
 """From a model its score: higher is better."""

@@ -4,7 +4,10 @@ import html
 import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from panther_compile.errors import MissingExtraError
 
 _LAST = 24  # characters that a last column, of words, has at least
 
@@ -101,6 +104,19 @@ def render_html(
         f"<div><b>{html.escape(title)}</b><div>{before}</div><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(body)}</tbody></table><small>{after}</small></div>"
     )
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A `pandas.DataFrame` of the rows, by their "name".
+
+    Raises:
+        MissingExtraError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError("to_pandas needs pandas: pip install pandas") from error
+    return pandas.DataFrame(rows).set_index("name")
 
 
 def share(part: float, whole: float) -> str:

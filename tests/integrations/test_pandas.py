@@ -1,4 +1,4 @@
-"""A report as a data frame."""
+"""Reports and plans as data frames."""
 
 import sys
 
@@ -24,3 +24,21 @@ def test_the_rows_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingExtraError, match="pip install pandas"):
         report.to_pandas()
+
+
+def test_plans_and_onnx_reports(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    plan = pc.plan_sketch(model, 0.5, progress=False, min_params=0, allow_slower=True)
+    frame = plan.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.index) == [line.name for line in plan.layers]
+    assert frame.loc["0", "rank"] == plan.layers[0].choice.rank
+    assert frame.loc["2", "scheme"] == "dense"
+    pc.export_onnx(model, (torch.randn(2, 64),), tmp_path / "dense.onnx")
+    report = pc.sketch_onnx(tmp_path / "dense.onnx", tmp_path / "small.onnx", 0.5, min_params=0)
+    frame = report.to_pandas()
+    assert list(frame.index) == [line.name for line in report.plan.layers]
+    for name, fitted in report.fitted.items():
+        assert frame.loc[name, "method"] == fitted.method
+        assert frame.loc[name, "weight_error"] == fitted.error
