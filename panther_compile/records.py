@@ -256,7 +256,7 @@ class SketchPlan:
 
     def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """Rows and lines below of the table."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 line.name or "(model)",
                 line.kind,
