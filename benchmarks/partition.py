@@ -181,7 +181,11 @@ SUBJECTS = [
     Subject(
         "CLIP",
         lambda: _meta(_clip),
-        lambda: {"input_ids": _ids(64, 77), "pixel_values": _pixels(64, 224)},
+        lambda: {
+            "input_ids": _ids(64, 77),
+            "pixel_values": _pixels(64, 224),
+            "attention_mask": torch.ones(64, 77, dtype=torch.long, device=META),
+        },
         True,
     ),
     Subject(

@@ -1,6 +1,6 @@
 """Predicted tokens per second and memory beside what others have published for Llama-3 on H100.
 
-    python benchmarks/published.py [--models 8b 70b 405b] [--output docs/benchmarks]
+    python benchmarks/published.py [--rows 0 1 ...] [--ranked 8b 70b] [--kept FILE] [--output docs/benchmarks]
 
 The rows are in published_rows.json, with their sources. Two constants are fitted, on the rows marked "fit"
 alone: how many FLOP/s products reach in bf16 and with fp8. Everything else is data sheets. Rows marked "test"
@@ -13,8 +13,9 @@ import argparse
 import json
 import math
 import os
-import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from panther_compile.errors import PartitionError
 from panther_compile.partition import Partition
 from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graph.hardware import H100, Hardware
@@ -100,6 +100,11 @@ class Study:
         tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS / row.get("cp", 1)
         return tokens / part.step_seconds / mesh.devices, part
 
+    def predict_sizes(self, row: dict[str, Any], flops: float) -> tuple[float, int]:
+        """Tokens a second and GPU, and bytes of the fullest device."""
+        tokens, part = self.predict(row, flops)
+        return tokens, part.device_memory_bytes
+
     def rank(self, row: dict[str, Any], flops: float) -> tuple[int, int, str]:
         """The place of the published mesh among those expected to fit, their number, and the first."""
         graphs, mesh = self._graphs(row, board(row, flops)), mesh_of(row)
@@ -163,27 +168,42 @@ HEAD = (
 )
 
 
-def line(row: dict[str, Any], tokens: float, part: Partition, rank: tuple[int, int, str]) -> list[str]:
-    """A row of the table."""
-    gib = part.device_memory_bytes / 2**30
-    cp = f", cp {row['cp']}" if "cp" in row else ""
-    per_device = f" x {row['stages_per_device']}" if "stages_per_device" in row else ""
-    run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}{cp}"
-    memory = ["", f"{gib:.1f}", ""]
-    if row["gib"] is not None:
-        memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
-    speed = [f"{row['tokens']:,}", f"{tokens:,.0f}", f"{tokens / row['tokens'] - 1:+.0%}"]
-    place, count, first = rank
-    place_of = f"{place} of {count}" + ("" if place == 1 else f", first {first}")
-    mesh = str(Mesh(**row["mesh"]))
-    return [row["source"], row["model"], mesh, run, row["use"], *speed, *memory, place_of]
+@dataclass(frozen=True)
+class Found:
+    """What is predicted for a row.
 
+    Attributes:
+        tokens: a second and GPU.
+        memory_bytes: of the fullest device.
+        rank: place of the mesh, number of meshes, and the first; None where that was not looked for.
+    """
 
-def meets(row: dict[str, Any], tokens: float, part: Partition, rank: tuple[int, int, str]) -> bool:
-    """Whether step time is within 15 %, memory within 10 % and the mesh among the best three."""
-    memory = part.device_memory_bytes / 2**30
-    is_near = row["gib"] is None or abs(memory / row["gib"] - 1) <= 0.1
-    return abs(row["tokens"] / tokens - 1) <= 0.15 and is_near and rank[0] <= 3
+    tokens: float
+    memory_bytes: int
+    rank: tuple[int, int, str] | None
+
+    def meets(self, row: dict[str, Any]) -> bool:
+        """Whether step time is within 15 %, memory within 10 % and the mesh among the best three."""
+        is_near = row["gib"] is None or abs(self.memory_bytes / 2**30 / row["gib"] - 1) <= 0.1
+        is_first = self.rank is None or self.rank[0] <= 3
+        return abs(row["tokens"] / self.tokens - 1) <= 0.15 and is_near and is_first
+
+    def line(self, row: dict[str, Any]) -> list[str]:
+        """A row of the table."""
+        gib = self.memory_bytes / 2**30
+        cp = f", cp {row['cp']}" if "cp" in row else ""
+        per_device = f" x {row['stages_per_device']}" if "stages_per_device" in row else ""
+        run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}{cp}"
+        memory = ["", f"{gib:.1f}", ""]
+        if row["gib"] is not None:
+            memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
+        speed = [f"{row['tokens']:,}", f"{self.tokens:,.0f}", f"{self.tokens / row['tokens'] - 1:+.0%}"]
+        place_of = "not ranked"
+        if self.rank is not None:
+            place, count, first = self.rank
+            place_of = f"{place} of {count}" + ("" if place == 1 else f", first {first}")
+        mesh = str(Mesh(**row["mesh"]))
+        return [row["source"], row["model"], mesh, run, row["use"], *speed, *memory, place_of]
 
 
 _TEXT = """\
@@ -199,57 +219,55 @@ than 10 %, or a rank behind 3) come first, and what they miss follows from is be
 
 {table}
 
-{missed}
+{notes}
 Sources: {sources}.
 
-Found with {versions} in {seconds:.0f} CPU seconds.
+Found with {versions}.
 """
 
 
 def main() -> None:
     """Fit on one half, predict both, write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows in the file; all without")
+    parser.add_argument("--ranked", nargs="*", default=list(SHAPES), help="models whose meshes are ranked")
+    parser.add_argument("--kept", type=Path, help="results of rows, added to; those found there are taken")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
     arguments = parser.parse_args()
     read = json.loads(ROWS.read_text(encoding="utf-8"))
-    rows = [row for row in read["rows"] if row["model"] in arguments.models]
-    rows.sort(key=lambda row: (list(SHAPES).index(row["model"]), row["rows"], row["use"]))
     torch.set_num_threads(1)
-    study, start = Study(), time.process_time()
-    flops = {}
-    for precision, first in FIRST.items():
+    study, rows = Study(), read["rows"]
+    kept: dict[str, Any] = {}
+    if arguments.kept is not None and arguments.kept.exists():
+        kept = json.loads(arguments.kept.read_text(encoding="utf-8"))
+
+    def keep(name: str, find: Callable[[], Any]) -> Any:
+        if name not in kept:
+            kept[name] = find()
+            if arguments.kept is not None:
+                arguments.kept.write_text(json.dumps(kept), encoding="utf-8")
+        return kept[name]
+
+    flops, lines, notes = {}, [], []
+    for precision in FIRST:
         fitted = [row for row in rows if row["use"] == "fit" and row["precision"] == precision]
-        flops[precision] = fit(study, fitted, precision) if fitted else first
-        print(
-            f"{precision}: {flops[precision] / 1e12:.0f} TFLOP/s, {time.process_time() - start:.0f} s",
-            flush=True,
-        )
-    lines: list[tuple[bool, list[str]]] = []
-    missed = []
-    left = [name for name in SHAPES if name not in arguments.models]
-    if left:
-        missed.append(
-            f"Rows of {' and '.join(left)} are in the file, and were not predicted for this table.\n"
-        )
-    for row in rows:
-        rate = flops[row["precision"]]
-        try:
-            tokens, part = study.predict(row, rate)
-            rank = study.rank(row, rate)
-        except PartitionError as error:
-            missed.append(
-                f"- {row['source']}, {row['model']} on {row['mesh']}: {str(error).splitlines()[0]}\n"
-            )
+        flops[precision] = keep(precision, partial(fit, study, fitted, precision))
+    for number, row in enumerate(rows):
+        if arguments.rows is not None and number not in arguments.rows:
+            left = f"{row['source']}, {row['model']} on {Mesh(**row['mesh'])}, {row['schedule']}"
+            notes.append(f"- {left}: in the file, and not predicted for this table.\n")
             continue
-        cells = line(row, tokens, part, rank)
-        is_met = meets(row, tokens, part, rank)
-        lines.append((is_met, cells))
-        if not is_met and "note" in row:
-            missed.append(
-                f"- {row['source']}, {row['model']} on {cells[2]}, {row['precision']}: {row['note']}\n"
-            )
-        print(" ".join(cells), f"{time.process_time() - start:.0f} s", flush=True)
+        rate = flops[row["precision"]]
+        tokens, size = keep(f"{number}", partial(study.predict_sizes, row, rate))
+        rank = None
+        if row["model"] in arguments.ranked:
+            rank = keep(f"rank {number}", partial(study.rank, row, rate))
+        found = Found(tokens, size, rank)
+        lines.append((found.meets(row), found.line(row)))
+        print(" ".join(lines[-1][1]), flush=True)
+        if not found.meets(row):
+            where = f"{row['source']}, {row['model']} on {lines[-1][1][2]}"
+            notes.append(f"- {where}: {row.get('note', 'not explained')}\n")
     lines.sort(key=lambda one: (one[0], one[1][4]))
     table = [
         f"| {' | '.join(cells)} |"
@@ -259,10 +277,9 @@ def main() -> None:
         bf16=flops["bf16"] / 1e12,
         fp8=flops["fp8"] / 1e12,
         table="\n".join(table),
-        missed="".join(missed),
+        notes="".join(notes),
         sources="; ".join(f"{name}: {where}" for name, where in read["sources"].items()),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
-        seconds=time.process_time() - start,
     )
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "published.md").write_text(text, encoding="utf-8")
