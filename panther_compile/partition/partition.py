@@ -1,11 +1,14 @@
 """The verb: a model and a cluster become pipeline stages, shards and strategies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from panther_compile.errors import ConfigError, ConfigTypeError, MeshError
+from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes
@@ -34,6 +37,7 @@ def partition_model(
     memory_per_device: int | str | None = None,
     microbatches: int | None = None,
     global_batch: int | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
     schedule: str | None = None,
     stages_per_device: int | None = None,
     training: bool = True,
@@ -65,6 +69,8 @@ def partition_model(
         global_batch: samples of a step over all replicas, in place of microbatches: each replica gets
             global_batch / (dp * the first dimension of the first example input) of them. With devices= and
             without this, two microbatches for each device.
+        microbatch_sizes: numbers of samples of a microbatch to compare, in place of the example's, as is
+            predicted to be fastest at the global batch; the graph is read once for each.
         schedule: "gpipe", "1f1b" or "interleaved"; None is "1f1b" with mesh=, what is faster with devices=.
         stages_per_device: for "interleaved"; None is 2, or what is faster where the schedule is chosen.
         training: count backward, gradients and optimizer states.
@@ -107,6 +113,7 @@ def partition_model(
         ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
     )
     _check_devices(mesh, devices, microbatches, global_batch)
+    _check_sizes(microbatch_sizes, global_batch)
     open_choice = AUTO if mesh is None else None
     schedule = schedule or open_choice or "1f1b"
     if stages_per_device is not None and schedule not in (AUTO, "interleaved") and stages_per_device != 1:
@@ -131,21 +138,66 @@ def partition_model(
         shard_size=shard_size,
         master_weights=master_weights,
     )
-    fixed = None
-    if mesh is not None:
-        fixed = Mesh.read(mesh, devices)
-        options.check(fixed)
+    fixed = None if mesh is None else Mesh.read(mesh, devices)
     costs = Costs(chosen, training, optimizer, master_weights=master_weights)
-    graphs = read_graphs(model, example_inputs, boundaries, costs, tied, profile, sequence_parallel)
-    name = type(model).__name__
-    if fixed is None:
-        return search_meshes(name, graphs, options, devices or 1, progress=progress)
-    found = partition_mesh(name, graphs, options, fixed)
+
+    def plan(inputs: Any) -> Partition:
+        own = replace(options, samples=count_samples(inputs))
+        if fixed is not None:
+            own.check(fixed)
+        graphs = read_graphs(model, inputs, boundaries, costs, tied, profile, sequence_parallel)
+        name = type(model).__name__
+        if fixed is None:
+            return search_meshes(name, graphs, own, devices or 1, progress=progress)
+        return partition_mesh(name, graphs, own, fixed)
+
+    if microbatch_sizes is None:
+        found = plan(example_inputs)
+    else:
+        found = _fastest(plan, [_with_samples(example_inputs, size) for size in microbatch_sizes])
     sharding = found.sharding
-    if sequence_parallel is True and sharding and not sharding.sequence_fits:
+    if fixed is not None and sequence_parallel is True and sharding and not sharding.sequence_fits:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in found.whole)
-        raise MeshError(f"sequence_parallel=True, and nothing of {name} can run on shards of it:{reasons}")
+        raise MeshError(
+            f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
+        )
     return found
+
+
+def _fastest(plan: Callable[[Any], Partition], tried: Sequence[Any]) -> Partition:
+    """The plan of the least predicted time; what the last one is refused for, if all are."""
+    found: list[Partition] = []
+    refused: PartitionError | None = None
+    for inputs in tried:
+        try:
+            found.append(plan(inputs))
+        except (MeshError, StageMemoryError) as error:
+            refused = error
+    if refused is not None and not found:
+        raise refused
+    return min(found, key=lambda one: one.step_seconds)
+
+
+def _with_samples(example_inputs: Any, samples: int) -> Any:
+    """The example with its samples repeated, or some left out."""
+    held = count_samples(example_inputs)
+    rows = torch.arange(samples) % held
+
+    def resize(leaf: Any) -> Any:
+        has_samples = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == held
+        return leaf[rows.to(leaf.device)] if has_samples else leaf
+
+    return pytree.tree_map(resize, example_inputs)
+
+
+def _check_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> None:
+    """Refuse sizes of microbatches that are none, or that nothing makes comparable."""
+    if sizes is None:
+        return
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise MeshError(f"microbatch_sizes={sizes!r}; it must be whole numbers, 1 or more")
+    if global_batch is None:
+        raise MeshError(f"microbatch_sizes={sizes!r} are compared at one global_batch=, which is not given")
 
 
 def _check_choices(*choices: tuple[str, object, tuple[object, ...]]) -> None:

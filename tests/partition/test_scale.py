@@ -282,3 +282,32 @@ def test_llama_70b_on_512_devices(sketched):
     sent = sum(one.intra_node_bytes + one.inter_node_bytes for one in part.traffic)
     assert sent > 512 * 10**9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # kilobytes
+
+
+def test_the_size_of_a_microbatch_is_chosen_at_one_global_batch():
+    """What is fastest of those that fit."""
+    model, x = Mlp(), torch.randn(64, 32)
+    options = {"devices": 4, "hardware": cluster(), "global_batch": 256, "recompute": False}
+    each = {
+        size: partition_model(model, x.repeat(4, 1)[:size], **options).step_seconds for size in (4, 16, 64)
+    }
+    found = partition_model(model, x, microbatch_sizes=(4, 16, 64), **options)
+    assert found.step_seconds == min(each.values())
+    size = found.stages[0].inputs[0].shape[0]
+    assert each[size] == found.step_seconds
+    assert found.mesh.dp * found.microbatches * size == 256
+    held = partition_model(model, x[:4], **options).device_memory_bytes
+    tight = partition_model(model, x, microbatch_sizes=(64, 4), memory_per_device=held, **options)
+    assert tight.device_memory_bytes <= held
+    assert tight.step_seconds <= each[4]
+
+
+def test_sizes_of_microbatches_are_checked():
+    model, x = Mlp(), torch.randn(4, 32)
+    options = {"devices": 2, "hardware": cluster()}
+    with pytest.raises(MeshError, match=r"microbatch_sizes=\(2,\) are compared at one global_batch="):
+        partition_model(model, x, microbatch_sizes=(2,), **options)
+    with pytest.raises(MeshError, match=r"microbatch_sizes=\(0,\); it must be whole numbers"):
+        partition_model(model, x, microbatch_sizes=(0,), global_batch=8, **options)
+    with pytest.raises(MeshError, match="no mesh of 2 devices"):
+        partition_model(model, x, microbatch_sizes=(3, 5), global_batch=8, **options)
