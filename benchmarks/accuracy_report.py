@@ -15,7 +15,7 @@ INTRODUCTION = """\
 Made by `benchmarks/accuracy.py`. A ratio is stored over dense numbers of the replaced layers, parameters and
 buffers, biases included; all methods replace the same layers and are held to the same count, within 1 % below
 it, which is asserted (2:4 and int8 store what their rows say, int8 a scale a row besides). Peers are written
-from their papers' equations, `benchmarks/peers/`, and keep the same ratio in every layer, unless they allocate.
+from their equations, `benchmarks/peers/`, and keep the same ratio in every layer, unless they allocate.
 Calibration data comes from the model's own domain ("in") or from another one ("off"), never from the data
 that the model is judged on. The best of a column is bold, int8 aside; of a peer that beats ours of the same
 domain by more than the digits shown there is a line below the table."""
