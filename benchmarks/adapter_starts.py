@@ -1,6 +1,6 @@
 """What LoRA adapters start from: what a sketch left out, beside zero, PiSSA, CorDA and EVA of PEFT.
 
-    python benchmarks/adapter_starts.py gpt --trained 600 --steps 200     the small GPT of accuracy.py
+    python benchmarks/adapter_starts.py gpt --data --ratio 0.25           the small GPT of accuracy.py
     python benchmarks/adapter_starts.py smollm2 --ratio 0.8 --steps 8     one core: 20 minutes and more
 
 Every row has adapters of the same rank on the same layers, sees the same batches in the same order, and is
@@ -29,9 +29,9 @@ import panther_compile as pc
 from panther_compile.integrations.adapters import init_lora_from_dense
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from accuracy_models import load_subject
 from accuracy_models.gpt import calibration as draw_calibration
 from accuracy_models.gpt import prepare
-from accuracy_models.gpt import train as train_gpt
 from compress_smollm2 import LENGTH, PROJECTIONS, load_smollm2
 
 ON_SKETCH = ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data")
@@ -70,10 +70,10 @@ class Subject:
         return sum(float(self.loss(model, part)) * len(part) for part in parts) / len(self.unseen)
 
 
-def small_gpt(steps: int) -> Subject:
-    """The byte-level GPT that accuracy.py trains, here for a number of steps."""
+def small_gpt() -> Subject:
+    """The byte-level GPT that accuracy.py trains."""
     texts = prepare()
-    model = train_gpt(texts, steps)
+    model = load_subject("gpt").model
     seen = torch.cat(draw_calibration(texts, "in", 0, 1024))
     # In full: the factors of a sketched layer are called up and down as well.
     targets = r"blocks\.\d+\.(attention\.(query|key|value|out)|up|down)"
@@ -182,10 +182,9 @@ def main() -> None:
     parser.add_argument(
         "--data", action="store_true", help="fit the sketch to data, in place of weights alone"
     )
-    parser.add_argument("--trained", type=int, default=600, help="steps that the small GPT is trained for")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    subject = small_gpt(given.trained) if given.model == "gpt" else smollm2()
+    subject = small_gpt() if given.model == "gpt" else smollm2()
     table(subject, given, [0, given.steps // 4, given.steps], lambda line: print(line, flush=True))
 
 

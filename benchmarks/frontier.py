@@ -126,12 +126,12 @@ def make_files(subject: Subject, name: str, cache: Path) -> dict[str, Path]:
 def quantize_alone(encoder: nn.Module, example: tuple[Tensor, ...], free: object, path: Path) -> None:
     """Write the int8 file that torch and ONNX Runtime make without this library."""
     exported = path.with_suffix(".float.onnx")
-    torch.onnx.export(encoder, example, exported, dynamic_shapes=free, opset_version=18, dynamo=True)  # type: ignore[arg-type]
+    options = {"dynamic_shapes": free, "opset_version": 18, "dynamo": True, "external_data": False}
+    torch.onnx.export(encoder, example, exported, **options)  # type: ignore[arg-type]
     quant_pre_process(exported, path, skip_symbolic_shape=True)
     products = ["MatMul", "Gemm"]
     quantize_dynamic(path, path, op_types_to_quantize=products, per_channel=True, weight_type=QuantType.QInt8)
     exported.unlink()
-    exported.with_name(f"{exported.name}.data").unlink(missing_ok=True)
 
 
 def session(path: Path, threads: int) -> ort.InferenceSession:
