@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last
 from accuracy_report import Result, Store, report
 from peers import PEERS, aa_svd, kfac_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four, zs_svd
 from peers.budget import count_numbers, pivoted_numbers, spend
-from peers.calibration import collect, fisher
+from peers.calibration import collect, fisher, square_root
 from peers.job import Job, NotDefinedError
 from peers.layers import UnfoldedAttention, factored, input_rows, pivoted, unfold_attention, weight_matrix
 from peers.sequential import Drift
@@ -288,8 +288,8 @@ def test_allocation_removes_less_where_the_loss_is_larger():
 def test_kfac_svd_has_the_least_error_in_both_metrics(mixed_job):
     name = NAMES[-1]
     weight, statistics = mixed_job.weight(name), mixed_job.statistics[name].gram
-    inputs, _ = kfac_svd._root(statistics, kfac_svd.INPUT_DAMPING)
-    outputs, _ = kfac_svd._root(kfac_svd._gradients(mixed_job)[name], kfac_svd.IMAGE_DAMPING)
+    inputs, _ = square_root(statistics, kfac_svd.INPUT_DAMPING)
+    outputs, _ = square_root(kfac_svd._gradients(mixed_job)[name], kfac_svd.IMAGE_DAMPING)
     left, right = kfac_svd.decompose(mixed_job, name)
     tails = torch.linalg.svdvals(outputs.T @ weight @ inputs)
     for rank in (4, 12, 30):

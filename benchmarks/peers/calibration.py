@@ -32,10 +32,10 @@ class Statistics:
         return square_root(self.gram)
 
 
-def square_root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """R = Q sqrt(L) and R^-1, from gram = Q L Q^T with `DAMPING` times its mean added."""
+def square_root(gram: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
+    """R = Q sqrt(L) and R^-1, from gram = Q L Q^T with `damping` times the mean of L added."""
     values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp_min(0) + DAMPING * values.mean()
+    values = values.clamp_min(0) + damping * values.mean()
     return vectors * values.sqrt(), (vectors / values.sqrt()).T
 
 

@@ -27,7 +27,7 @@ from scipy.sparse import coo_array
 from torch import Tensor, nn
 
 from peers.budget import pair_numbers
-from peers.calibration import call, main_output
+from peers.calibration import call, main_output, square_root
 from peers.job import Job
 from peers.layers import factored, with_matrix
 from peers.loss import distance, is_language_model, loss_of, references
@@ -76,18 +76,12 @@ def _factors(job: Job) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         damping = DAMPING if _reads_tokens(job) else IMAGE_DAMPING
         found = {}
         for name in job.names:
-            root_in, inverse_in = _root(job.statistics[name].gram, INPUT_DAMPING)
-            root_out, inverse_out = _root(gradients[name], damping)
+            root_in, inverse_in = square_root(job.statistics[name].gram, INPUT_DAMPING)
+            root_out, inverse_out = square_root(gradients[name], damping)
             left, right = decompose_matrix(root_out.T @ job.weight(name) @ root_in)
             found[name] = inverse_out.T @ left, right @ inverse_in, left.square().sum(0)
         job.memory["kfac"] = found
     return job.memory["kfac"]
-
-
-def _root(gram: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp_min(0) + damping * gram.diagonal().mean()
-    return vectors * values.sqrt(), (vectors / values.sqrt()).T
 
 
 def _reads_tokens(job: Job) -> bool:
@@ -107,10 +101,10 @@ def _gradients(job: Job) -> dict[str, Tensor]:
         )
         for name in job.names
     ]
+    with torch.no_grad():
+        cut = is_language_model(job.batches[0], main_output(call(job.dense, job.batches[0])))
     try:
         for batch in job.batches:
-            with torch.no_grad():
-                cut = is_language_model(batch, main_output(call(job.dense, batch)))
             loss = loss_of(job.dense, batch, job.outputs, generator)
             gradients = torch.autograd.grad(loss, [given[name] for name in job.names])
             for name, gradient in zip(job.names, gradients, strict=True):

@@ -203,13 +203,7 @@ class TrainingMetrics:
     @property
     def measured(self) -> dict[str, float]:
         """Figures by name; of those that need tokens or a peak, those that were given."""
-        seconds = self.step_seconds
-        flops = self.model_flops / seconds / self._part.mesh.devices
-        found = {"step seconds": seconds, "FLOP/s a device": flops, "peak bytes": float(self._peak_bytes)}
-        if self._tokens is not None:
-            found["tokens a second"] = self._tokens / seconds
-        if self._peak_flops is not None:
-            found["MFU"] = flops / self._peak_flops
+        found = self._figures(self.step_seconds, self._peak_bytes)
         for axis in AXES:
             sent = sum(
                 one.sent_bytes for one in self.communication if one.axis == axis and one.kind != "recv"
@@ -221,18 +215,23 @@ class TrainingMetrics:
     @property
     def predicted(self) -> dict[str, float]:
         """The same by the plan: bytes held by this rank's device, and what a device sends on average."""
-        part, seconds = self._part, self._part.step_seconds
-        flops = self.model_flops / seconds / part.mesh.devices
+        part = self._part
         held = sum(stage.memory_bytes for stage in part.stages if stage.device == self._devices.pp)
-        found = {"step seconds": seconds, "FLOP/s a device": flops, "peak bytes": float(held)}
-        if self._tokens is not None:
-            found["tokens a second"] = self._tokens / seconds
-        if self._peak_flops is not None:
-            found["MFU"] = flops / self._peak_flops
+        found = self._figures(part.step_seconds, held)
         sent = {one.purpose: one.intra_node_bytes + one.inter_node_bytes for one in part.traffic}
         for axis, purposes in _PURPOSES.items():
             if getattr(part.mesh, axis) > 1:
                 found[f"sent bytes, {axis}"] = sum(sent[one] for one in purposes) / part.mesh.devices
+        return found
+
+    def _figures(self, seconds: float, peak_bytes: int) -> dict[str, float]:
+        """What follows from the seconds of a step, and its peak of memory."""
+        flops = self.model_flops / seconds / self._part.mesh.devices
+        found = {"step seconds": seconds, "FLOP/s a device": flops, "peak bytes": float(peak_bytes)}
+        if self._tokens is not None:
+            found["tokens a second"] = self._tokens / seconds
+        if self._peak_flops is not None:
+            found["MFU"] = flops / self._peak_flops
         return found
 
     def __str__(self) -> str:
