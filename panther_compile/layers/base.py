@@ -108,8 +108,19 @@ class SketchedLayer(nn.Module):
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
         return sum(tensor.numel() for tensor in tensors)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Refuse the weight of the dense layer; pass over the empty one that `save_pretrained` leaves."""
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Note the spec beside torch's version number: layers of two specs may be alike in all shapes."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata[prefix[:-1]]["sketch_spec"] = self.sketch_spec()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """Refuse the weight of the dense layer, and factors of another form; pass over the empty weight.
+
+        `save_pretrained` leaves an empty one.
+        """
         for name in _DENSE_WEIGHTS:
             dense = state_dict.get(prefix + name)
             if dense is None:
@@ -121,7 +132,26 @@ class SketchedLayer(nn.Module):
                     "dense model and call sketchify, or load project_state_dict(model, state_dict)"
                 )
             del state_dict[prefix + name]
-        super()._load_from_state_dict(state_dict, prefix, *others)
+        self._check_spec(prefix, local_metadata.get("sketch_spec"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def _check_spec(self, prefix: str, saved: Spec | None) -> None:
+        """Refuse factors that were saved by a layer of another spec; one that is not known passes."""
+        own = self.sketch_spec()
+        if saved is None or saved == own:
+            return
+        differ = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
+        shown = ", ".join(f"{key} {_short(saved.get(key))}, here {_short(own.get(key))}" for key in differ)
+        raise CheckpointMismatchError(
+            f"{prefix[:-1] or type(self).__name__}: these factors are of another sketch ({shown}): load "
+            "them by load_sketched, or into a sketch of the same weights"
+        )
+
+
+def _short(value: object) -> str:
+    """A value on a line of an error."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 _DENSE_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight")
