@@ -26,7 +26,7 @@ from panther_compile.parallel.model_state import (
 )
 from panther_compile.parallel.pipeline import reshard
 from panther_compile.parallel.replicas import SharedGradients, average_gradients
-from panther_compile.parallel.whole_model import without_reduction
+from panther_compile.parallel.whole_model import OneModule
 from panther_compile.partition import TensorSpec
 from panther_compile.partition.graph.capture import CallForm
 from panther_compile.partition.shards.placements import Shard
@@ -176,7 +176,8 @@ class ParallelEngine(nn.Module):
         """
         if self.devices.shape.pp > 1:
             raise ParallelError("no_sync() is for loss.backward(); step() reduces once for all microbatches")
-        return without_reduction(self.module)
+        assert isinstance(self._runner, OneModule)
+        return self._runner.without_reduction()
 
     @property
     def _is_accelerate_prepared(self) -> bool:

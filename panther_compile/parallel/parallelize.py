@@ -172,7 +172,8 @@ def parallelize_model(
             if data_parallel == "ddp" and part.mesh.dp > 1:
                 finds = bool(part.unused) if find_unused_parameters is None else find_unused_parameters
                 module = replicate(module, devices, find_unused_parameters=finds)
-            runner = OneModule(module, form, loss)
+            keeps_whole = data_parallel == "fsdp" and not options.reshards(part)
+            runner = OneModule(module, form, loss, keeps_whole=keeps_whole)
     return ParallelEngine(
         module,
         devices=devices,

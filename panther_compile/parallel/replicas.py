@@ -78,6 +78,9 @@ def shard_replicas(
         options["offload_policy"] = offload_policy
     for unit in (*reversed(units), root):
         fully_shard(unit, **options)
+    for first in cast(Sequence[FSDPModule], units[:1]):
+        # Of itself, which is there: torch would gather what ran before it, the last of an earlier microbatch.
+        first.set_modules_to_backward_prefetch([first])
     for one, following in pairwise(cast(Sequence[FSDPModule], units)):
         one.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([one])

@@ -49,24 +49,28 @@ class GraphModel(nn.Module):
 class OneModule:
     """Runs one module over the microbatches of a step."""
 
-    def __init__(self, module: nn.Module, form: CallForm, loss: Loss | None) -> None:
+    def __init__(
+        self, module: nn.Module, form: CallForm, loss: Loss | None, *, keeps_whole: bool = False
+    ) -> None:
         """Take what the user may call himself.
 
         Args:
             module: the model, `GraphModel`, or either in DDP.
             form: of the model's call.
             loss: of one microbatch.
+            keeps_whole: see `without_reduction`.
         """
         self.module = module
         self._form = form
         self._loss = loss
+        self._keeps_whole = keeps_whole
 
     def train(self, batch: Batch, shares: Sequence[Share]) -> Tensor:
         """Forward and backward of one microbatch after the other; the sum of their losses."""
         assert self._loss is not None
         losses = []
         for number, (inputs, share) in enumerate(zip(batch.microbatches(), shares, strict=True)):
-            with nullcontext() if number == len(shares) - 1 else without_reduction(self.module):
+            with nullcontext() if number == len(shares) - 1 else self.without_reduction():
                 output = self._call(inputs)
                 if share.rows is not None:
                     tensors = take_rows(self._tensors(output), share.rows, batch.width)
@@ -89,6 +93,10 @@ class OneModule:
         """Nothing: there is no schedule."""
         return ""
 
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Backwards in here add to gradients of this rank only; the next one outside reduces them all."""
+        return without_reduction(self.module, keeps_whole=self._keeps_whole)
+
     def _call(self, inputs: Sequence[Tensor]) -> Any:
         args, kwargs = self._form.call(inputs)
         return self.module(*args, **kwargs)
@@ -104,11 +112,12 @@ class OneModule:
 
 
 @contextmanager
-def without_reduction(module: nn.Module) -> Iterator[None]:
+def without_reduction(module: nn.Module, *, keeps_whole: bool) -> Iterator[None]:
     """Backwards in here add to gradients of this rank only; the next one outside reduces them all.
 
     Args:
         module: DDP, or a module that is or holds one sharded by `fully_shard`, or neither.
+        keeps_whole: of the latter, whether parameters that a forward has gathered stay until then (ZeRO-2).
     """
     held: AbstractContextManager[Any] = nullcontext()
     if isinstance(module, DistributedDataParallel):
@@ -118,9 +127,11 @@ def without_reduction(module: nn.Module) -> Iterator[None]:
         if sharded is not None:
             sharded.set_requires_gradient_sync(False)
             sharded.set_is_last_backward(False)
+            sharded.set_reshard_after_backward(not keeps_whole)
         with held:
             yield
     finally:
         if sharded is not None:
             sharded.set_requires_gradient_sync(True)
             sharded.set_is_last_backward(True)
+            sharded.set_reshard_after_backward(True)

@@ -114,7 +114,7 @@ class Graphs:
         self, ring: Ring, prices: Prices, kind: str, sharding: StateSharding
     ) -> tuple[tuple[FlowGraph, int, int], ...]:
         """The same with what one replica holds, and bytes of units computed again and of units gathered."""
-        key = ring, prices, kind, sharding.kind, sharding.sharers, sharding.master_weights
+        key = ring, prices, kind, replace(sharding, replicas=1)
         if key not in self._shared:
             found = []
             flows = self.recomputed_flows(ring, prices, kind)

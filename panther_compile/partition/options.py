@@ -108,9 +108,9 @@ class PlanOptions:
         """
         shardings = list(
             find_shardings(
-                mesh.dp,
+                mesh,
+                self.microbatches_of(mesh),
                 self.hardware,
-                mesh.pp * mesh.tp,
                 self.data_parallel,
                 self.shard_size,
                 master_weights=self.master_weights,

@@ -9,7 +9,10 @@ among them where there are any, each of s replicas that share them holds
     zero3   P/s + G/s + S/s        reduce-scatter of G once a step, and all-gather of P, unit by unit, in each
                                    forward and again in each backward; two units are whole at a time
 
-(Rajbhandari et al., SC 2020). With fewer sharers than replicas (hybrid) the shards of gradients are summed
+(Rajbhandari et al., SC 2020), where a step has one microbatch. Several add up gradients before these are
+scattered, so that each replica holds all of G. Torch's pipelines free what a forward has gathered, and keep
+what a backward has: with zero3 a stage is whole at its peak, and gathered once more than there are
+microbatches. With fewer sharers than replicas (hybrid) the shards of gradients are summed
 over the groups that share. Master weights are what zero3 stores: its parameters are whole in the units alone.
 Where a device computes and sends at once, what is sent hides behind the backward, or unit by unit behind
 computing, but for the first unit.
@@ -35,12 +38,16 @@ class StateSharding:
         replicas: of the model.
         sharers: replicas that divide one set of states; 1 of "ddp".
         master_weights: whether float32 copies of the parameters are among the states.
+        accumulates: whether a step has several microbatches.
+        pipelined: whether replicas are pipelines.
     """
 
     kind: str = "ddp"
     replicas: int = 1
     sharers: int = 1
     master_weights: bool = False
+    accumulates: bool = False
+    pipelined: bool = False
 
     def __str__(self) -> str:
         if self.replicas == 1:
@@ -65,27 +72,27 @@ class ReplicaLinks:
 
 
 def find_shardings(
-    replicas: int, hardware: Hardware, stride: int, kind: str, sharers: int | None, *, master_weights: bool
+    mesh: Mesh, microbatches: int, hardware: Hardware, kind: str, sharers: int | None, *, master_weights: bool
 ) -> Iterator[StateSharding]:
     """The ways for replicas to share states that are worth comparing.
 
     Args:
-        replicas: of the model.
+        mesh: of the devices.
+        microbatches: of a step, through each replica.
         hardware: of the cluster.
-        stride: devices from a replica of a stage to the next.
         kind: of DATA_PARALLEL, or "auto" for all.
         sharers: their number; if None all replicas, or those within a node.
         master_weights: see `StateSharding`.
     """
-    if replicas == 1:
+    if mesh.dp == 1:
         yield StateSharding(master_weights=master_weights)
         return
-    inside = max(1, hardware.devices_per_node // stride)
+    inside = max(1, hardware.devices_per_node // (mesh.pp * mesh.tp))
     for one in DATA_PARALLEL if kind == "auto" else (kind,):
-        sizes = (1,) if one == "ddp" else (replicas, inside) if sharers is None else (sharers,)
+        sizes = (1,) if one == "ddp" else (mesh.dp, inside) if sharers is None else (sharers,)
         for size in dict.fromkeys(sizes):
-            if replicas % size == 0 and (size > 1 or one == "ddp"):
-                yield StateSharding(one, replicas, size, master_weights)
+            if mesh.dp % size == 0 and (size > 1 or one == "ddp"):
+                yield StateSharding(one, mesh.dp, size, master_weights, microbatches > 1, mesh.pp > 1)
 
 
 def find_replica_links(hardware: Hardware, mesh: Mesh, sharers: int) -> ReplicaLinks:
@@ -122,17 +129,20 @@ def share_states(flow: FlowGraph, sharding: StateSharding, units: Sequence[int])
     if kind == "ddp" or share == 1:
         return flow, 0
     stored = 1.0
-    if kind == "zero3":
+    if kind == "zero3" and not sharding.pipelined:
         stored = 0.0 if sharding.master_weights else 1 / share
+    scattered = kind != "zero1" and not sharding.accumulates
     holdings = []
     for held in flow.holdings:
         states = held.trained_bytes - held.gradient_bytes
-        gradients = held.gradient_bytes / (share if kind != "zero1" else 1)
+        gradients = held.gradient_bytes / (share if scattered else 1)
         parameters = held.bytes * (stored if held.gradient_bytes else 1.0)
         resident = round(parameters + gradients + states / share)
         holdings.append(replace(held, resident_bytes=resident))
     parameters, gradients = _largest_unit(flow, units)
-    whole = {"zero1": 0, "zero2": gradients, "zero3": 2 * parameters + gradients}[kind]
+    whole = gradients if scattered else 0
+    if kind == "zero3" and not sharding.pipelined:
+        whole += 2 * parameters
     return replace(flow, holdings=tuple(holdings)), whole
 
 
@@ -197,8 +207,12 @@ def count_replica_seconds(
     scatter += 2 * _scatter_seconds(gradient_bytes / share, groups, links.groups)
     gather = _scatter_seconds(parameter_bytes, share, links.sharers)
     if sharding.kind == "zero3":
+        ahead = _exposed(gather, forward_seconds, units, links)
+        if sharding.pipelined:  # one forward finds nothing whole
+            tail = ahead + _exposed(scatter, max(0.0, backward_seconds - gather), units, links)
+            return ReplicaSeconds(backward=_exposed(gather, backward_seconds, units, links), tail=tail)
         return ReplicaSeconds(
-            forward=_exposed(gather, forward_seconds, units, links),
+            forward=ahead,
             backward=_exposed(gather, backward_seconds, units, links),
             tail=_exposed(scatter, max(0.0, backward_seconds - gather), units, links),
         )

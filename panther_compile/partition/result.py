@@ -134,8 +134,16 @@ class Partition:
     @property
     def traffic(self) -> tuple[Traffic, ...]:
         """What all devices together send in a step, by purpose, inside nodes and between them."""
+        sizes = {held.name: held.bytes for held in self.flow.holdings}
         return count_traffic(
-            self.mesh, self.hardware, self.microbatches, self.stages, self.shared, self.collectives
+            self.mesh,
+            self.hardware,
+            self.microbatches,
+            self.stages,
+            self.shared,
+            self.collectives,
+            self.data_parallel,
+            [sum(sizes[name] for name in stage.parameters) for stage in self.stages],
         )
 
     @property

@@ -2,11 +2,19 @@
 
     pipeline   activations to the next stage and gradients back, each microbatch, by each device of a stage
     shards     collectives between the devices of a stage, each microbatch
-    replicas   gradients, once a step
+    replicas   gradients, once a step; where replicas share states, parameters as often as they are gathered
     tied       gradients of parameters that several stages hold, once a step
 
-Collectives are rings: each of n members hands (n - 1) / n of a tensor to the next to gather it, twice that to
-sum it. A message counts once, for the link it crosses: inside a node (NVLink) or between nodes (the network).
+Collectives are rings: each of n members hands (n - 1) / n of a tensor to the next to gather or to scatter it,
+twice that to sum it. A message counts once, for the link it crosses: inside a node (NVLink) or between nodes
+(the network). Of s replicas that share states in each of g groups, with G bytes of gradients and P of
+parameters a stage, a replica sends in a step
+
+    ddp           2 (n - 1) / n G, over all n replicas
+    others        (s - 1) / s G to scatter gradients, and 2 (g - 1) / g G / s to sum the shards of groups
+    zero1, zero2  (s - 1) / s P to gather parameters
+    zero3         that for the forward and the backward of each microbatch, 2 m times; in a pipeline m + 1
+                  times, as torch's schedules free what a forward gathered, and not what a backward did
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +23,7 @@ from itertools import pairwise, product
 
 from panther_compile.partition.graph.hardware import Hardware
 from panther_compile.partition.records import Collective, Mesh, SharedParameter, Stage
+from panther_compile.partition.replicas import StateSharding
 
 PURPOSES = ("pipeline", "shards", "replicas", "tied")
 
@@ -45,6 +54,8 @@ def count_traffic(
     stages: Sequence[Stage],
     shared: Sequence[SharedParameter] = (),
     collectives: Sequence[Collective] = (),
+    sharding: StateSharding | None = None,
+    gathered_bytes: Sequence[int] = (),
 ) -> tuple[Traffic, ...]:
     """One line for each purpose.
 
@@ -55,12 +66,15 @@ def count_traffic(
         stages: with the bytes of one microbatch on one device.
         shared: parameters that several stages hold.
         collectives: between the devices of a stage, for one microbatch.
+        sharding: of states over the replicas, which share nothing if None.
+        gathered_bytes: of each stage's parameters, needed where replicas share states.
     """
+    sharing = _Sharing(mesh, microbatches, sharding or StateSharding("ddp", mesh.dp), gathered_bytes)
     inside, between = dict.fromkeys(PURPOSES, 0.0), dict.fromkeys(PURPOSES, 0.0)
     for purpose, first, second, size in (
         *_along_the_pipeline(mesh, microbatches, stages),
         *_between_shards(mesh, microbatches, stages, collectives),
-        *_between_replicas(mesh, stages),
+        *sharing.messages(stages),
         *_of_tied_parameters(mesh, shared),
     ):
         (inside if hardware.same_node(first, second) else between)[purpose] += size
@@ -88,10 +102,36 @@ def _between_shards(
         yield from _ring("shards", ranks, sent[pp])
 
 
-def _between_replicas(mesh: Mesh, stages: Sequence[Stage]) -> Iterator[_Message]:
-    for stage, tp in product(stages, range(mesh.tp)):
-        ranks = [mesh.rank(dp, stage.device, tp) for dp in range(mesh.dp)]
-        yield from _ring("replicas", ranks, 2 * stage.gradient_bytes * (mesh.dp - 1) / mesh.dp)
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """What replicas send one another; those that share states are neighbours."""
+
+    mesh: Mesh
+    microbatches: int
+    sharding: StateSharding
+    gathered_bytes: Sequence[int]
+
+    def messages(self, stages: Sequence[Stage]) -> Iterator[_Message]:
+        """Of all stages."""
+        share = self.sharding.sharers
+        groups = self.mesh.dp // share
+        for stage, tp in product(stages, range(self.mesh.tp)):
+            ranks = [self.mesh.rank(dp, stage.device, tp) for dp in range(self.mesh.dp)]
+            once = stage.gradient_bytes
+            if share > 1:
+                once += self._gathers() * self.gathered_bytes[stage.index]
+            for group in range(groups):
+                members = ranks[group * share : (group + 1) * share]
+                yield from _ring("replicas", members, once * (share - 1) / share)
+            for place in range(share):
+                summed = 2 * stage.gradient_bytes / share * (groups - 1) / groups
+                yield from _ring("replicas", ranks[place::share], summed)
+
+    def _gathers(self) -> int:
+        """How often a step gathers the parameters."""
+        if self.sharding.kind != "zero3":
+            return 1
+        return 2 * self.microbatches if self.mesh.pp == 1 else self.microbatches + 1
 
 
 def _of_tied_parameters(mesh: Mesh, shared: Sequence[SharedParameter]) -> Iterator[_Message]:

@@ -3,9 +3,11 @@
 import csv
 
 import pytest
-from parallel.training import build, call_engine, draw, loss_fn, partition
+import torch
+from parallel.training import EAGER, build, call_engine, draw, loss_fn, partition
+from torch import nn
 
-from panther_compile import TrainingMetrics, parallelize_model
+from panther_compile import TrainingMetrics, parallelize_model, partition_model
 from panther_compile.parallel.metrics import bus_factor
 
 
@@ -48,3 +50,18 @@ def watched(rank, *, mesh, kinds, folder=None, board=False, **options):
         assert [row["step"] for row in rows if row["name"] == "MFU"] == ["1", "2"]
         assert float(rows[-1]["value"]) > 0
     return {kind: one.bytes for kind, one in found.items()}, figures[name], metrics.predicted[name]
+
+
+def shared(rank, *, mesh, kind, shard_size):
+    """Bytes that this rank sends to replicas in the second step, and those of the plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    options = {"data_parallel": kind, "shard_size": shard_size}
+    part = partition_model(model, torch.randn(2, 32), mesh=mesh, hardware=EAGER, microbatches=3, **options)
+    engine = parallelize_model(model, part, data_parallel="auto", loss_fn=loss_fn)
+    metrics = TrainingMetrics(engine, part, every=2)
+    for step in range(2):
+        batch, target = draw((torch.randn(2, 32),), 3, step)
+        with metrics.step():
+            engine.step(*batch, target)
+    return metrics.measured["sent bytes, dp"], metrics.predicted["sent bytes, dp"]

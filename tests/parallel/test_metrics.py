@@ -1,5 +1,7 @@
 """Metrics of a step: bytes of collectives against the plan's, bandwidth, files."""
 
+import math
+
 import pytest
 from parallel import metrics_jobs
 
@@ -34,11 +36,25 @@ def test_a_pipeline_and_shards_send_what_the_plan_says(ranks):
         assert sent == predicted + LOSS
 
 
-def test_sharded_states_are_gathered_and_scattered(ranks):
-    options = {"mesh": {"dp": 2}, "data_parallel": "fsdp", "kinds": ["all_gather", "reduce_scatter"]}
-    for found, _, _ in ranks(2).run(metrics_jobs.watched, **options):
-        assert found["reduce_scatter"] == pytest.approx(4 * PARAMETERS, rel=0.02)  # shards are padded
-        assert found["all_gather"] > 2 * found["reduce_scatter"]  # each microbatch, forward and backward
+@pytest.mark.parametrize(
+    ("mesh", "kind", "shard_size"),
+    [
+        ({"dp": 2}, "zero2", None),
+        ({"dp": 4}, "zero3", 2),
+        ({"dp": 2, "pp": 2}, "zero2", None),
+        ({"dp": 2, "pp": 2}, "zero3", None),
+        pytest.param({"dp": 2}, "zero3", None, marks=pytest.mark.slow),
+        pytest.param({"dp": 4}, "zero2", 2, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, "zero3", None, marks=pytest.mark.slow),
+    ],
+)
+def test_shared_states_send_what_the_plan_says(ranks, mesh, kind, shard_size):
+    """Every gather of the forward and of the backward is in it, and none that is not."""
+    count = math.prod(mesh.values())
+    sent = ranks(count).run(metrics_jobs.shared, mesh=mesh, kind=kind, shard_size=shard_size)
+    loss = LOSS * 2 * (count - 1) / count if mesh.keys() == {"dp"} else 0
+    for measured, predicted in sent:
+        assert measured == predicted + loss
 
 
 @pytest.mark.integrations

@@ -41,7 +41,7 @@ def cut(rows=4, dtype=torch.float32, **options):
 
 
 def states(**options):
-    return cut(**options).stages[0].memory.states
+    return cut(**{"microbatches": 1, **options}).stages[0].memory.states
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,27 @@ def states(**options):
 )
 def test_replicas_hold_their_share_of_states(kind, bytes_a_number):
     assert states(data_parallel=kind) == pytest.approx(NUMBERS * bytes_a_number, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_a_number"),
+    [("zero1", 4 + 4 + 8 / 4), ("zero2", 4 + 4 + 8 / 4), ("zero3", 4 + (4 + 8) / 4)],
+)
+def test_gradients_of_several_microbatches_add_up_whole(kind, bytes_a_number):
+    assert states(data_parallel=kind, microbatches=2) == pytest.approx(NUMBERS * bytes_a_number, rel=1e-3)
+
+
+def test_a_pipeline_keeps_what_its_backward_has_gathered():
+    """In place of twice: four microbatches gather the parameters five times, and hold them once."""
+    options = {"mesh": {"dp": 2, "pp": 2}, "microbatches": 4}
+    shared, whole = (cut(data_parallel=kind, **options) for kind in ("zero3", "zero2"))
+    for one, other in zip(shared.stages, whole.stages, strict=True):
+        assert one.memory == other.memory
+    sent = [
+        next(one.intra_node_bytes for one in part.traffic if one.purpose == "replicas")
+        for part in (shared, whole)
+    ]
+    assert sent == [6 * NUMBERS * 4, 2 * NUMBERS * 4]
 
 
 def test_hybrid_shares_states_within_groups():
@@ -64,9 +85,10 @@ def test_master_weights_are_states(kind, bytes_a_number):
 
 def test_whole_units_are_counted():
     """Two of the parameters count, one of the gradients, where all of them are shared."""
-    part = cut(data_parallel="zero3")
+    part = cut(data_parallel="zero3", microbatches=1)
     unit = part.stages[0].memory.gathered
     assert 3 * WIDTH * (WIDTH + 1) * 4 <= unit < 3 * NUMBERS * 4
+    assert cut(data_parallel="zero3").stages[0].memory.gathered == unit * 2 / 3
     assert cut(data_parallel="ddp").stages[0].memory.gathered == 0
 
 
@@ -75,7 +97,7 @@ def test_a_model_that_replicas_cannot_hold_alone_is_shared():
     limit = 8 * NUMBERS
     with pytest.raises(StageMemoryError, match="ddp over 4 replicas"):
         cut(data_parallel="ddp", memory_per_device=limit)
-    part = cut(memory_per_device=limit)
+    part = cut(memory_per_device=limit, microbatches=1)
     assert part.data_parallel.kind in ("zero2", "zero3")
     assert part.stages[0].memory_bytes <= limit
     divided = partition_model(Blocks(), torch.randn(4, WIDTH), devices=2, hardware=cluster(12 * NUMBERS))
@@ -83,7 +105,7 @@ def test_a_model_that_replicas_cannot_hold_alone_is_shared():
 
 
 def test_equal_replicas_are_taken_where_they_fit():
-    assert cut().data_parallel == StateSharding("ddp", 4, 1)
+    assert cut().data_parallel == StateSharding("ddp", 4, 1, accumulates=True)
 
 
 def test_gathering_takes_time_in_every_microbatch():
