@@ -1,14 +1,12 @@
 """The public verbs: each one a few stages, called in order."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from panther_compile.calibration.few_data import MADE_UP
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import (
     NoTargetError,
@@ -36,7 +34,7 @@ from panther_compile.sketching import (
     copy_model,
     fit,
     learn,
-    make,
+    learn_and_make,
     plan_sites,
     prepare,
     put_in_place,
@@ -109,14 +107,10 @@ def sketchify(
     if data is not None and evaluate is None and plan is None:
         plan_sites(prepared, config)  # says that nothing can be sketched before any data is read
     dense_score = None if evaluate is None else measured(evaluate, prepared.given, "the dense model")
-    learnt = learn(prepared, config, data, resume, example_inputs)
     if evaluate is None or max_drop is None or dense_score is None:
-        made = make(learnt.prepared, learnt.config, learnt.studied)
-        if made.plan.allocation == MADE_UP and config.objective != "latency":
-            # As without data, to the bit.
-            learnt = replace(learn(prepared, config, None, None, None), unused=made.note)
-            made = make(learnt.prepared, learnt.config, learnt.studied)
+        learnt, made = learn_and_make(prepared, config, data, resume, example_inputs)
     else:
+        learnt = learn(prepared, config, data, resume, example_inputs)
         made = search(learnt, RatioCurve((), dense_score, max_drop, None), evaluate)
     return put_in_place(model, learnt, made)  # type: ignore[return-value]
 

@@ -2,8 +2,8 @@
 
 A model is named as `module:function`, where calling the function gives an `nn.Module`, or as the directory
 of a Hugging Face model (`config.json`, and weights for all but `report`). `sketch --stream` goes from such a
-directory to another, one layer in memory at a time. `sketch-onnx` reads and writes ONNX files, and needs the
-extra `onnx`. Options are those of `SketchConfig` (`arguments.py`).
+directory to another, with few layers in memory at a time. `sketch-onnx` reads and writes ONNX files, and
+needs the extra `onnx`. Options are those of `SketchConfig` (`arguments.py`).
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     sketch.add_argument(
         "--stream",
         action="store_true",
-        help="a Hugging Face directory larger than memory, by its weights alone, to a directory of that kind",
+        help="a Hugging Face directory larger than memory, to a directory of that kind",
     )
     report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
     onnx.add_argument("source", help="the ONNX file to read")
@@ -155,13 +155,19 @@ def _sketch(options: argparse.Namespace) -> dict[str, Any]:
 def _stream(
     options: argparse.Namespace, plan: SketchPlan | None, ratio: float | dict[Selector, float] | None
 ) -> dict[str, Any]:
-    for name in ("data", "max_drop", "evaluate"):
+    for name in ("max_drop", "evaluate"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} runs the model, which --stream never holds whole")
+            raise ConfigError(f"--{name.replace('_', '-')} runs the sketch, which --stream never holds whole")
     if sketchify_checkpoint is None:
         raise ConfigError("--stream needs transformers: pip install transformers")
     done: SketchPlan = sketchify_checkpoint(
-        options.model, options.directory, ratio, plan=plan, resume=options.resume, **given_options(options)
+        options.model,
+        options.directory,
+        ratio,
+        plan=plan,
+        data=_read_data(options),
+        resume=options.resume,
+        **given_options(options),
     )
     document = asdict(done) | {"achieved_ratio": done.achieved_ratio}
     return {"text": f"{done}\nsaved to {options.directory}", "json": document}

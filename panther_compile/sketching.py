@@ -1,7 +1,7 @@
 """The stages of `sketchify`, in their order: prepare, learn, plan, fit, replace."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from panther_compile.calibration.calibrate import fit_model, study_model
-from panther_compile.calibration.few_data import has_few
+from panther_compile.calibration.few_data import MADE_UP, has_few
 from panther_compile.calibration.held_out import Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
@@ -51,6 +51,7 @@ from panther_compile.records import (
 )
 from panther_compile.reporting.progress import ProgressBar
 from panther_compile.reporting.ratio_curve import RatioCurve
+from panther_compile.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +197,12 @@ def learn(
     data: Data | str | None,
     resume: str | PathLike[str] | None,
     example: Any,
+    shelf: Shelf | None = None,
 ) -> Learnt:
     """Read data, or make inputs up, and study the dense model on them.
 
-    Where time counts and no example was given, layers are timed on the first batch.
+    Where time counts and no example was given, layers are timed on the first batch. What is learnt is kept in
+    memory, or on a shelf.
     """
     inputs = read_inputs(prepared.model, prepared.found, data, config)
     calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
@@ -213,7 +216,7 @@ def learn(
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
     prepared = replace(prepared, found=found)
     doubted = inputs.source == "data"
-    studied = _study(prepared, config, calls, resume, doubted=doubted) if calls else None
+    studied = _study(prepared, config, calls, resume, doubted=doubted, shelf=shelf) if calls else None
     if studied is not None:
         prepared = replace(prepared, found=studied.found)
     if first and config.objective == "latency" and example is None:
@@ -223,7 +226,7 @@ def learn(
     if studied is not None:
         studied = replace(studied, found=prepared.found)
         if doubted and has_few(studied):
-            studied = replace(studied, made_up=_study_of_made_up(prepared, config))
+            studied = replace(studied, made_up=_study_of_made_up(prepared, config, shelf))
     return Learnt(prepared, config, inputs, calls, output, studied, unused)
 
 
@@ -238,12 +241,13 @@ def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
     )
 
 
-def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
+def _study_of_made_up(prepared: Prepared, config: SketchConfig, shelf: Shelf | None) -> Studied | None:
     """What the fit without data would go by, if there is one."""
     inputs = read_inputs(prepared.model, prepared.found, None, config)
     if inputs.fit is None:
         return None
-    return _study(prepared, config, record_calls(prepared.model, inputs.fit), None, doubted=False)
+    calls = record_calls(prepared.model, inputs.fit)
+    return _study(prepared, config, calls, None, doubted=False, shelf=shelf)
 
 
 def _study(
@@ -253,6 +257,7 @@ def _study(
     resume: str | PathLike[str] | None,
     *,
     doubted: bool,
+    shelf: Shelf | None,
 ) -> Studied:
     if any(parameter.is_inference() for parameter in prepared.model.parameters()):
         raise ConfigTypeError(
@@ -263,7 +268,26 @@ def _study(
     prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
     if not prepared.found.sites:
         plan_sites(prepared, config)  # says why
-    return study_model(prepared.model, prepared.found, config, prepared.route, calls, resume, doubted=doubted)
+    model, found = prepared.model, prepared.found
+    return study_model(model, found, config, prepared.route, calls, resume, doubted=doubted, shelf=shelf)
+
+
+def learn_and_make(
+    prepared: Prepared,
+    config: SketchConfig,
+    data: Data | str | None,
+    resume: str | PathLike[str] | None,
+    example: Any,
+    shelf: Shelf | None = None,
+) -> tuple[Learnt, Made]:
+    """Learn, and make what the options ask for at their ratio."""
+    learnt = learn(prepared, config, data, resume, example, shelf)
+    made = make(learnt.prepared, learnt.config, learnt.studied)
+    if made.plan.allocation == MADE_UP and config.objective != "latency":
+        # As without data, to the bit.
+        learnt = replace(learn(prepared, config, None, None, None, shelf), unused=made.note)
+        made = make(learnt.prepared, learnt.config, learnt.studied)
+    return learnt, made
 
 
 @undisturbed()
@@ -303,7 +327,8 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
         plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
         note = calibrated.note
         _check_plan(prepared, plan, config)
-    new, fitted = _sketch(prepared.found, plan, config, ready)
+    put = None if studied is None else studied.study.put_module
+    new, fitted = _sketch(prepared.found, plan, config, ready, put)
     fitted |= {name: replace(one, note=note) for name, one in fitted.items() if note}
     fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
     for name, why in ({} if studied is None else studied.left_alone).items():
@@ -366,14 +391,18 @@ def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> N
 
 
 def _sketch(
-    found: Found, plan: SketchPlan, config: SketchConfig, ready: Ready
+    found: Found,
+    plan: SketchPlan,
+    config: SketchConfig,
+    ready: Ready,
+    put: Callable[[nn.Module], object] | None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, Fitted]]:
     """The replacement of every dense layer that the plan sketches, and what came of each weight."""
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
     for site, owner in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
-        made = sketch_site(site, owner, choices, config, ready)
+        made = sketch_site(site, owner, choices, config, ready, put)
         if made is not None:
             layer, record = made
             fitted |= record

@@ -115,8 +115,18 @@ def test_a_folder_is_streamed_into_a_folder(folder, tmp_path, capsys):
     assert main(["sketch", str(folder), str(out), "--stream", "--ratio", "0.6", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["achieved_ratio"] <= 0.6
     assert pc.sketch_report(transformers.AutoModelForCausalLM.from_pretrained(out)).ratio_asked == "0.6"
-    assert main(["sketch", str(folder), str(tmp_path / "b"), "--stream", "--data", "model"]) == 2
-    assert "--data runs the model, which --stream never holds whole" in capsys.readouterr().err
+    score = ["--max-drop", "1", "--evaluate", "test_cli:score"]
+    assert main(["sketch", str(folder), str(tmp_path / "b"), "--stream", *score]) == 2
+    assert "--max-drop runs the sketch, which --stream never holds whole" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_a_folder_is_streamed_with_data(folder, tmp_path, capsys):
+    text = write_text(tmp_path / "text.txt", 200)
+    options = ["--data", str(text), "--length", "16", "--batch-size", "2", *SMALL]
+    assert main(["sketch", str(folder), str(tmp_path / "out"), "--stream", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["allocation"]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
 
 
 def test_files_that_are_no_data(folder, tmp_path):

@@ -38,6 +38,7 @@ from panther_compile.planning.plan import Allocation, hides_progress, make_plan
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, SketchPlan
+from panther_compile.shelf import Shelf
 
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
 WORTH_TRYING = 1.1
@@ -54,6 +55,7 @@ def study_model(
     resume: str | PathLike[str] | None = None,
     *,
     doubted: bool = True,
+    shelf: Shelf | None = None,
 ) -> Studied:
     """Study the dense model; its ratio and what is chosen for it do not matter yet.
 
@@ -65,6 +67,7 @@ def study_model(
         calls: the data.
         resume: a folder to keep the work in, and to take up what an earlier call has kept there.
         doubted: whether it is tried how far the data is to be believed, if it is few.
+        shelf: where large tensors are kept; None keeps them in memory.
 
     Raises:
         ConfigError: `objective="cache"`, and no layer writes what the model keeps of a token.
@@ -77,7 +80,7 @@ def study_model(
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        study = folder.study(device)
+        study = folder.study(device, shelf)
     check_batches(watch(model, targets), targets, calls, 0)
     calls = divided(watch(model, {}).model, calls, _BATCHES)
     residuals = find_residuals(watch(model, targets), calls)
@@ -105,6 +108,7 @@ def study_model(
                 progress=not hides_progress(config),
                 ridge=ridge,
                 stacks=[one.names for one in cached if len(one.names) > 1],
+                shelf=shelf,
             )
 
         study = study_with(RIDGE)

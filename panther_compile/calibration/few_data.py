@@ -80,7 +80,8 @@ def without_data(
     alone = plan_by_weights(studied.found, config, studied.route)
     choices = {line.name: line.choice for line in alone.sketched if line.choice is not None}
     targets = chosen_targets(alone, studied.targets)
-    made = sketch_parts({name: target.layer for name, target in targets.items()}, choices, config)
+    parts = {name: target.layer for name, target in targets.items()}
+    made = sketch_parts(parts, choices, config, studied.study.put_module)
     layers: dict[str, nn.Module] = {name: layer for name, (layer, _) in made.items()}
     others = {WEIGHTS_ALONE: Calibrated(alone, {}, (), TOO_FEW.format(WEIGHTS_ALONE))} if targets else {}
     ready = {WEIGHTS_ALONE: layers}

@@ -151,7 +151,9 @@ class Trial:
         weight, bias = target.weight_and_bias()
         left, right = left[:, : choice.rank], right[: choice.rank]
         bias = shifted_bias(bias, weight.detach().float() @ mean, left @ (right @ mean))
-        return target.build(FittedPair(left, right, None, bias, 0.0))
+        layer = target.build(FittedPair(left, right, None, bias, 0.0))
+        self._study.put_module(layer)
+        return layer
 
 
 def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:

@@ -76,6 +76,8 @@ class LayerFit:
                 for one, (layer, fitted) in found.items():
                     if self._folder is not None:
                         self._folder.keep_layer(self._plan, one, layer, fitted)
+            for layer, _ in found.values():
+                self._study.put_module(layer)
             self.ready |= found
             self._share(sharing)
         return self.ready[name][0]
@@ -165,6 +167,8 @@ class LayerFit:
             self._cut[choice.link] = cut_coupling(
                 self.targets, coupling, between, ranks, study.weights, study.factors
             )
+            for layer in self._cut[choice.link].values():
+                study.put_module(layer)
         return self._cut[choice.link]
 
     def _cut_parts(self, choice: Choice) -> Mapping[str, FittedPair]:

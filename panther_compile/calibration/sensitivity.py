@@ -20,6 +20,7 @@ from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Watched
 from panther_compile.reporting.progress import ProgressBar
+from panther_compile.shelf import Shelf
 
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
 _BATCHES = 1 / 3  # of the data
@@ -35,6 +36,7 @@ def output_gradients(
     seed: int,
     logits: bool | None,
     progress: bool,
+    shelf: Shelf | None = None,
 ) -> dict[str, Tensor]:
     """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
 
@@ -46,6 +48,7 @@ def output_gradients(
         seed: of the projections.
         logits: see `outputs.distance`.
         progress: whether to show a bar.
+        shelf: where the sums are kept, if not in memory.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -91,10 +94,12 @@ def output_gradients(
                     break
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
-                        _add(name, gradient, channel_dims[name], kept, sums, counts)
+                        _add(name, gradient, channel_dims[name], kept, sums, counts, shelf)
     for one in watched.values():
         one.on_output = None
-    return {name: total / counts[name] for name, total in sums.items() if bool(total.diagonal().sum() > 0)}
+    return {
+        name: total.div_(counts[name]) for name, total in sums.items() if bool(total.diagonal().sum() > 0)
+    }
 
 
 def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
@@ -137,8 +142,12 @@ def _add(
     kept: Tensor | None,
     sums: dict[str, Tensor],
     counts: dict[str, int],
+    shelf: Shelf | None,
 ) -> None:
     rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
     covariance = (rows.T @ rows).double()
-    sums[name] = covariance if name not in sums else sums[name] + covariance
+    if name in sums:
+        sums[name] += covariance
+    else:
+        sums[name] = covariance if shelf is None else shelf.put(covariance)
     counts[name] = counts.get(name, 0) + len(rows)

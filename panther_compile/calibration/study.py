@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther_compile.calibration.narrow import (
     Between,
@@ -27,8 +27,10 @@ from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Choice
 from panther_compile.reporting.progress import ProgressBar
+from panther_compile.shelf import Shelf
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
+BESIDE_SHELF = 1 << 30  # likewise, where all else is on a shelf
 LARGEST_GRADIENT = 8192  # output features, above which errors count alike
 
 
@@ -48,6 +50,7 @@ class Study:
         ridge: on second moments, of their mean power.
         losses: what narrowing layers does that can be narrowed together, by the name of the coupling.
         between: what is between them, likewise.
+        shelf: where large tensors are kept, and all that there is room for; None keeps them in memory.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -60,6 +63,20 @@ class Study:
     ridge: float = RIDGE
     losses: dict[str, CouplingLosses] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
+    shelf: Shelf | None = None
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor, where large ones are kept."""
+        return tensor if self.shelf is None else self.shelf.put(tensor)
+
+    def put_module(self, module: nn.Module) -> None:
+        """Have the parameters of a module there too."""
+        if self.shelf is not None:
+            self.shelf.put_module(module)
+
+    def has_room(self, held: int) -> bool:
+        """Whether so many bytes of one kind can be kept."""
+        return self.shelf is not None or held <= MAX_BYTES
 
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
@@ -91,6 +108,7 @@ def study_layers(
     progress: bool,
     ridge: float = RIDGE,
     stacks: Sequence[Sequence[str]] = (),
+    shelf: Shelf | None = None,
 ) -> Study:
     """Run the dense model over the data.
 
@@ -104,11 +122,12 @@ def study_layers(
         progress: whether to show bars.
         ridge: see `Study`.
         stacks: sets of layers of one input that will share an input factor.
+        shelf: see `Study`.
 
     Raises:
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
-    study = Study(ridge=ridge)
+    study = Study(ridge=ridge, shelf=shelf)
     by_reader = {coupling.reader: coupling for coupling in couplings}
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
     gradients = output_gradients(
@@ -119,12 +138,13 @@ def study_layers(
         seed=seed,
         logits=logits,
         progress=progress,
+        shelf=shelf,
     )
-    for name, covariance in gradients.items():
-        outer, study.sensitivity[name] = weight_of_errors(covariance)
-        study.weights[name] = outer.float().contiguous()
+    for name in list(gradients):
+        outer, study.sensitivity[name] = weight_of_errors(gradients.pop(name))
+        study.weights[name] = study.put(outer.float().contiguous())
     parts = PartSums(targets)
-    for names in groups_within(MAX_BYTES, {name: _bytes_of_moments(one) for name, one in targets.items()}):
+    for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
         inputs = InputGroups()
         known: dict[str, MomentSums] = {}
@@ -213,7 +233,7 @@ def _study_reader(
 ) -> None:
     """Add what is between coupled layers, and what narrowing does to the reader, while there is room."""
     held = sum(4 * one.covariance.numel() for one in study.between.values())
-    if gradient is None or held + 4 * moments.covariance.numel() > MAX_BYTES:
+    if gradient is None or not study.has_room(held + 4 * moments.covariance.numel()):
         return
     rows = torch.linalg.cholesky(gradient).T @ weight
     basis = choose_features(coupling, rows, moments.covariance)
@@ -221,7 +241,7 @@ def _study_reader(
     narrowed, tails = (scale * one for one in reader_losses(coupling, rows, moments.covariance, basis))
     basis = (basis.float() if basis.is_floating_point() else basis).contiguous()
     covariance, mean = moments.covariance.float().contiguous(), moments.mean_x.float().contiguous()
-    study.between[coupling.name] = Between(basis, covariance, mean)
+    study.between[coupling.name] = Between(study.put(basis), study.put(covariance), mean)
     total = scale * float(study.values[coupling.reader].square().sum())
     study.losses[coupling.name] = CouplingLosses(
         coupling, torch.tensor(features_kept(coupling)), narrowed.cpu(), tails[:, None].cpu(), total
@@ -244,16 +264,17 @@ def _study_writers(study: Study, coupling: Coupling) -> None:
     members.append(losses.members[:, 0])
     longest = max(one.shape[1] for one in members)
     padded = [F.pad(one, (0, longest - one.shape[1]), value=torch.inf) for one in members]
-    study.losses[coupling.name] = replace(losses, members=torch.stack(padded, 1))
+    study.losses[coupling.name] = replace(losses, members=study.put(torch.stack(padded, 1)))
 
 
 def _keep_factors(study: Study, name: str, left: Tensor, right: Tensor, mean: Tensor) -> None:
     """Keep them while there is room."""
     held = sum(4 * (kept[0].numel() + kept[1].numel()) for kept in study.factors.values())
-    if held + 4 * (left.numel() + right.numel()) <= MAX_BYTES:
+    if study.has_room(held + 4 * (left.numel() + right.numel())):
         # Contiguous, as they are when read from a file: products then round alike.
         parts = (left.float(), right.float(), mean.float())
-        study.factors[name] = (parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous())
+        left, right, mean = (study.put(one.contiguous()) for one in parts)
+        study.factors[name] = left, right, mean
 
 
 def groups_within(most: int, sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -268,6 +289,16 @@ def groups_within(most: int, sizes: Mapping[str, int]) -> Iterator[list[str]]:
         held += size
     if group:
         yield group
+
+
+def _groups(targets: Mapping[str, Target], most: int) -> Iterator[list[str]]:
+    """Names of layers whose moments fit into so many bytes; those of one module, which may share, as one."""
+    families: dict[str, list[str]] = {}
+    for name in targets:
+        families.setdefault(name.rpartition(".")[0], []).append(name)
+    sizes = {one: sum(_bytes_of_moments(targets[name]) for name in names) for one, names in families.items()}
+    for group in groups_within(most, sizes):
+        yield [name for one in group for name in families[one]]
 
 
 def _bytes_of_moments(target: Target) -> int:

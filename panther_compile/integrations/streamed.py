@@ -1,4 +1,4 @@
-"""A Hugging Face folder sketched weight by weight, for models that are larger than memory.
+"""A Hugging Face folder sketched weight by weight, for models larger than memory; with data: mapped.py.
 
     plan     a skeleton on the meta device; a layer's weights are mapped from the files when it is read
     sketch   one layer at a time: its factors go to a file of their own
@@ -7,12 +7,10 @@
 What is written is what `save_pretrained` of the model that `sketchify` makes would write.
 """
 
-import copy
 import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -22,21 +20,21 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import ConfigError, ModelSourceError, NoTargetError, ResumeError
 from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.integrations.mapped import copy_beside, sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig, base_name
+from panther_compile.integrations.stored_weights import INDEX, WEIGHTS, StoredWeights
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
-from panther_compile.names import owner_of
 from panther_compile.planning.plan import hides_progress, make_plan
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
@@ -48,7 +46,6 @@ from panther_compile.storage import checked_path, flush, scratch_folder
 from panther_compile.typed_json import read_record
 
 SHARD_BYTES = 1_000_000_000  # held in memory while a shard is written
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ELSEWHERE = "its weights are stored under other names in the files"
 
 
@@ -58,21 +55,30 @@ def sketchify_checkpoint(
     ratio: float | Mapping[Selector, float] | None = None,
     *,
     plan: SketchPlan | None = None,
+    data: Data | str | None = None,
     resume: str | PathLike[str] | None = None,
     config: SketchConfig | None = None,
     **options: Unpack[SketchOptions],
 ) -> SketchPlan:
-    """Sketch a Hugging Face model from folder to folder, by its weights alone, one layer in memory at a time.
+    """Sketch a Hugging Face model from folder to folder, with the weights of few layers in memory at a time.
+
+    The result is that of `sketchify` on the loaded model, to the bit; without data, of `synthetic=False`.
+    With data that holds while what `sketchify` keeps of each kind fits into 2 GB: beyond, it leaves factors
+    out that are kept here, and may choose other ranks.
 
     Args:
         source: a folder with `config.json` and safetensors files, whole or in shards.
         target: a new folder; `from_pretrained` loads it, once panther_compile is imported.
         ratio: see `sketchify`.
         plan: see `sketchify`.
-        resume: a folder, made if missing, to keep the plan and each sketched layer in; a later call with the
-            same arguments goes on from there. It may be removed afterwards.
+        data: see `sketchify`. The model then runs, each layer's weights mapped from the files, and statistics
+            and factors from temporary files beside the target, several times as large as the model. What
+            stays in memory of the data is what all its tokens are within one layer, and all that autograd
+            keeps of one batch: give batches of few texts. None goes by the weights alone, and runs nothing.
+        resume: a folder, made if missing, to keep what was learnt and each sketched layer in; a later call
+            with the same arguments goes on from there. It may be removed afterwards.
         config: see `sketchify`.
-        **options: the fields of `SketchConfig`; layers are not timed, and nothing is run.
+        **options: the fields of `SketchConfig`; layers are not timed, and not healed.
 
     Returns:
         The plan that was carried out.
@@ -86,12 +92,19 @@ def sketchify_checkpoint(
     """
     given, place = checked_path(source, "source"), checked_path(target, "target")
     config = read_config(ratio, options, config)
-    _check_options(config)
+    _check_options(config, with_data=data is not None)
     if plan is not None:
         check_recipe(plan, ratio, None, config)
     if place.exists():
         raise ConfigError(f"target={str(target)!r} exists: a new folder is written")
     place.parent.mkdir(parents=True, exist_ok=True)
+    if data is not None:
+        with scratch_folder(place.parent) as scratch:
+            made = scratch / "made"
+            chosen = sketch_mapped(given, made, scratch, data, replace(config, inplace=True), plan, resume)
+            made.rename(place)
+        flush(place.parent)
+        return chosen
     with undisturbed(), scratch_folder(place.parent) as scratch:
         model = _skeleton(given)
         weights = StoredWeights(given, model)
@@ -105,69 +118,6 @@ def sketchify_checkpoint(
         made.rename(place)
     flush(place.parent)
     return chosen
-
-
-class StoredWeights:
-    """The tensors of a folder, by their names in the model; mapped when they are asked for."""
-
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._folder = folder
-        try:
-            self._files = self._read_files()
-            self._stored = _names_in_model(model, self._files)
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-            raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
-
-    def _read_files(self) -> dict[str, str]:
-        index = self._folder / INDEX
-        if index.is_file():
-            return {
-                str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-        with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
-            return dict.fromkeys(stream.keys(), WEIGHTS)
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._stored
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor of the model, mapped from its file."""
-        return self._read(self._stored[name])
-
-    def others(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors but those of some names, file by file, under the names that they have there."""
-        left_out = {self._stored[name] for name in names}
-        for stored in sorted(self._files, key=lambda name: (self._files[name], name)):
-            if stored not in left_out:
-                yield stored, self._read(stored)
-
-    def _read(self, stored: str) -> Tensor:
-        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-            found: Tensor = stream.get_tensor(stored)
-        return found
-
-    def module(self, skeleton: nn.Module, name: str) -> nn.Module:
-        """A module of the model with its weights."""
-        made = copy.deepcopy(skeleton)
-        for part, parameter in list(made.named_parameters(remove_duplicate=False)):
-            full = ".".join(filter(None, (name, part)))
-            setattr(*owner_of(made, part), nn.Parameter(self.tensor(full), parameter.requires_grad))
-        return made
-
-
-def _names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Names in the files by those in the model, without what transformers makes of several tensors."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    own = model.state_dict()
-    found: dict[str, str] = {}
-    for name in stored:
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if converted is None:
-            found[renamed] = name
-    return found
 
 
 @dataclass(frozen=True)
@@ -247,10 +197,10 @@ def _write_text(file: Path, text: str) -> None:
     draft.rename(file)
 
 
-def _check_options(config: SketchConfig) -> None:
-    """Raise ConfigError for what needs the model to run, or to be there."""
+def _check_options(config: SketchConfig, *, with_data: bool) -> None:
+    """Raise ConfigError for what needs the model in memory, or without data, to run."""
     for option, given in (
-        ("objective", config.objective != "size"),
+        ("objective", config.objective == "latency" or (config.objective != "size" and not with_data)),
         ("refine", config.refine != "none"),
         ("inplace", config.inplace),
     ):
@@ -416,13 +366,7 @@ def _write(
     metadata = {"format": "pt", RECORD_KEY: json.dumps(record_to_json(record))}
     _write_shards(folder, tensors(), metadata)
     model.config.save_pretrained(folder)
-    for file in source.iterdir():
-        if (
-            file.is_file()
-            and file.suffix not in (".safetensors", ".bin")
-            and file.name not in (INDEX, "config.json")
-        ):
-            shutil.copy2(file, folder / file.name)
+    copy_beside(source, folder)
     keep_record(model, record)
     write_model_card(model, folder)
 

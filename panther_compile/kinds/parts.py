@@ -1,6 +1,6 @@
 """The weights of a site, whatever its kind: their units, their sketches, and the site put together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -46,6 +46,7 @@ def sketch_site(
     choices: Mapping[str, Choice],
     config: SketchConfig,
     ready: Ready = NOTHING_READY,
+    put: Callable[[nn.Module], object] | None = None,
 ) -> tuple[nn.Module, dict[str, Fitted]] | None:
     """The replacement of a site, and what came of each weight chosen; None if none of its weights is.
 
@@ -55,6 +56,7 @@ def sketch_site(
         choices: by the names of units, of any site.
         config: the options.
         ready: layers to take as they are.
+        put: see `sketch_parts`.
 
     Raises:
         WeightError: factors of a weight exceed its dtype.
@@ -64,7 +66,7 @@ def sketch_site(
     dense = kind.parts(site.module)
     names = {suffix: unit_name(site, suffix) for suffix in dense}
     waiting = {names[suffix]: part for suffix, part in dense.items() if names[suffix] not in ready}
-    made = sketch_parts(waiting, choices, config)
+    made = sketch_parts(waiting, choices, config, put)
     for suffix, name in names.items():
         if name in ready or name in made:
             layers[suffix], fitted[name] = ready[name] if name in ready else made[name]
@@ -73,9 +75,15 @@ def sketch_site(
 
 
 def sketch_parts(
-    parts: Mapping[str, nn.Module], choices: Mapping[str, Choice], config: SketchConfig
+    parts: Mapping[str, nn.Module],
+    choices: Mapping[str, Choice],
+    config: SketchConfig,
+    put: Callable[[nn.Module], object] | None = None,
 ) -> dict[str, tuple[SketchedLayer, Fitted]]:
-    """The replacements of the layers chosen, by name, from their weights alone, and what came of each."""
+    """The replacements of the layers chosen, by name, from their weights alone, and what came of each.
+
+    `put` is called with each as soon as it is made.
+    """
     made: dict[str, tuple[SketchedLayer, Fitted]] = {}
     for name, part in parts.items():
         choice = choices.get(name)
@@ -83,9 +91,13 @@ def sketch_parts(
             continue
         if choice.sharing:
             together = {one: parts[one] for one in choice.sharing}
-            made |= kind_of(part).sketch_together(together, choice, config)
+            new = kind_of(part).sketch_together(together, choice, config)
         else:
-            made[name] = kind_of(part).sketch(name, part, choice, config)
+            new = {name: kind_of(part).sketch(name, part, choice, config)}
+        if put is not None:
+            for layer, _ in new.values():
+                put(layer)
+        made |= new
     return made
 
 

@@ -12,6 +12,8 @@ import transformers
 from safetensors import safe_open
 
 import panther_compile as pc
+from panther_compile.calibration import calibrate
+from panther_compile.calibration.resume import Folder
 from panther_compile.errors import ConfigError, ModelSourceError, ResumeError, WeightError
 from panther_compile.integrations import streamed
 
@@ -91,6 +93,62 @@ def test_the_same_as_in_memory(name, folder, tmp_path):
     assert loaded(tmp_path / "again", model).state_dict().keys() == state.keys()
 
 
+def texts(count=6):
+    draws = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(0, 96, (2, 12), generator=draws)} for _ in range(count)]
+
+
+def assert_same_sketch(folder, wanted):
+    found = loaded(folder, wanted)
+    state = found.state_dict()
+    assert state.keys() == wanted.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in wanted.state_dict().items())
+    found, wanted = pc.sketch_report(found), pc.sketch_report(wanted)
+    assert found.plan == wanted.plan
+    assert (found.closeness, found.rows) == (wanted.closeness, wanted.rows)
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gpt2", "bert"])
+def test_with_data_the_same_as_in_memory(name, folder, tmp_path):
+    source = folder(name, max_shard_size="100KB")
+    (source / "tokenizer.json").write_text("{}")
+    wanted = pc.sketchify(loaded(source, MODELS[name]()), 0.5, data=texts(), **OPTIONS)
+    plan = pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), **OPTIONS)
+    assert plan == pc.sketch_report(wanted).plan
+    assert_same_sketch(tmp_path / "small", wanted)
+    assert (tmp_path / "small" / "tokenizer.json").read_text() == "{}"
+    assert not list(tmp_path.glob(".saving*"))
+
+
+def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
+    source, work = folder("llama"), tmp_path / "work"
+    wanted = pc.sketchify(loaded(source, llama()), 0.5, data=texts(), **OPTIONS)
+    keep, kept = Folder.keep_layer, []
+
+    def stops(self, plan, name, *rest):
+        if len(kept) == 5:
+            raise KeyboardInterrupt
+        kept.append(name)
+        keep(self, plan, name, *rest)
+
+    monkeypatch.setattr(Folder, "keep_layer", stops)
+    with pytest.raises(KeyboardInterrupt):
+        pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), resume=work, **OPTIONS)
+    assert not (tmp_path / "small").exists()
+
+    def goes_on(self, plan, name, *rest):
+        kept.append(name)
+        keep(self, plan, name, *rest)
+
+    monkeypatch.setattr(Folder, "keep_layer", goes_on)
+    monkeypatch.setattr(calibrate, "study_layers", None)  # must not be called again
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), resume=work, **OPTIONS)
+    assert len(kept) == len(set(kept)) == len(pc.sketch_report(wanted).plan.sketched)
+    assert_same_sketch(tmp_path / "small", wanted)
+    with pytest.raises(ResumeError, match="holds the work of another run"):
+        pc.sketchify_checkpoint(source, tmp_path / "other", 0.5, data=texts(5), resume=work, **OPTIONS)
+
+
 def test_embeddings_tied_to_the_head_share_their_factors(folder, tmp_path):
     source = folder("llama tied")
     plan = pc.sketchify_checkpoint(
@@ -167,6 +225,9 @@ def test_what_is_refused(folder, tmp_path):
     for options in ({"objective": "latency"}, {"refine": "kl"}, {"inplace": True}):
         with pytest.raises(ConfigError, match="needs the model in memory"):
             pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **options)
+    for options in ({"objective": "latency"}, {"refine": "kl"}, {"inplace": True}):
+        with pytest.raises(ConfigError, match="needs the model in memory"):
+            pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), **options)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists: a new folder is written"):
         pc.sketchify_checkpoint(source, tmp_path / "there", 0.5)
@@ -175,9 +236,13 @@ def test_what_is_refused(folder, tmp_path):
     bert().config.save_pretrained(tmp_path / "there")
     with pytest.raises(ModelSourceError, match="no folder of safetensors"):
         pc.sketchify_checkpoint(tmp_path / "there", tmp_path / "small", 0.5)
+    with pytest.raises(ModelSourceError, match="no Hugging Face model"):
+        pc.sketchify_checkpoint(tmp_path / "there", tmp_path / "small", 0.5, data=texts())
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
     with pytest.raises(ModelSourceError, match="sketched already"):
         pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, **OPTIONS)
+    with pytest.raises(ModelSourceError, match="sketched already"):
+        pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, data=texts(), **OPTIONS)
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].output.dense.weight[3, 4] = torch.nan

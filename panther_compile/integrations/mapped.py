@@ -1,0 +1,87 @@
+"""A Hugging Face folder sketched with data, for models that are larger than memory.
+
+The stages are those of `sketchify`; where their tensors are is what differs.
+
+    dense weights                  mapped from the folder, read block by block as the model runs
+    statistics, factors, trials    in temporary files, mapped
+    what a batch leaves            in memory: its activations, of the whole model where gradients are taken
+"""
+
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.errors import ModelSourceError
+from panther_compile.integrations.stored_weights import StoredWeights
+from panther_compile.models.batches import Data
+from panther_compile.records import SketchPlan
+from panther_compile.shelf import Shelf
+from panther_compile.sketching import learn_and_make, prepare, put_in_place
+
+SHARD_BYTES = 500_000_000  # of the files that are written
+
+
+def sketch_mapped(
+    source: Path,
+    target: Path,
+    scratch: Path,
+    data: Data | str,
+    config: SketchConfig,
+    plan: SketchPlan | None,
+    resume: str | PathLike[str] | None,
+) -> SketchPlan:
+    """Fit the layers of a folder's model to data, and write the folder of the sketch.
+
+    Args:
+        source: of the dense model.
+        target: a new folder.
+        scratch: for temporary files.
+        data: see `sketchify`.
+        config: the options.
+        plan: to be carried out, or None.
+        resume: see `sketchify`.
+
+    Returns:
+        The plan that was carried out.
+
+    Raises:
+        ModelSourceError: the folder holds no model of transformers in safetensors.
+    """
+    with Shelf(scratch) as shelf:
+        model = _mapped_model(source, shelf)
+        prepared = prepare(model, config, recipe=plan)
+        learnt, made = learn_and_make(prepared, config, data, resume, None, shelf)
+        small: Any = put_in_place(model, learnt, made)
+        target.mkdir()
+        copy_beside(source, target)
+        small.save_pretrained(target, max_shard_size=SHARD_BYTES)
+    return made.plan
+
+
+def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
+    """The model of a folder; its matrices are mapped from there, where they are stored as they are used."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        names = config.architectures or ["AutoModel"]
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
+        made: Any = getattr(transformers, names[0], transformers.AutoModel)
+        model: nn.Module = made.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}") from error
+    # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
+    StoredWeights(folder, model).map_matrices(model, shelf)
+    return model.eval()
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy what lies beside the weights of a model: tokenizers, and the like."""
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".safetensors.index.json")
+        if file.is_file() and not weights and file.name != "config.json":
+            shutil.copy2(file, folder / file.name)

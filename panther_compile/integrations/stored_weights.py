@@ -1,0 +1,97 @@
+"""The tensors of a Hugging Face folder, by their names in its model."""
+
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from panther_compile.errors import ModelSourceError
+from panther_compile.names import owner_of
+from panther_compile.shelf import Shelf
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class StoredWeights:
+    """The tensors of a folder, by their names in the model; mapped when they are asked for."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self._folder = folder
+        try:
+            self._files = self._read_files()
+            self._stored = _names_in_model(model, self._files)
+        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+            raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
+
+    def _read_files(self) -> dict[str, str]:
+        index = self._folder / INDEX
+        if index.is_file():
+            return {
+                str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
+        with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
+            return dict.fromkeys(stream.keys(), WEIGHTS)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._stored
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model, mapped from its file."""
+        return self._read(self._stored[name])
+
+    def map_matrices(self, model: nn.Module, shelf: Shelf) -> None:
+        """Have the parameters of several dimensions of the folder's model mapped, and their pages given back.
+
+        Those that the model holds otherwise than the files, as of another dtype, stay as they are.
+        """
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2 or name not in self._stored:
+                continue
+            file = self._files[self._stored[name]]
+            if file not in files:
+                files[file] = shelf.tensors(self._folder / file)
+            stored = files[file].get(self._stored[name])
+            if stored is not None and (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype):
+                parameter.data = stored
+
+    def others(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors but those of some names, file by file, under the names that they have there."""
+        left_out = {self._stored[name] for name in names}
+        for stored in sorted(self._files, key=lambda name: (self._files[name], name)):
+            if stored not in left_out:
+                yield stored, self._read(stored)
+
+    def _read(self, stored: str) -> Tensor:
+        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+            found: Tensor = stream.get_tensor(stored)
+        return found
+
+    def module(self, skeleton: nn.Module, name: str) -> nn.Module:
+        """A module of the model with its weights."""
+        made = copy.deepcopy(skeleton)
+        for part, parameter in list(made.named_parameters(remove_duplicate=False)):
+            full = ".".join(filter(None, (name, part)))
+            setattr(*owner_of(made, part), nn.Parameter(self.tensor(full), parameter.requires_grad))
+        return made
+
+
+def _names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Names in the files by those in the model, without what transformers makes of several tensors."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    own = model.state_dict()
+    found: dict[str, str] = {}
+    for name in stored:
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converted is None:
+            found[renamed] = name
+    return found
