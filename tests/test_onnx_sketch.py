@@ -115,6 +115,26 @@ LEFT_ALONE = {
         {},
         "already factored",
     ),
+    "already factored 1-D convolution": (
+        [
+            node("Unsqueeze", ["x", "last"], ["u"]),
+            node("Conv", ["u", "conv down"], ["h"]),
+            node("Conv", ["h", "conv up"], ["c"]),
+            node("Squeeze", ["c", "last"], ["y"]),
+        ],
+        {},
+        "already factored",
+    ),
+    "already factored transposed convolution": (
+        [
+            node("Unsqueeze", ["x", "last"], ["u"]),
+            node("Conv", ["u", "conv down"], ["h"]),
+            node("ConvTranspose", ["h", "transposed up"], ["c"]),
+            node("Squeeze", ["c", "last"], ["y"]),
+        ],
+        {},
+        "already factored",
+    ),
 }
 
 
@@ -131,6 +151,10 @@ def test_what_is_left_alone_has_a_reason(case, tmp_path):
         "axes": np.array([0]),
         "q": (W["w"] * 20).astype(np.int8),
         "s": np.array(0.05, np.float32),
+        "last": np.array([2]),
+        "conv down": random(16, 48, 1),
+        "conv up": random(48, 16, 1),
+        "transposed up": random(16, 48, 1),
         "down": random(48, 16),
         "up": random(16, 48),
     }

@@ -1,5 +1,6 @@
 """Small questions about an ONNX graph: what feeds what."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import onnx_ir as ir
 # What stands between an output head and the output itself.
 _SHAPES = ("Cast", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 _ACTIVATIONS = ("ArgMax", "LogSoftmax", "Relu", "Sigmoid", "Softmax", "Tanh")
+_PRODUCTS, _CONVOLUTIONS = ("MatMul", "Gemm"), ("Conv", "ConvTranspose")
 _AFTER_HEAD = ("Add", *_SHAPES, *_ACTIVATIONS)
 
 
@@ -35,7 +37,7 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     """
     found: set[ir.Value] = set()
     for node in model.graph.all_nodes():
-        if not is_onnx(node, "MatMul", "Gemm", "Conv") or (first := _sizes(node)) is None:
+        if not is_onnx(node, *_PRODUCTS, "Conv") or (first := _sizes(node)) is None:
             continue
         chain, between, inputs, last = [node], [], first.inputs, first
         while (step := _next_product(chain[-1])) is not None:
@@ -72,8 +74,7 @@ def _next_product(node: ir.Node) -> tuple[ir.Node, bool, _Sizes] | None:
         elif is_onnx(following, "Add") and any(map(_is_slice, following.inputs)):
             pivots, value = True, following.outputs[0]
         elif (
-            is_onnx(following, node.op_type, "Gemm" if node.op_type == "MatMul" else "MatMul")
-            and (node.op_type == "Conv") == (following.op_type == "Conv")
+            is_onnx(following, *(_PRODUCTS if node.op_type in _PRODUCTS else _CONVOLUTIONS))
             and following.attributes.get_int("group", 1) == groups
             and (sizes := _sizes(following)) is not None
         ):
@@ -84,17 +85,22 @@ def _next_product(node: ir.Node) -> tuple[ir.Node, bool, _Sizes] | None:
 
 
 def _sizes(node: ir.Node) -> _Sizes | None:
-    """None for a product without a constant 2-D or 4-D weight."""
+    """None for a product without a constant weight of two dimensions, or of a convolution's."""
     index = 1 if _constant(node.inputs[1]) is not None else 0
     tensor = _constant(node.inputs[index])
     if tensor is None:
         return None
     shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
-    if node.op_type == "Conv" and index == 1 and len(shape) == 4:
-        channels, inputs, height, width = shape
-        window = inputs * height * width * node.attributes.get_int("group", 1)
-        return _Sizes(window, channels * (width if height == 1 else 1), channels)
-    if node.op_type == "Conv" or len(shape) != 2:
+    if node.op_type == "Conv" and index == 1 and len(shape) in (3, 4):
+        channels, inputs, *kernel = shape
+        window = inputs * math.prod(kernel) * node.attributes.get_int("group", 1)
+        # A kernel of one row is the second of two that a kernel of rows and columns was divided into.
+        return _Sizes(window, channels * (kernel[1] if kernel[0] == 1 and len(kernel) == 2 else 1), channels)
+    if node.op_type == "ConvTranspose" and index == 1 and len(shape) in (3, 4):
+        inputs, channels, *kernel = shape
+        channels *= node.attributes.get_int("group", 1)
+        return _Sizes(inputs, channels * math.prod(kernel), channels)
+    if node.op_type not in _PRODUCTS or len(shape) != 2:
         return None
     flipped = sum(1 for _ in _transposes(node.inputs[index])) % 2 == 1
     if node.op_type == "Gemm":
