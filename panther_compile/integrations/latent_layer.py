@@ -2,7 +2,7 @@
 
 # B batch, H heads of keys and values, S tokens, D head dimension, O = H D, R rank
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,18 +55,15 @@ class CachedForm:
         """The keys (B, H, S, D) of what is kept."""
         if self.keys is None:
             return keys
-        plain = self.keys.decode(keys)
-        heads = self._heads(plain[..., : plain.shape[-1] // 2] if self.joint else plain)
+        span = self.keys.part(slice(len(self.keys.basis) // 2)) if self.joint else self.keys
+        heads = self._heads(span.decode(keys))
         return heads if self.rotate is None else _turn(heads, self.rotate, angles)
 
     def decode_values(self, keys: Tensor, values: Tensor) -> Tensor:
         """The values (B, H, S, D) of what is kept."""
         if self.joint:
             assert self.keys is not None
-            both = self.keys
-            half = len(both.basis) // 2
-            only = replace(both, basis=both.basis[half:], offset=both.offset[half:])
-            return self._heads(only.decode(keys))
+            return self._heads(self.keys.part(slice(len(self.keys.basis) // 2, None)).decode(keys))
         return values if self.values is None else self._heads(self.values.decode(values))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -83,7 +80,8 @@ def _turn(keys: Tensor, rotate: Rotate, angles: Rotation | None) -> Tensor:
     assert angles is not None
     cos, sin = angles
     width = cos.shape[-1]
-    turned: Tensor = rotate(keys[..., :width], keys[..., :width], cos, sin)[1]
+    # It turns queries too, of which there are none here: one head, as it takes no fewer.
+    turned: Tensor = rotate(keys[:, :1, :, :width], keys[..., :width], cos, sin)[1]
     return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
 
 

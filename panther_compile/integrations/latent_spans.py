@@ -23,21 +23,26 @@ class Span:
 
     Attributes:
         basis: `(O, r)`, orthonormal columns; `(2 O, r)` of keys and values together.
-        offset: `(O,)`, or `(2 O,)`.
+        offset: `(O,)`, or `(2 O,)`; None where it is zero.
         name: of the layers that write it.
     """
 
     basis: Tensor
-    offset: Tensor
+    offset: Tensor | None
     name: str
 
     def encode(self, x: Tensor) -> Tensor:
         """(B, S, O) to (B, 1, S, r)."""
-        return ((x - self.offset) @ self.basis)[:, None]
+        return ((x if self.offset is None else x - self.offset) @ self.basis)[:, None]
 
     def decode(self, kept: Tensor) -> Tensor:
         """(B, 1, S, r) to (B, S, O)."""
-        return kept[:, 0] @ self.basis.t() + self.offset
+        found = kept[:, 0] @ self.basis.t()
+        return found if self.offset is None else found + self.offset
+
+    def part(self, rows: slice) -> "Span":
+        """Where some of the features lie."""
+        return Span(self.basis[rows], None if self.offset is None else self.offset[rows], self.name)
 
     def loss(self, x: Tensor) -> float:
         """How much of x (B, S, O) does not read back, relative."""
@@ -72,8 +77,7 @@ class Source:
         left, bias = output_factor(self.layer).detach().double(), self.layer.bias
         rows = rows.to(left.device)
         basis = torch.linalg.qr(left[rows])[0]
-        offset = torch.zeros(len(rows)) if bias is None else bias.detach()[rows]
-        return Span(basis.to(like), offset.to(like), self.name)
+        return Span(basis.to(like), None if bias is None else bias.detach()[rows].to(like), self.name)
 
     def __deepcopy__(self, memo: Any) -> "Source":
         return self
@@ -112,7 +116,11 @@ def joint_span(one: Source, mine: Tensor, other: Source, others: Tensor, like: T
     left = torch.cat(
         [output_factor(s.layer).detach().double().cpu()[rows] for s, rows in ((one, mine), (other, others))]
     )
-    offset = torch.cat([s.span(rows, like).offset for s, rows in ((one, mine), (other, others))])
+    biases = [s.span(rows, like).offset for s, rows in ((one, mine), (other, others))]
+    offset = None
+    if any(bias is not None for bias in biases):
+        zeros = torch.zeros(len(mine)).to(like)
+        offset = torch.cat([zeros if bias is None else bias for bias in biases])
     name = one.name if one is other else f"{one.name} and {other.name.rpartition('.')[2]}"
     return Span(torch.linalg.qr(left)[0].to(like), offset, name)
 
