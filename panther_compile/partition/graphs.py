@@ -15,6 +15,7 @@ from panther_compile.partition.graph.flow_graph import (
     find_constants,
     shared_parameters,
 )
+from panther_compile.partition.graph.fused import fuse
 from panther_compile.partition.graph.measure import Measured, measure_nodes
 from panther_compile.partition.graph.observe import Observed, fold_shapes, observe, observe_backward
 from panther_compile.partition.options import AUTO
@@ -150,6 +151,8 @@ def read_graphs(
     fold_shapes(captured, notes)
     if costs.hardware.rates and costs.training:
         observe_backward(captured, notes)
+    if costs.compiled:
+        notes = fuse(captured, notes)
     if profile is True:
         costs = replace(costs, measured=measure_nodes(captured, training=costs.training))
     elif isinstance(profile, Mapping):

@@ -46,6 +46,7 @@ def partition_model(
     data_parallel: str = AUTO,
     shard_size: int | None = None,
     master_weights: bool = False,
+    compiled: bool = False,
     tied: str = AUTO,
     profile: bool | Mapping[str, float] = False,
     boundaries: Sequence[str] = (),
@@ -84,6 +85,9 @@ def partition_model(
         shard_size: replicas that share one set of states; None for what is faster of all and those in a node.
         master_weights: hold float32 copies of parameters of fewer bits, train those, and sum gradients in
             float32, as mixed precision does.
+        compiled: predict the model under `torch.compile`: elementwise operations and reductions between
+            products are fused, read and write once, and are computed again for the backward from the fewest
+            bytes that do.
         tied: "shared" holds a parameter used by several stages in each and sums its gradients, "together"
             keeps its users on one stage, "auto" takes what is predicted to be faster.
         profile: True measures each node here on the example, forward and backward, in place of estimates; or
@@ -112,6 +116,10 @@ def partition_model(
         ("recompute", recompute, (None, AUTO, *RECOMPUTE)),
         ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
     )
+    if compiled and profile:
+        raise ConfigError(
+            "profile= takes the seconds of single operations, which compiled=True fuses: give one"
+        )
     _check_devices(mesh, devices, microbatches, global_batch)
     _check_sizes(microbatch_sizes, global_batch)
     open_choice = AUTO if mesh is None else None
@@ -139,7 +147,7 @@ def partition_model(
         master_weights=master_weights,
     )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
-    costs = Costs(chosen, training, optimizer, master_weights=master_weights)
+    costs = Costs(chosen, training, optimizer, master_weights=master_weights, compiled=compiled)
 
     def plan(inputs: Any) -> Partition:
         own = replace(options, samples=count_samples(inputs))

@@ -43,6 +43,7 @@ class Costs:
         parallel_loss: whether the devices of a stage divide what the loss keeps.
         master_weights: whether parameters of fewer bits have float32 copies, which the optimizer trains, and
             gradients in float32.
+        compiled: whether what lies between products is fused (`fused.py`).
     """
 
     hardware: Hardware
@@ -51,6 +52,7 @@ class Costs:
     measured: Measured | None = None
     master_weights: bool = False
     parallel_loss: bool = False
+    compiled: bool = False
 
 
 def build_flow_graph(
@@ -273,8 +275,14 @@ def _by_roofline(note: Observed, costs: Costs, devices: int) -> tuple[float, flo
     )
     forward = cost.seconds(products, device, itemsize=1)
     backward = 0.0
-    if costs.training and note.gradients:
-        products = tuple(replace(product, macs=product.macs * min(2, note.gradients)) for product in products)
+    if costs.training and note.backward:  # of a fused kernel
+        products = tuple(cost.Product(0.0, one.bytes / devices, 0.0) for one in note.backward)
+        backward = cost.seconds(products, device, itemsize=1)
+    elif costs.training and note.gradients:
+        # Attention computes its scores again, then two products for each of the forward's.
+        is_attention = any(one.kind == "attention" for one in note.operations)
+        times = 2.5 if is_attention else min(2, note.gradients)
+        products = tuple(replace(product, macs=product.macs * times) for product in products)
         factor = 2 if any(product.macs for product in products) else 1
         products = tuple(
             replace(

@@ -75,6 +75,7 @@ class Observed:
         operations: the same with views, by kind.
         backward: operations of its backward; only of `observe_backward`.
         saved_bytes: kept for the backward, if no node before keeps it already.
+        saves: storages kept for the backward -> bytes, also where a node before keeps them.
         gradients: inputs that a gradient flows to, vectors not counted; 0 if nothing is to differentiate.
         writes: storages that it writes in place.
         touches: storages of its inputs and outputs.
@@ -87,6 +88,7 @@ class Observed:
     operations: list[Operation] = field(default_factory=list)
     backward: list[Operation] = field(default_factory=list)
     saved_bytes: int = 0
+    saves: dict[int, int] = field(default_factory=dict)
     gradients: int = 0
     writes: frozenset[int] = frozenset()
     touches: frozenset[int] = frozenset()
@@ -166,18 +168,20 @@ class _Observer(fx.Interpreter):
             if tensor._version != version
         ) | _running_statistics(n, self.env)
         if n.op not in ("placeholder", "get_attr") and any(tensor.requires_grad for tensor in made):
-            held = n.op == "call_module" and any(
+            trains = n.op == "call_module" and any(
                 parameter.requires_grad for parameter in self.submodules[str(n.target)].parameters()
             )
             matrices = sum(tensor.requires_grad and tensor.dim() > 1 for tensor in used)
-            note.gradients = max(1, matrices + held)
+            note.gradients = max(1, matrices + trains)
         note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
         if n.target in _ATTENTION:
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
-            macs = sum(product.macs for product in note.products)
+            macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
             note.operations = [Operation("attention", macs, note.products[0].activations)]
-            note.saved_bytes = sum(map(_bytes, (*used[:3], *made))) if note.gradients else 0
+            held = (*used[:3], *made) if note.gradients else ()
+            note.saved_bytes = sum(map(_bytes, held))
+            note.saves = {storage(tensor): _bytes(tensor) for tensor in held}
         return result
 
     def fetch_attr(self, target: str) -> Any:
@@ -196,11 +200,10 @@ class _Observer(fx.Interpreter):
     def keep(self, tensor: Tensor) -> Tensor:
         """Count what the current node saves for the backward; parameters are held anyway."""
         key = storage(tensor)
-        if (
-            key not in self._kept
-            and key not in self.parameters
-            and not isinstance(tensor, torch.nn.Parameter)
-        ):
+        if key in self.parameters or isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        self.current.saves[key] = tensor.untyped_storage().nbytes()
+        if key not in self._kept:
             self._kept.add(key)
             self.current.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
@@ -312,6 +315,11 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), substitutes.__getitem__)
         graph.erase_node(node)
     captured.graph_module.recompile()
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether attention leaves out the half of the scores that lies ahead."""
+    return bool(node.kwargs.get("is_causal", len(node.args) > 5 and node.args[5]))
 
 
 def storage(tensor: Tensor) -> int:
