@@ -174,14 +174,20 @@ def pick(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(
+    arguments: Sequence[str] | None = None,
+    *,
+    description: str | None = __doc__,
+    models: Sequence[str] = tuple(SUBJECTS),
+    ratios: Sequence[float] = RATIOS,
+) -> argparse.Namespace:
     """The command line; lists may be given with blanks or commas."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=[",".join(SUBJECTS)], help=", ".join(SUBJECTS))
+    parser.add_argument("--models", nargs="+", default=[",".join(models)], help=", ".join(models))
     parser.add_argument("--methods", nargs="+", default=[",".join(TITLES)], help=", ".join(TITLES))
-    parser.add_argument("--ratios", nargs="+", default=[",".join(map(str, RATIOS))])
+    parser.add_argument("--ratios", nargs="+", default=[",".join(map(str, ratios))])
     parser.add_argument("--domains", nargs="+", default=["in,off"], help="of the calibration: in, off")
     parser.add_argument("--seeds", type=int, default=1, help="draws of calibration data and of random signs")
     parser.add_argument("--quick", action="store_true", help="a quarter of the data; nothing is written")
@@ -190,7 +196,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args(arguments)
     for key, known in (
-        ("models", SUBJECTS),
+        ("models", models),
         ("methods", TITLES),
         ("domains", ("in", "off")),
         ("redo", TITLES),

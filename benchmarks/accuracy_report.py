@@ -109,10 +109,11 @@ def report(
         rows = store.rows(model, quick=quick)
         if rows:
             yield ""
-            yield from _section(store.descriptions[model, quick], rows, titles)
+            yield from section(store.descriptions[model, quick], rows, titles)
 
 
-def _section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, str]) -> Iterator[str]:
+def section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, str]) -> Iterator[str]:
+    """The table of one model."""
     metrics: dict[str, bool] = description["metrics"]
     dense = ", ".join(f"{name} {_number(description['dense'][name])}" for name in metrics)
     seeds = max((len(found) for row in rows.values() for found in row.values()), default=0)
@@ -140,13 +141,13 @@ def _section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, st
                 row = rows[method, domain]
                 cells = [_cell(row.get(ratio, []), metrics, best[ratio]) for ratio in ratios]
                 yield f"| {title} | {'' if domain == 'none' else domain} | " + " | ".join(cells) + " |"
-    beaten = list(_beaten(rows, metrics, titles))
-    if beaten:
+    ahead = list(beaten(rows, metrics, titles))
+    if ahead:
         yield ""
-        yield f"Where a peer is ahead: {'; '.join(beaten)}. {description.get('remark', '')}".rstrip()
+        yield f"Where a peer is ahead: {'; '.join(ahead)}. {description.get('remark', '')}".rstrip()
 
 
-def _beaten(rows: Rows, metrics: Mapping[str, bool], titles: Mapping[str, str]) -> Iterator[str]:
+def beaten(rows: Rows, metrics: Mapping[str, bool], titles: Mapping[str, str]) -> Iterator[str]:
     """Where a peer is better than the best of ours that saw data of the same domain, or no data."""
     for (method, domain), row in rows.items():
         if method.startswith(_OURS) or _APART in method:

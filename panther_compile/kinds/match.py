@@ -2,7 +2,7 @@
 
 import operator
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,68 @@ def _is_product_or_sum(node: fx.Node) -> bool:
         return node.target in ("t", "transpose", "matmul", "add", "contiguous")
     turned = node.target is getattr and node.args[1] in ("T", "mT")
     return node.op == "call_function" and (turned or node.target in _PRODUCTS_AND_SUMS)
+
+
+def computes_convolution(module: nn.Conv2d) -> bool:
+    """Whether a subclass of `nn.Conv2d` with a forward of its own computes what the class itself does.
+
+    So do layers that pad as TensorFlow does, where there is nothing to pad. The forward is read as a graph,
+    in which only submodules that change nothing and one convolution may stand; the graph is then held
+    against the layer's own geometry on random numbers.
+    """
+    changed = {"forward", "_conv_forward"} & set(vars(module))
+    if changed or type(module).forward is nn.Conv2d.forward or module.padding_mode != "zeros":
+        return False
+    try:
+        graph = fx.Tracer().trace(module)
+    # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
+    except Exception:
+        return False
+    idle = identities(module)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if len(inputs) != 1 or [node.target for node in calls] != [torch.conv2d]:
+        return False
+    if not all(_is_of_convolution(node, idle) for node in graph.nodes):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    reach = [d * (k - 1) + 1 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    x, weight = (
+        torch.randn(shape, generator=generator)
+        for shape in ((1, module.in_channels, *(size + 3 for size in reach)), module.weight.shape)
+    )
+    bias = None if module.bias is None else torch.randn(len(weight), generator=generator)
+    held: dict[str, Any] = {"weight": weight, "bias": bias} | {name: nn.Identity() for name in idle}
+    wanted = F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+    try:
+        found = fx.GraphModule(held, graph)(x)
+    except RuntimeError:  # of shapes
+        return False
+    return found.shape == wanted.shape and torch.allclose(found, wanted)
+
+
+def identities(module: nn.Module) -> frozenset[str]:
+    """The names of the submodules that give back what they are given."""
+    return frozenset(name for name, child in module.named_children() if _gives_back(child))
+
+
+def _gives_back(module: nn.Module) -> bool:
+    if isinstance(module, nn.Identity) or next(module.children(), None) is not None:
+        return isinstance(module, nn.Identity)
+    try:
+        nodes = list(fx.Tracer().trace(module).nodes)
+    # As above.
+    except Exception:
+        return False
+    return [node.op for node in nodes] == ["placeholder", "output"] and nodes[1].args == (nodes[0],)
+
+
+def _is_of_convolution(node: fx.Node, idle: frozenset[str]) -> bool:
+    if node.op == "get_attr":
+        return node.target in ("weight", "bias")
+    if node.op == "call_module":
+        return node.target in idle
+    return node.op in ("placeholder", "output", "call_function")
 
 
 def is_adapter(module: nn.Module) -> bool:

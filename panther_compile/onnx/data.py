@@ -47,6 +47,16 @@ class ObservedModel:
             outputs.clear()
             outputs.extend(own)
 
+    @property
+    def inputs(self) -> Sequence[ort.NodeArg]:
+        """The inputs of the model."""
+        return self._session.get_inputs()
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of what is shown."""
+        return [one.name for one in self._session.get_outputs()]
+
     def feeds(self, data: OnnxData) -> list[Feed]:
         """The batches by the names of the inputs.
 
@@ -72,7 +82,7 @@ class ObservedModel:
         Raises:
             DataError: ONNX Runtime cannot run the batch.
         """
-        given = {one.name for one in self._session.get_inputs()}
+        given = {one.name for one in self.inputs}
         wanted = [name for name in names if name not in given]
         for place, feed in enumerate(feeds):
             try:
@@ -84,7 +94,7 @@ class ObservedModel:
             yield dict(zip(wanted, found, strict=True)) | {name: feed[name] for name in names if name in feed}
 
     def _feed(self, batch: object, where: str) -> Feed:
-        inputs = self._session.get_inputs()
+        inputs = self.inputs
         names = [one.name for one in inputs]
         if isinstance(batch, np.ndarray | Tensor):
             batch = (batch,)

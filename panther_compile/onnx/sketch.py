@@ -11,9 +11,10 @@ from typing import Any, TypedDict, Unpack
 import onnx_ir as ir
 import torch
 
+from panther_compile.calibration.inputs import LARGEST, SMALLEST
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
-from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
+from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
@@ -21,6 +22,7 @@ from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
 from panther_compile.onnx.int8 import as_pairs, check_rounding, int8_model
 from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
+from panther_compile.onnx.made_up import JUDGED, made_up_images
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
 from panther_compile.planning.plan import hides_progress, make_plan
@@ -41,9 +43,11 @@ class OnnxSketchOptions(TypedDict, total=False):
     allow_slower: bool
     seed: int
     progress: bool | None
+    synthetic: bool
     device: torch.device | str | None
 
 
+MADE_UP = "made-up images"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
 
@@ -59,6 +63,7 @@ class OnnxReport:
         output_errors: of each output, on random inputs or on a batch of the data, relative to the dense
             model's (`compare_files` in onnx_verify.py says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
+        made_up: whether they were fitted to images that were made up.
         closeness: of the outputs, on the data or on random inputs.
     """
 
@@ -68,6 +73,7 @@ class OnnxReport:
     sketched_bytes: int
     output_errors: Mapping[str, float]
     has_data: bool = False
+    made_up: bool = False
     closeness: Closeness = NOT_COMPARED
 
     @property
@@ -111,6 +117,8 @@ class OnnxReport:
     def _lines(self) -> list[str]:
         share = self.sketched_bytes / self.dense_bytes
         inputs = "the last batch of the data" if self.has_data else "random inputs"
+        if self.made_up:
+            inputs = MADE_UP
         return [
             f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}",
             *(
@@ -139,8 +147,9 @@ def sketch_onnx(
     reads too are left alone; the report says why.
 
     Before the result is put in its place, ONNX Runtime runs it and the source on the same inputs: the last
-    batches of the data, else random ones. The report opens with how close the outputs are, and a
-    `SketchQualityWarning` tells of outputs that are destroyed. Random inputs say little about real ones.
+    batches of the data, else images that were made up, else random ones. The report opens with how close the
+    outputs are, and a `SketchQualityWarning` tells of outputs that are destroyed. Random inputs say little
+    about real ones.
 
     Args:
         source: an ONNX file, of opset 11 or newer.
@@ -150,6 +159,8 @@ def sketch_onnx(
             name to array, or a tuple of arrays in the order of the inputs. A few hundred samples of what the
             model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
             runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
+            Without data a model of images alone is fitted to images that are made up, if 0.5 to 500 million
+            numbers are to be sketched, unless `synthetic=False`.
         sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
             for two runs on the data for each step of the graph in place of three in all, and one more.
         then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
@@ -191,29 +202,41 @@ def sketch_onnx(
         )
     fitted: dict[str, Fitted] = {}
     feeds: Sequence[Feed] = ()
-    if data is not None:
+    images = _made_up(model, sites, config, target.parent) if data is None else None
+    if images is not None:
+        plan, fitted, _ = _fit_to_data(model, sites, config, images[:-JUDGED], target.parent, False, then)
+        feeds = images[-JUDGED:]
+    elif data is not None:
         plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, then)
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
-    note = "" if data is None else NEVER_REACHED
+    note = NEVER_REACHED if feeds else ""
     others = _rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
 
     def check(draft: Path) -> None:
-        compared.append(compare_files(source, draft, feeds))
+        compared.append(compare_files(source, draft, feeds, "the data" if images is None else MADE_UP))
 
     with int8_model(model, target.parent, feeds) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
+    report = OnnxReport(plan, fitted, before, after, {}, data is not None, images is not None)
     if not compared:
-        return OnnxReport(plan, fitted, before, after, {}, data is not None)
-    warn_if_destroyed(
-        SketchRecord(plan, fitted),
-        compared[0].closeness,
-        fitted_to="weights" if data is None else "data",
-    )
-    return OnnxReport(
-        plan, fitted, before, after, compared[0].errors, data is not None, compared[0].closeness
-    )
+        return report
+    fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
+    warn_if_destroyed(SketchRecord(plan, fitted), compared[0].closeness, fitted_to=fitted_to)
+    return replace(report, output_errors=compared[0].errors, closeness=compared[0].closeness)
+
+
+def _made_up(model: ir.Model, sites: OnnxFound, config: SketchConfig, folder: Path) -> Sequence[Feed] | None:
+    """Images to fit to where there is no data, of a model of a size that is worth it; None otherwise."""
+    numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
+    dense = all(ratio == 1.0 for _, ratio in config.ratios())
+    if not config.synthetic or dense or not SMALLEST <= numbers <= LARGEST:
+        return None
+    try:
+        return made_up_images(ObservedModel(model, (), folder), config.seed)
+    except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
+        return None
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:

@@ -76,7 +76,9 @@ class Compared:
     closeness: Closeness
 
 
-def compare_files(source: Path, target: Path, feeds: Sequence[Mapping[str, Any]] = ()) -> Compared:
+def compare_files(
+    source: Path, target: Path, feeds: Sequence[Mapping[str, Any]] = (), what: str = "the data"
+) -> Compared:
     """Run two files of one interface on the same inputs, random ones unless some are given.
 
     Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that.
@@ -86,6 +88,7 @@ def compare_files(source: Path, target: Path, feeds: Sequence[Mapping[str, Any]]
         source: the dense file.
         target: the sketched one.
         feeds: batches, an array for each input; the last ones of them are run.
+        what: they are, in words.
 
     Raises:
         OnnxMismatchError: ONNX Runtime cannot load or run one of the files, or an output has another shape or
@@ -114,7 +117,7 @@ def compare_files(source: Path, target: Path, feeds: Sequence[Mapping[str, Any]]
         results.see(
             [_pair(*one) for one in arrays if np.issubdtype(one[1].dtype, np.floating)], kept_in(feed)
         )
-    inputs = f"{min(len(feeds), MOST_CALLS)} batches of the data" if feeds else "random inputs"
+    inputs = f"{min(len(feeds), MOST_CALLS)} batches of {what}" if feeds else "random inputs"
     return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
 
 

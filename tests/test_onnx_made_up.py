@@ -1,0 +1,94 @@
+"""An ONNX model of images that is given no data is fitted to images that are made up."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_models import make, run
+
+import panther_compile as pc
+from panther_compile.onnx import made_up
+from panther_compile.onnx.data import ObservedModel
+from panther_compile.onnx.files import read_model
+from panther_compile.onnx.made_up import made_up_images
+
+
+def network(path, size=("h", "w"), channels=3, width=768):
+    random = np.random.default_rng(0)
+
+    def kernel(*shape):
+        return (random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+    weights = {"a": kernel(32, channels, 8, 8), "b": kernel(512, 32, 3, 3), "c": kernel(width, 512, 1, 1)}
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["p"], strides=[8, 8]),
+        helper.make_node("Relu", ["p"], ["q"]),
+        helper.make_node("Conv", ["q", "b"], ["r"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["r"], ["s"]),
+        helper.make_node("Conv", ["s", "c"], ["y"]),
+    ]
+    return make(path, nodes, weights, x=("n", channels, *size))
+
+
+def smooth(count, seed):
+    """Images whose neighbouring pixels are alike."""
+    noise = np.random.default_rng(seed).standard_normal((count, 3, 40, 40))
+    for axis in (2, 3):
+        noise = noise.cumsum(axis)
+    noise -= noise.mean((2, 3), keepdims=True)
+    return (noise / noise.std()).astype(np.float32)[..., 4:36, 4:36]
+
+
+def off(source, target, x):
+    dense, small = (run(path, x)[0] for path in (source, target))
+    return np.linalg.norm(small - dense) / np.linalg.norm(dense)
+
+
+def test_images_are_closer_than_the_weights_alone(tmp_path):
+    source, x = network(tmp_path / "in.onnx", (32, 32)), smooth(16, seed=1)
+    fitted = pc.sketch_onnx(source, tmp_path / "fitted.onnx", 0.5, progress=False)
+    alone = pc.sketch_onnx(source, tmp_path / "alone.onnx", 0.5, progress=False, synthetic=False)
+    assert (fitted.made_up, fitted.has_data) == (True, False)
+    assert (alone.made_up, alone.has_data) == (False, False)
+    assert fitted.plan.achieved_ratio <= 0.5
+    assert off(source, tmp_path / "fitted.onnx", x) < 0.6 * off(source, tmp_path / "alone.onnx", x)
+    assert "on made-up images" in str(fitted)
+    assert "on random inputs" in str(alone)
+
+
+def test_small_models_are_sketched_from_their_weights(tmp_path):
+    source = network(tmp_path / "in.onnx", (16, 16), width=64)
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.5, progress=False)
+    assert not report.made_up
+
+
+def observed(path, tmp_path):
+    return ObservedModel(read_model(path), (), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [(("h", "w"), (64, 96)), ((16, "w"), (16, 96)), ((24, 40), (24, 40))]
+)
+def test_sizes_that_the_file_leaves_free_are_tried(tmp_path, monkeypatch, size, wanted):
+    monkeypatch.setattr(made_up, "_SIZES", ((4, 4), (64, 96), (8, 8)))  # the kernel is larger than the first
+    batches = made_up_images(observed(network(tmp_path / "in.onnx", size), tmp_path), seed=0)
+    assert {one["x"].shape for one in batches} == {(8, 3, *wanted)}
+    together = np.concatenate([one["x"] for one in batches])
+    assert together.dtype == np.float32
+    assert abs(together.mean()) < 0.3
+    assert 0.6 < together.std() < 1.4
+
+
+def test_other_inputs_are_not_made_up(tmp_path):
+    assert made_up_images(observed(network(tmp_path / "a.onnx", channels=5), tmp_path), seed=0) is None
+    identity = helper.make_node("Identity", ["x"], ["y"])
+    rows = make(tmp_path / "rows.onnx", [identity], {}, x=("n", 48))
+    assert made_up_images(observed(rows, tmp_path), seed=0) is None
+    ids = make(tmp_path / "ids.onnx", [identity], {}, x=("n", 3, 8, 8), dtype=TensorProto.INT64)
+    assert made_up_images(observed(ids, tmp_path), seed=0) is None
+
+
+def test_a_model_that_takes_none_of_the_sizes(tmp_path):
+    shape = numpy_helper.from_array(np.array([1, 77]), "shape")
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    source = make(tmp_path / "in.onnx", nodes, {"shape": numpy_helper.to_array(shape)}, x=("n", 3, "h", "w"))
+    assert made_up_images(observed(source, tmp_path), seed=0) is None
