@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError, NoTargetError, TeacherMismatchError
-from panther_compile.layers.base import take_over
+from panther_compile.layers.base import outermost, take_over
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
@@ -273,6 +273,34 @@ def _dispatch(target: nn.Module, adapter_name: str, config: Any, **options: Any)
     return found
 
 
+def _inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **options: Any) -> None:
+    """PEFT's, to which a sketched layer is one layer: "all-linear" is it, and no factor in it is a target."""
+    names = {id(module): name for name, module in model.named_modules()}
+    sketched = [layer for layer in outermost(model) if id(layer) in names]
+    inside = {names[id(part)] for layer in sketched for part in layer.modules() if part is not layer}
+    config = self.peft_config[adapter_name]
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        found = _helpers._maybe_include_all_linear_layers(config, model).target_modules
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        linear = {
+            names[id(one)] for one in sketched if isinstance(one, LinearReplacement) and one is not head
+        }
+        config.target_modules = found - inside | linear
+    matches = self._check_target_module_exists
+
+    def check(config: Any, key: str) -> Any:
+        return False if key in inside else matches(config, key)
+
+    self._check_target_module_exists = check
+    try:
+        _inject_theirs(self, model, adapter_name, *args, **options)
+    finally:
+        del self._check_target_module_exists
+
+
+_helpers: Any = importlib.import_module("peft.tuners.tuners_utils")
 _table: Any = importlib.import_module("peft.tuners.lora.model")
 _theirs = _table.dispatch_default
 _table.dispatch_default = _dispatch
+_inject_theirs = _table.LoraModel.inject_adapter
+_table.LoraModel.inject_adapter = _inject

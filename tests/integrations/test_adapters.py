@@ -165,6 +165,32 @@ def test_an_adapter_of_full_rank_is_the_dense_layer(build):
     assert not any(isinstance(m, pc.SketchedLinear) for m in merged.modules())  # dense stores less
 
 
+def adapted(model):
+    return {name for name, layer in model.named_modules() if isinstance(layer, peft.tuners.lora.LoraLayer)}
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_all_linear_means_the_layers_that_it_means_for_the_dense_model(build):
+    model = build()
+    options = {"target_modules": "all-linear", "fan_in_fan_out": build is gpt2}
+    tuned = disturb(adapt(sketch(model), **options))
+    assert adapted(tuned) == adapted(adapt(model, **options))
+    wanted = logits(tuned)
+    assert error(logits(tuned.merge_and_unload()), wanted) < 1e-5
+    second = peft.LoraConfig(r=2, target_modules="all-linear")
+    twice = adapt(sketch(model), **options)
+    before = adapted(twice)
+    twice.add_adapter("second", second)
+    assert adapted(twice) == before
+
+
+def test_factors_are_no_targets():
+    small = sketch(llama())
+    tuned = adapt(small, ("up", "down", "q_proj"))
+    assert {name.rpartition(".")[2] for name in adapted(tuned)} == {"q_proj"}
+    assert "_check_target_module_exists" not in vars(tuned.base_model)
+
+
 def test_what_cannot_be_is_refused():
     model = llama()
     small = sketch(model)

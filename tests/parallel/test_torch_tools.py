@@ -33,3 +33,7 @@ def test_the_same_bits_twice(ranks, options):
 )
 def test_compiled(ranks, options):
     ranks(2).run(torch_tools_jobs.compiled, **options)
+
+
+def test_a_replica_has_fewer_batches(ranks):
+    ranks(2).run(torch_tools_jobs.uneven_numbers_of_batches)

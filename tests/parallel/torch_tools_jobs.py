@@ -84,3 +84,29 @@ def compiled(rank, **options):
     loss_fn(found, target).backward()
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def uneven_numbers_of_batches(rank):
+    """Under DDP's `join` a replica without batches shadows the others' collectives, to one process's end."""
+    _, inputs, engine = make(mesh={"dp": 2}, part={"count": 1}, data_parallel="ddp")
+    reference, _ = build("mlp")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (engine, reference)]
+    batches = {
+        (step, replica): draw(inputs, 1, 10 * step + replica) for step in range(3) for replica in (0, 1)
+    }
+    del batches[2, 1]
+    with engine.module.join():
+        for step in range(3 - rank):
+            (x,), target = batches[step, rank]
+            loss_fn(engine(x), target).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for step in range(3):
+        for (when, _), ((x,), target) in batches.items():
+            if when == step:
+                (loss_fn(reference(x), target) / 2).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    found = engine.state_dict(full=True)
+    for name, wanted in reference.state_dict().items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-6)
