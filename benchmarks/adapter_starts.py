@@ -1,23 +1,24 @@
 """What LoRA adapters start from: what a sketch left out, beside zero, PiSSA, CorDA and EVA of PEFT.
 
-    python benchmarks/adapter_starts.py gpt --data --ratio 0.25           the small GPT of accuracy.py
-    python benchmarks/adapter_starts.py smollm2 --ratio 0.8 --steps 8     one core: 20 minutes and more
+    python benchmarks/adapter_starts.py [--ratio 0.25] [--weights]     ten minutes of a core
 
-Every row has adapters of the same rank on the same layers, sees the same batches in the same order, and is
-judged by text that neither the sketch nor the adapter has seen. Each start is trained at each of the rates;
-the one that ends best counts. PiSSA and CorDA change the weight of a layer, so they start on the sketch with
-its factors multiplied out, which is the same function. Rows of the dense model show what the sketch cost.
+The model is the small GPT of accuracy.py, which is trained first if it is not yet. Every row has adapters of
+the same rank on the same layers, sees the same batches in the same order, and is judged by text that neither
+the sketch nor the adapter has seen. Each start is trained at each of the rates; the one that ends best
+counts. PiSSA and CorDA change the weight of a layer, so they start on the sketch with its factors multiplied
+out, which is the same function. Rows of the dense model show what the sketch cost.
 """
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from accuracy_models import load_subject
+from accuracy_models.gpt import calibration as draw_calibration
+from accuracy_models.gpt import prepare
 from peft import EvaConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
@@ -27,12 +28,6 @@ from torch.nn.functional import cross_entropy
 
 import panther_compile as pc
 from panther_compile.integrations.adapters import init_lora_from_dense
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from accuracy_models import load_subject
-from accuracy_models.gpt import calibration as draw_calibration
-from accuracy_models.gpt import prepare
-from compress_smollm2 import LENGTH, PROJECTIONS, load_smollm2
 
 ON_SKETCH = ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data")
 ON_DENSE = ("zero", "eva", "pissa", "corda")
@@ -51,7 +46,7 @@ class Subject:
     """
 
     model: nn.Module
-    targets: list[str] | str
+    targets: str
     seen: Tensor
     unseen: Tensor
     batch: int
@@ -78,13 +73,6 @@ def small_gpt() -> Subject:
     # In full: the factors of a sketched layer are called up and down as well.
     targets = r"blocks\.\d+\.(attention\.(query|key|value|out)|up|down)"
     return Subject(model, targets, seen, texts["held out"][:64, :-1], 8)
-
-
-def smollm2() -> Subject:
-    """SmolLM2-135M-Instruct and Python's documentation."""
-    model, tokens = load_smollm2()
-    pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-    return Subject(model, PROJECTIONS, pieces[:128], pieces[-len(pieces) // 5 :][:12], 1)
 
 
 def with_adapters(
@@ -145,7 +133,7 @@ def table(
     """Sketch the model, then a row for each start on it, and on the dense model."""
     calibration = list(subject.seen[: 8 * subject.batch].split(subject.batch))
     begin = time.perf_counter()
-    data = {"data": calibration, "narrow": False} if given.data else {"synthetic": False}
+    data = {"synthetic": False} if given.weights else {"data": calibration, "narrow": False}
     small = pc.sketchify(subject.model, given.ratio, progress=False, **data)
     took = time.perf_counter() - begin
     dense, sketch = (subject.judge(model) for model in (subject.model, small))
@@ -172,20 +160,16 @@ def table(
 
 
 def main() -> None:
-    """Measure one model, and print its table as Markdown."""
+    """Measure, and print a table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=["gpt", "smollm2"])
-    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--ratio", type=float, default=0.25)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 1e-3])
-    parser.add_argument(
-        "--data", action="store_true", help="fit the sketch to data, in place of weights alone"
-    )
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3])
+    parser.add_argument("--weights", action="store_true", help="a sketch of the weights alone, without data")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    subject = small_gpt() if given.model == "gpt" else smollm2()
-    table(subject, given, [0, given.steps // 4, given.steps], lambda line: print(line, flush=True))
+    table(small_gpt(), given, [0, given.steps // 4, given.steps], lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

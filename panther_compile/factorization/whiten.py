@@ -49,9 +49,26 @@ def best_low_rank(
         gradient: G, float64 `(O, O)`, or None for the identity.
         rank: r.
     """
-    anchored = anchored_product(weight, moments)
-    if weight.shape[0] <= weight.shape[1]:
-        solved = solve(moments.covariance, anchored.T).T  # W C S⁻¹
+    by_outputs = weight.shape[0] <= weight.shape[1]
+    return low_rank_solution(
+        anchored_product(weight, moments), moments.covariance, gradient, rank, by_outputs=by_outputs
+    )
+
+
+def low_rank_solution(
+    anchored: Tensor, covariance: Tensor, gradient: Tensor | None, rank: int, *, by_outputs: bool
+) -> tuple[Tensor, Tensor]:
+    """The same for any t that is wanted: minimise E ‖ G^½ (t - W' z) ‖².
+
+    Args:
+        anchored: E[t zᵀ], float64 `(O, I)`.
+        covariance: S = E[z zᵀ], float64 `(I, I)`.
+        gradient: G, float64 `(O, O)`, or None for the identity.
+        rank: r.
+        by_outputs: by Uᵣ, of O rows, in place of Vᵣ, of I.
+    """
+    if by_outputs:
+        solved = solve(covariance, anchored.T).T  # W C S⁻¹
         core = solved @ anchored.T  # M Mᵀ = G^½ (W C S⁻¹ Cᵀ Wᵀ) G^½
         core = (core + core.T) / 2
         if gradient is None:
@@ -60,7 +77,7 @@ def best_low_rank(
         root = root_of(gradient)
         vectors = torch.linalg.eigh(root.factor.T @ core @ root.factor)[1][:, -rank:].flip(1)
         return root.inverse.T @ vectors, (vectors.T @ root.factor.T) @ solved
-    root = root_of(moments.covariance)
+    root = root_of(covariance)
     whitened = anchored @ root.inverse.T  # W C R^-T
     core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)

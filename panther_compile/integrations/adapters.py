@@ -6,27 +6,32 @@ before it, once PEFT is imported: `get_peft_model`, `add_adapter` and saved adap
     y = L R x + s B A x + b            L (O, r), R (r, I); B (O, k), A (k, I), s the scale of the adapter
     merged: [L, s B] [R; A] x + b      of rank r + k, equal but for rounding; dense where that stores less
 
-An adapter usually starts at B = 0. From the residual W - L R of the dense weight it can start as the best one
-of its rank, with G = E[x xᵀ] of the inputs if data is given:
-
-    s B A = [(W - L R) K]ₖ K⁻¹,  G = K Kᵀ            [M]ₖ the truncated SVD
+An adapter usually starts at B = 0. It can start as the best one of its rank for what the sketch left out: of
+the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes, see adapter_fit.py.
 """
 
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
 import importlib
-from typing import Any
+import warnings
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, NoTargetError, TeacherMismatchError
+from panther_compile.errors import (
+    ConfigError,
+    NoTargetError,
+    SketchQualityWarning,
+    TeacherMismatchError,
+)
+from panther_compile.integrations.adapter_fit import fit_adapters
 from panther_compile.layers.base import outermost, take_over
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.models.batches import Data, record_calls
+from panther_compile.models.batches import Data
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
 STARTS = (True, False, "gaussian", "eva")
@@ -130,8 +135,12 @@ def init_lora_from_dense(
     Args:
         model: a sketched model with adapters, changed in place.
         dense: the model that was sketched.
-        data: inputs of the model, see `sketchify`; the error of what the layers compute on them is minimised,
-            in place of that of the weights.
+        data: inputs of the model, see `sketchify`: layer by layer the adapter is fitted to what the sketch
+            lacks of the dense model's outputs there, weighed by what the result minds. Where that brings
+            results no closer on a fifth of the data, which nothing is fitted to, adapters start at nothing,
+            and a warning says so. None takes what the weights lack, which suits a sketch that was made from
+            the weights alone: one that was fitted to data makes up for its own errors, and such an adapter
+            would do so again.
         adapter: its name.
 
     Raises:
@@ -147,31 +156,43 @@ def init_lora_from_dense(
     }
     if not layers:
         raise NoTargetError(f"no sketched layer of {type(model).__name__} has an adapter {adapter!r}")
-    left_out = {name: _residual(name, layer, dense) for name, layer in layers.items()}
-    metric = {} if data is None else _second_moments(model, layers, data)
-    for name, layer in layers.items():
-        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        up, down = _best(left_out[name], metric.get(name), layer.r[adapter])
+    twins = {name: _twin(name, layer, dense) for name, layer in layers.items()}
+
+    def put(name: str, up: Tensor, down: Tensor) -> None:
+        layer = layers[name]
         with torch.no_grad():
-            a.copy_(down)
-            b.copy_(up / layer.scaling[adapter])
+            layer.lora_A[adapter].weight.copy_(down)
+            layer.lora_B[adapter].weight.copy_(up / layer.scaling[adapter])
+
+    if data is None:
+        for name, layer in layers.items():
+            put(name, *_best(_residual(layer, twins[name]), layer.r[adapter]))
+        return
+    factors = [layer.lora_B[adapter].weight for layer in layers.values()]
+    for one in factors:
+        nn.init.zeros_(one)
+    ranks = {name: layer.r[adapter] for name, layer in layers.items()}
+    before, after = fit_adapters(inside, layers, dense, twins, ranks, data, put)
+    if not after < before:
+        for one in factors:
+            nn.init.zeros_(one)
+        warnings.warn(
+            f"adapters fitted to this data bring the results no closer to the dense model's on others: "
+            f"{after:.3g} off, {before:.3g} without; they start at nothing. Give more data",
+            SketchQualityWarning,
+            stacklevel=2,
+        )
 
 
-def _best(residual: Tensor, metric: Tensor | None, rank: int) -> Factors:
+def _best(residual: Tensor, rank: int) -> Factors:
     """The best factors (O, k) and (k, I) of a residual (O, I), each with half of the singular values."""
-    root = None
-    if metric is not None:
-        values, vectors = torch.linalg.eigh(metric)
-        # Directions that data hardly has would be divided by nothing.
-        values = values.clamp_min(1e-6 * values[-1]).sqrt()
-        root = (vectors * values) @ vectors.t(), (vectors / values) @ vectors.t()
-    u, s, vh = torch.linalg.svd(residual if root is None else residual @ root[0], full_matrices=False)
+    u, s, vh = torch.linalg.svd(residual, full_matrices=False)
     half = s[:rank].sqrt()
-    down = half[:, None] * vh[:rank]
-    return u[:, :rank] * half, down if root is None else down @ root[1]
+    return u[:, :rank] * half, half[:, None] * vh[:rank]
 
 
-def _residual(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> Tensor:
+def _twin(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> nn.Module:
+    """The dense layer of an adapted one."""
     base: Any = layer.get_base_layer()
     if isinstance(base, NarrowLinear):
         raise TeacherMismatchError(f"{name} is narrow: its features are not those of the dense layer")
@@ -185,37 +206,19 @@ def _residual(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> Tensor:
             f"{name} of the dense model is {twin}: wanted a dense layer whose weight is "
             f"{tuple(base.weight.shape)}"
         )
+    return cast(nn.Module, twin)
+
+
+def _residual(layer: SketchedLoraLinear, twin: Any) -> Tensor:
+    """What the factors lack of the dense weight (O, I)."""
+    base: Any = layer.get_base_layer()
+    weight = twin.weight
     left = weight.detach().double().to(base.weight.device) - base.weight.detach().double()
     return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
 
 
 def _turned(base: LinearReplacement) -> bool:
     return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
-
-
-def _second_moments(model: nn.Module, layers: dict[str, SketchedLoraLinear], data: Data) -> dict[str, Tensor]:
-    """The sum of x xᵀ over all inputs of each layer, (I, I)."""
-    sums: dict[str, Tensor] = {}
-    handles = []
-    for name, layer in layers.items():
-
-        def add(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-            x = args[0].detach().flatten(0, -2).double()
-            sums[name] = sums.get(name, 0) + x.t() @ x
-
-        handles.append(layer.register_forward_pre_hook(add))
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad():
-            for call in record_calls(model, data):
-                call.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, was in training.items():
-            module.training = was
-    return sums
 
 
 def _core(layer: Any) -> Any:

@@ -148,6 +148,30 @@ def test_it_starts_from_what_the_sketch_left_out():
     assert distances[2] < distances[1]
 
 
+def texts(count):
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 99, (4, 16), generator=draws) for _ in range(count)]
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_it_starts_nearer_than_a_sketch_that_was_fitted(build):
+    model, data = build(), texts(60)
+    small = sketch(model, 0.4, data=data, narrow=False)
+    targets = ("q_proj", "o_proj", "up_proj", "down_proj") if build is llama else ("c_attn", "c_proj", "c_fc")
+    tuned = adapt(small, targets, rank=8)
+    init_lora_from_dense(tuned, model, data=data)
+    assert error(logits(tuned), logits(model)) < 0.97 * error(logits(small), logits(model))
+
+
+def test_few_data_start_it_at_nothing():
+    model, data = gpt2(), texts(5)
+    small = sketch(model, 0.4, data=data, narrow=False)
+    tuned = adapt(small, ("c_attn", "c_proj", "c_fc"), rank=8)
+    with pytest.warns(pc.SketchQualityWarning, match="no closer to the dense model's on others"):
+        init_lora_from_dense(tuned, model, data=data)
+    assert torch.equal(logits(tuned), logits(small))
+
+
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_an_adapter_of_full_rank_is_the_dense_layer(build):
     model = build()
