@@ -11,9 +11,11 @@ from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.lift_sketched import lift_sketched
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass
+from panther_compile.passes.trim_kernels import trim_kernels
 
 # One form of graph for all that follows; a graph of Dynamo needs lift_parameters before.
 NORMALIZE = (GraphPass(lift_functional, exact=True), GraphPass(lift_sketched, exact=True))
+BEFORE_SKETCHING = (GraphPass(fold_batchnorm, exact=True), GraphPass(trim_kernels, exact=True))
 CLEAN_UP = (GraphPass(drop_dead_code, exact=True),)
 
 
@@ -21,12 +23,13 @@ def improve(*, sketch: GraphPass | None = None, extra: Sequence[GraphPass] = ())
     """What makes a normalized graph faster or smaller, for inference.
 
     Args:
-        sketch: the pass that replaces dense layers, batch norms folded before; None for a model that is
-            sketched: folded into a factor, a batch norm saves nothing that Inductor does not save.
+        sketch: the pass that replaces dense layers, batch norms folded and kernels trimmed before; None for
+            a model that is sketched: folded into a factor, a batch norm saves nothing that Inductor does not
+            save.
         extra: the user's own; they see module calls, sketched layers among them, none fused or merged yet.
     """
     return (
-        *((GraphPass(fold_batchnorm, exact=True), sketch) if sketch is not None else ()),
+        *((*BEFORE_SKETCHING, sketch) if sketch is not None else ()),
         *extra,
         GraphPass(fuse_epilogue, exact=True),  # activation, gate, residual: in the order of the operator
         GraphPass(fuse_gating, exact=True),

