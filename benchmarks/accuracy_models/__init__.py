@@ -14,6 +14,7 @@ from accuracy_models.digits import resnet, vit
 from accuracy_models.efficientnet import efficientnet
 from accuracy_models.gpt import gpt
 from accuracy_models.minilm import minilm
+from accuracy_models.smollm2 import smollm2
 from accuracy_models.subject import Subject
 
 CACHE = Path.home() / ".cache" / "panther_compile" / "bench"
@@ -30,6 +31,7 @@ GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "crepe-trimmed": crepe_trimmed,
     "crepe-full": crepe_full,
     "efficientnet": efficientnet,
+    "smollm2": smollm2,
 }
 
 

@@ -35,6 +35,14 @@ def code() -> list[str]:
     return _shuffled([_bare(tree) for tree in _modules()])
 
 
+def license_text() -> str:
+    """The GNU General Public License, as Debian and its like keep it on every machine."""
+    file = Path("/usr/share/common-licenses/GPL-3")
+    if not file.exists():
+        raise SystemExit(f"{file} is missing: put the text of the GPL there")
+    return file.read_text(encoding="utf-8")
+
+
 def _paragraphs(texts: Iterator[str] | list[str]) -> list[str]:
     pieces = (" ".join(piece.split()) for text in texts for piece in text.split("\n\n"))
     return _shuffled([piece for piece in pieces if MIN_LENGTH < len(piece) < MAX_LENGTH])
