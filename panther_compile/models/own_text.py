@@ -10,7 +10,7 @@ from panther_compile.models.batches import Call
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.reporting.progress import ProgressBar
 
-_CHUNK = 16  # texts sampled together
+_CHUNK = 64  # texts sampled together
 
 
 def text_logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Tensor | None:
