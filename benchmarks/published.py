@@ -2,11 +2,14 @@
 
     python benchmarks/published.py [--rows 0 1 ...] [--ranked 8b 70b] [--kept FILE] [--output docs/benchmarks]
 
-The rows are in published_rows.json, with their sources. Two constants are fitted, on the rows marked "fit"
-alone: how many FLOP/s products reach in bf16 and with fp8. Everything else is data sheets. Rows marked "test"
-are predicted with them. Each published mesh is also ranked among all meshes of as many devices at its global
-batch, by what the planner expects of them. Devices that divide a sequence (cp) count as replicas of shorter
-sequences: what attention computes and sends between them is not in it. No GPU is used. Writes published.md.
+The rows are in published_rows.json, with their sources. Three constants are fitted, on the rows marked "fit"
+alone: how many FLOP/s products reach in bf16, in fp8 by torchao on torchtitan's boards of 500 W, and in fp8
+by Transformer Engine on DGX of 700 W. Everything else is data sheets. Rows marked "test" are predicted with
+them. The runs were compiled or had fused kernels (`compiled=True`), the devices of a stage sent each a part
+of what the next one takes, and the loss took logits in shards. Each published mesh is also ranked among all
+meshes of as many devices at its global batch, by what the planner expects of them. Devices that divide a
+sequence (cp) count as replicas of shorter sequences: what attention computes and sends between them is not in
+it. No GPU is used. Writes published.md.
 """
 
 import argparse
@@ -24,7 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from panther_compile.partition import Partition
+from panther_compile.partition import Link, Partition
 from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graph.hardware import H100, Hardware
 from panther_compile.partition.graphs import Graphs, read_graphs, reweigh
@@ -40,6 +43,8 @@ SHAPES = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16
 MEMORY_RATES = {80: 3.35, 96: 2.4}
 UNLIMITED = 10**12  # bytes: a layout that was run fits
 FIRST = {"bf16": 0.5 * 989e12, "fp8": 0.35 * 1979e12}  # FLOP/s to begin with
+TITAN, DGX = 96, 80  # boards by their GB
+HIDDEN = Link(1e15, 0.0)  # NVLink where collectives of shards run behind products
 
 
 def build(model: str, rows: int, tokens: int = TOKENS) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -64,7 +69,8 @@ def board(row: dict[str, Any], flops: float) -> Hardware:
     """The devices of a row."""
     memory = row["memory_gb"]
     rate = 0.8 * MEMORY_RATES[memory] * 1e12
-    return replace(H100, flops_per_second=flops, memory_bytes=memory * 10**9, memory_bytes_per_second=rate)
+    made = replace(H100, flops_per_second=flops, memory_bytes=memory * 10**9, memory_bytes_per_second=rate)
+    return replace(made, intra_node=HIDDEN) if row.get("overlaps_tp") else made
 
 
 def mesh_of(row: dict[str, Any]) -> Mesh:
@@ -95,6 +101,7 @@ class Study:
             data_parallel=row["states"],
             shard_size=mesh.dp if row["states"] != "ddp" else None,
             master_weights=True,
+            scattered=True,
         )
         part = partition_mesh(f"Llama-{row['model']}", graphs, options, mesh)
         tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS / row.get("cp", 1)
@@ -116,6 +123,7 @@ class Study:
             schedule="auto",
             recompute="auto",
             master_weights=True,
+            scattered=True,
         )
         candidates, _ = expect_meshes(graphs, options, mesh.devices, progress=False)
         ranked = dict.fromkeys(
@@ -127,7 +135,7 @@ class Study:
 
     def _graphs(self, row: dict[str, Any], hardware: Hardware) -> Graphs:
         key = row["model"], row["rows"], TOKENS // row.get("cp", 1)
-        costs = Costs(hardware, master_weights=True, parallel_loss=True)
+        costs = Costs(hardware, master_weights=True, parallel_loss=True, compiled=True)
         if key not in self._read:
             model, ids = build(*key)
             self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
@@ -136,9 +144,14 @@ class Study:
         return self._weighed[1]
 
 
-def fit(study: Study, rows: list[dict[str, Any]], precision: str) -> float:
+def fit(study: Study, rows: list[dict[str, Any]], precision: str, memory_gb: int) -> float:
     """FLOP/s for which the rows' tokens a second are met best: seconds are nearly linear in its inverse."""
     flops = FIRST[precision]
+    rows = [
+        row
+        for row in rows
+        if row["use"] == "fit" and row["precision"] == precision and row["memory_gb"] == memory_gb
+    ]
     lines = []
     for row in rows:
         near, far = (1 / study.predict(row, factor * flops)[0] for factor in (1.0, 1.25))
@@ -183,8 +196,13 @@ class Found:
     rank: tuple[int, int, str] | None
 
     def meets(self, row: dict[str, Any]) -> bool:
-        """Whether step time is within 15 %, memory within 10 % and the mesh among the best three."""
-        is_near = row["gib"] is None or abs(self.memory_bytes / 2**30 / row["gib"] - 1) <= 0.1
+        """Whether step time is within 15 %, memory within 10 % and the mesh among the best three.
+
+        Where no memory is published, it has to be what the board has.
+        """
+        is_near = self.memory_bytes <= row["memory_gb"] * 10**9
+        if row["gib"] is not None:
+            is_near = abs(self.memory_bytes / 2**30 / row["gib"] - 1) <= 0.1
         is_first = self.rank is None or self.rank[0] <= 3
         return abs(row["tokens"] / self.tokens - 1) <= 0.15 and is_near and is_first
 
@@ -211,11 +229,15 @@ _TEXT = """\
 
 Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`. Llama-3
 on H100, sequences of 8,192 tokens, Adam with float32 master weights, the loss divided over tp. Nothing was
-run on a GPU. Two constants are fitted on the rows marked "fit", what matrix products reach: {bf16:.0f}
-TFLOP/s in bf16 and {fp8:.0f} TFLOP/s with fp8. All else is data sheets.
+run on a GPU. Three constants are fitted on the rows marked "fit", what matrix products reach: {bf16:.0f}
+TFLOP/s in bf16, {fp8:.0f} in fp8 by torchao on torchtitan's boards of 500 W, and {engine:.0f} in fp8 by
+Transformer Engine on DGX of 700 W. All else is data sheets. The runs were compiled, or had fused kernels
+(`compiled=True`). Their stages send parts that the next stage gathers, where ours send all from each device,
+and so does the plan here. NVIDIA's ran collectives of shards behind products: they take no time here.
 The fit did not look at rows marked "test". Rank: the place of the published mesh among all that are expected
 to fit at the same global batch and microbatch. Rows that miss (a step time by more than 15 %, memory by more
-than 10 %, or a rank behind 3) come first, and what they miss follows from is below the table.
+than 10 %, or more than the board has where none is published, or a rank behind 3) come first, and what that
+follows from is below the table.
 
 {table}
 
@@ -248,16 +270,18 @@ def main() -> None:
                 arguments.kept.write_text(json.dumps(kept), encoding="utf-8")
         return kept[name]
 
-    flops, lines, notes = {}, [], []
-    for precision in FIRST:
-        fitted = [row for row in rows if row["use"] == "fit" and row["precision"] == precision]
-        flops[precision] = keep(precision, partial(fit, study, fitted, precision))
+    lines, notes = [], []
+    flops = {
+        (precision, board): keep(f"{precision} {board}", partial(fit, study, rows, precision, board))
+        for precision, board in (("bf16", TITAN), ("fp8", TITAN), ("fp8", DGX))
+    }
+    flops["bf16", DGX] = flops["bf16", TITAN]
     for number, row in enumerate(rows):
         if arguments.rows is not None and number not in arguments.rows:
             left = f"{row['source']}, {row['model']} on {Mesh(**row['mesh'])}, {row['schedule']}"
             notes.append(f"- {left}: in the file, and not predicted for this table.\n")
             continue
-        rate = flops[row["precision"]]
+        rate = flops[row["precision"], row["memory_gb"]]
         tokens, size = keep(f"{number}", partial(study.predict_sizes, row, rate))
         rank = None
         if row["model"] in arguments.ranked:
@@ -274,8 +298,9 @@ def main() -> None:
         for cells in (HEAD, ["---"] * 5 + ["--:"] * 6 + ["---"], *(cells for _, cells in lines))
     ]
     text = _TEXT.format(
-        bf16=flops["bf16"] / 1e12,
-        fp8=flops["fp8"] / 1e12,
+        bf16=flops["bf16", TITAN] / 1e12,
+        fp8=flops["fp8", TITAN] / 1e12,
+        engine=flops["fp8", DGX] / 1e12,
         table="\n".join(table),
         notes="".join(notes),
         sources="; ".join(f"{name}: {where}" for name, where in read["sources"].items()),

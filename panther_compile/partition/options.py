@@ -1,7 +1,7 @@
 """What the user asked for, and the strategies among which the planner chooses for a mesh."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from panther_compile.errors import MeshError
@@ -54,6 +54,8 @@ class PlanOptions:
         data_parallel: of `replicas.DATA_PARALLEL`, or "auto".
         shard_size: replicas that share states; None for what is faster.
         master_weights: whether float32 copies of the parameters are among the states.
+        scattered: whether each device of a stage sends a part of what the next stage gathers, as other
+            runtimes do; ours sends all of it from each.
     """
 
     hardware: Hardware
@@ -68,6 +70,7 @@ class PlanOptions:
     data_parallel: str = AUTO
     shard_size: int | None = None
     master_weights: bool = False
+    scattered: bool = False
 
     def microbatches_of(self, mesh: Mesh) -> int:
         """Microbatches of one step, through each replica."""
@@ -160,7 +163,7 @@ class PlanOptions:
         """The pipeline of a mesh."""
         stages, microbatches = mesh.pp * strategy.stages_per_device, self.microbatches_of(mesh)
         return PipelineShape(
-            links=_stage_links(self.hardware, mesh, stages),
+            links=_stage_links(self.hardware, mesh, stages, mesh.tp if self.scattered else 1),
             in_flight=_in_flight(
                 strategy.schedule, mesh.pp, microbatches, strategy.stages_per_device, self.training
             ),
@@ -194,13 +197,14 @@ def _in_flight(
 
 
 @lru_cache(maxsize=256)
-def _stage_links(hardware: Hardware, mesh: Mesh, stages: int) -> tuple[Link, ...]:
-    """The slowest link, over the replicas, from each stage to the next."""
+def _stage_links(hardware: Hardware, mesh: Mesh, stages: int, senders: int) -> tuple[Link, ...]:
+    """The slowest link, over the replicas, from each stage to the next, for so many senders that share it."""
     between = []
     for stage in range(min(stages - 1, mesh.pp)):
         first, second = stage % mesh.pp, (stage + 1) % mesh.pp
         pairs = ((mesh.rank(dp, first), mesh.rank(dp, second)) for dp in range(mesh.dp))
-        between.append(NO_LINK if first == second else _slowest(hardware, pairs))
+        link = NO_LINK if first == second else _slowest(hardware, pairs)
+        between.append(replace(link, bytes_per_second=senders * link.bytes_per_second))
     return tuple(between[stage % mesh.pp] for stage in range(stages - 1))
 
 

@@ -7,12 +7,17 @@ from torch import nn
 from panther_compile.errors import ConfigError, MeshError, StageMemoryError
 from panther_compile.partition import Hardware, Link, partition_model
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
+from panther_compile.partition.graph.flow_graph import Costs
+from panther_compile.partition.graphs import read_graphs
+from panther_compile.partition.options import PlanOptions
+from panther_compile.partition.records import Mesh
 from panther_compile.partition.replicas import (
     ReplicaLinks,
     StateSharding,
     count_replica_seconds,
     share_states,
 )
+from panther_compile.partition.search import partition_mesh
 from panther_compile.partition.stages.units import find_units, recompute_units
 
 WIDTH, LAYERS = 64, 8
@@ -232,6 +237,32 @@ class Classifier(nn.Module):
 
     def forward(self, x):
         return self.head(x)
+
+
+def planned(model, x, costs, mesh, **options):
+    """By the planner's own records, for what `partition_model` does not offer."""
+    graphs = read_graphs(model, x, (), costs)
+    asked = PlanOptions(hardware=costs.hardware, memory_bytes=10**12, microbatches=4, **options)
+    return partition_mesh("model", graphs, asked, Mesh(**mesh))
+
+
+def test_a_divided_loss_takes_logits_in_shards():
+    hardware = cluster(rate=1e12, flops=1e6)
+    model, x = Classifier(), torch.randn(16, 8)
+    whole, shards = (
+        planned(model, x, Costs(hardware, parallel_loss=one), {"tp": 2}) for one in (False, True)
+    )
+    assert [(one.phase, one.kind) for one in whole.collectives] == [("forward", "all_gather")]
+    assert shards.shards[0].kind == "column"
+    assert shards.collectives == ()
+    assert shards.stages[0].memory.activations < whole.stages[0].memory.activations
+
+
+def test_stages_that_send_parts_send_faster():
+    costs = Costs(cluster(rate=1e6))
+    mesh, x = {"pp": 2, "tp": 2}, torch.randn(4, WIDTH)
+    all_of_it, parts = (planned(Blocks(), x, costs, mesh, scattered=one) for one in (False, True))
+    assert parts.stages[0].send_seconds == pytest.approx(all_of_it.stages[0].send_seconds / 2)
 
 
 def test_the_loss_keeps_its_logits():

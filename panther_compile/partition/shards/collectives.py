@@ -60,8 +60,8 @@ def place_collectives(problem: Problem, plan: ShardingPlan) -> list[Placed]:
         if node.name in plan.absorbed or node.op in ("placeholder", "get_attr"):
             continue
         stage = problem.stages.stage_of.get(node.name)
-        if stage is None:
-            continue
+        if stage is None or (node.op == "output" and problem.costs.parallel_loss):
+            continue  # a loss that is divided takes shards
         step = plan.steps.get(node.name)
         for operand, state in operand_placements(node, step):
             known = made.setdefault((stage, tensor_key(operand)), set())

@@ -83,6 +83,7 @@ class NodeCosts:
         held_bytes: of each parameter with its gradient and optimizer states, by name.
         prices: of memory.
         training: whether there is a backward.
+        parallel_loss: whether the loss takes the model's results in shards.
     """
 
     replicated_work: Mapping[fx.Node, Work]
@@ -90,6 +91,7 @@ class NodeCosts:
     held_bytes: Mapping[str, int]
     prices: Prices
     training: bool
+    parallel_loss: bool = False
 
     def seconds(self, node: fx.Node, *, divided: bool) -> float:
         """Seconds of a node, and its memory in seconds."""
@@ -259,6 +261,7 @@ def _count_costs(
         held_bytes={name: sum(held_bytes(parameter, costs)) for name, parameter in parameters},
         prices=prices,
         training=costs.training,
+        parallel_loss=costs.parallel_loss,
     )
 
 
