@@ -123,14 +123,21 @@ def _projected(
         if not bool(finite.any()):  # as the loss of no label
             continue
         noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32).to(rows.device)
-        if name == LOGITS if logits is None else logits:
+        is_logits = name == LOGITS if logits is None else logits
+        if is_logits:
             chances = rows.detach().softmax(-1)
-            noise = noise * chances.sqrt()
-            noise = noise - chances * noise.sum(-1, keepdim=True)
-            part = (rows * noise)[finite].sum()
-        else:
-            rows, noise = rows[finite], noise[finite]
-            part = (rows * noise).sum() / rows.detach().square().mean().clamp_min(1e-30).sqrt()
+            noise.mul_(chances.sqrt())
+            noise.addcmul_(chances, noise.sum(-1, keepdim=True), value=-1.0)
+            del chances
+        # A mask, not an index: logits of a large vocabulary are many, and gradients of an index sort them.
+        count = rows.numel()
+        if not bool(finite.all()):
+            count = int(finite.sum())
+            noise.masked_fill_(~finite, 0.0)
+            rows = rows.masked_fill(~finite, 0.0)
+        part = (rows * noise).sum()
+        if not is_logits:
+            part = part / (rows.detach().square().sum() / count).clamp_min(1e-30).sqrt()
         total = part if total is None else total + part
     return total
 
