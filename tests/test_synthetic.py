@@ -246,3 +246,24 @@ def test_own_texts_start_as_asked():
     texts = own_texts(model, lambda x: Call((x,), {}), starts, seed=0, progress=False)
     assert torch.equal(texts[:, 0], starts[:, 0])
     assert texts.shape == starts.shape
+
+
+@pytest.mark.parametrize(("strides", "side"), [(3, 32), (4, 64), (5, 128)])
+def test_images_are_large_enough_for_the_last_convolution(strides, side):
+    """On a map of one pixel all images are alike, and layers behind it would be fitted to nothing."""
+    torch.manual_seed(0)
+    blocks = [nn.Conv2d(3 if i == 0 else 8, 8, 3, stride=2, padding=1) for i in range(strides)]
+    last = nn.Conv2d(8, 8, 3, padding=1)
+    pooled = nn.Conv2d(8, 8, 1)  # reads one pixel whatever the size
+    model = nn.Sequential(*blocks, last, nn.AdaptiveAvgPool2d(1), pooled, nn.Flatten(), nn.Linear(8, 5))
+    made = make_inputs(model.eval(), 1, seed=0, sample=False, progress=False)
+    assert made.calls[0].args[0].shape == (8, 3, side, side)
+
+
+def test_images_of_the_only_size_that_a_model_takes_are_taken():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=4), nn.Conv2d(4, 4, 3, stride=4), nn.Flatten(), nn.Linear(16, 3)
+    )
+    made = make_inputs(model.eval(), 1, seed=0, sample=False, progress=False)
+    assert model(made.calls[0].args[0]).shape == (8, 3)

@@ -1,7 +1,8 @@
 """Inputs made up for a model without data, by what it says of its own inputs.
 
 What `forward` takes is read off its signature, the configuration and the first layers, and then tried: the
-first form that the model runs on is taken.
+first form that the model runs on is taken, of images the first on which no convolution sees a map of less
+than 4 x 4, if there is one.
 
     tokens   of a causal language model: texts that it samples itself, a random token first, at temperature 1;
              else tokens drawn evenly
@@ -15,7 +16,9 @@ other kinds show whether two models differ, and are no good for that.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +37,8 @@ MODEL = "model"
 
 _BATCH = 8
 _LENGTHS = (128, 64, 32, 16, 8, 4)
-_SIZES = (32, 64, 224, 28, 8, 16, 128, 299)
+_SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
+_PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
 _SAMPLES = 16000, 4000, 1000, 256
 _STEPS = 16  # of a sequence of vectors
 _LAYERS = 3  # the first kinds of layers that are tried
@@ -102,17 +106,39 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
 
 
 def _form_of(model: nn.Module, generator: Generator) -> _Form:
-    """The first form that the model runs on."""
-    said = ""
+    """The first form that the model runs on; images that are too small to tell only if no others are."""
+    said, small = "", None
     for form in _forms(model):
-        refusal = _refusal(model, form.call(form.make(2, generator)))
-        if refusal is None:
+        with _SmallestMap(model) as smallest:
+            refusal = _refusal(model, form.call(form.make(2, generator)))
+        if refusal is not None:
+            said = refusal
+        elif form.kind != "images" or smallest.side >= _PIXELS:
             return form
-        said = refusal
+        else:
+            small = small or form
+    if small is not None:
+        return small
     name = type(model).__name__
     if said:
         raise DataError(f"inputs of {name} cannot be made up: it ran on none that were tried ({said})")
     raise DataError(f"inputs of {name} cannot be made up: what its forward takes is not known here")
+
+
+class _SmallestMap(ExitStack):
+    """The smaller side of the smallest map that a 2-D convolution of more than one tap reads in here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.side: float = math.inf
+
+        def see(_: nn.Module, given: tuple[Any, ...]) -> None:
+            if given and isinstance(given[0], Tensor):
+                self.side = min(self.side, *given[0].shape[-2:])
+
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1:
+                self.callback(module.register_forward_pre_hook(see).remove)
 
 
 def _refusal(model: nn.Module, call: Call) -> str | None:
