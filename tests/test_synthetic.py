@@ -1,5 +1,7 @@
 """Inputs that are made up where no data is given: what they look like, and what they are good for."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -267,3 +269,19 @@ def test_images_of_the_only_size_that_a_model_takes_are_taken():
     )
     made = make_inputs(model.eval(), 1, seed=0, sample=False, progress=False)
     assert model(made.calls[0].args[0]).shape == (8, 3)
+
+
+@pytest.mark.parametrize("strength", [0.0, 3.0])
+def test_layers_are_not_fitted_to_images_that_batch_norms_do_not_know(strength, monkeypatch):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3))
+    with torch.no_grad():  # from images as they are made up, but for what no colours give
+        for _ in range(100):
+            model(natural_images(16, 3, 32, torch.Generator().manual_seed(1)))
+        model[1].running_mean += strength * torch.randn(32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)
+        small = pc.sketchify(model.eval(), 0.5, **OPTIONS)
+    report = pc.sketch_report(small)
+    assert ("too far to fit layers to" in report.closeness.inputs) == bool(strength)

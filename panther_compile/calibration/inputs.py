@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 from panther_compile.calibration.closeness import compare_outputs
+from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.batches import Call
 from panther_compile.models.output_kind import NAMED, recognize_output
 from panther_compile.models.synthetic import MODEL, make_inputs
+from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found, without_head
 from panther_compile.records import Closeness
@@ -101,8 +103,11 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
             raise
         return Inputs(None, (), f"no data was given, and {error}")
     dense = all(ratio == 1.0 for _, ratio in config.ratios())
-    fit = made.calls[_JUDGE:] if asked or (made.telling and not dense) else None
-    return Inputs(fit, made.calls[:_JUDGE], made.what, optional=fit is not None and not asked)
+    what, telling = made.what, made.telling and not dense
+    if telling and not asked and (off := off_batch_norms(copy_sharing(model, {}), made.calls)) > UNLIKE:
+        what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False
+    fit = made.calls[_JUDGE:] if asked or telling else None
+    return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)
 
 
 def read_output(
