@@ -35,9 +35,10 @@ NOTES = """\
 - ocr-rec at .75 was asked for a CER of .05 without data and .005 with it, and to be 1.2 times as fast. It is
   not: about four fifths of its multiplications are in the layers replaced, so 1.26 is the most there can be
   if all are cut alike, and the cuts go to late layers, where maps are small.
-- efficientnet at .5 without data is destroyed, and no warning says so: its made-up images are of the first
-  size that it runs on, 32 x 32, on which its last maps are single pixels and its rows tell nothing of the
-  classes, so that its head is sketched too. With data it is not measured yet."""
+- efficientnet is destroyed without data, and says so: images that are made up do not give the statistics of
+  its batch norms, so its layers go by their weights alone. Fitted to 128 crops of four photographs it keeps
+  the class of a third of the crops of others at .75, with outputs within 2e-5 of the dense ones on what it
+  was fitted to, by which the report calls it good, and .27 on batches held out."""
 
 
 def gauntlet_report(store: Store, where: str, *, quick: bool) -> Iterator[str]:
