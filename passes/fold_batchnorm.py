@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from panther_compile.kinds.match import why_not_plain
 from panther_compile.names import attribute
 from panther_compile.passes.batchnorm_calls import STATISTICS, read_batchnorm
+from panther_compile.passes.convolution_calls import own_convolution
 from panther_compile.passes.runner import PassResult
-
-_CONV_TENSORS = frozenset({"weight", "bias"})
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> PassResult:
@@ -83,14 +81,10 @@ def _tensor(graph_module: fx.GraphModule, node: Any) -> Tensor | None:
 
 
 def _can_fold(graph_module: fx.GraphModule, node: Any, calls: Counter[Any]) -> bool:
-    if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.users) != 1:
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
         return False
-    module = graph_module.get_submodule(str(node.target))
-    shared = sum(other is module for _, other in graph_module.named_modules(remove_duplicate=False)) > 1
-    if not isinstance(module, nn.Conv2d) or module.weight.is_meta or shared or calls[node.target] != 1:
-        return False
-    methods = ("forward", "_conv_forward")
-    return why_not_plain(module, nn.Conv2d, tensors=_CONV_TENSORS, methods=methods) is None
+    conv = own_convolution(graph_module, node, calls)
+    return conv is not None and not conv.weight.is_meta
 
 
 @torch.no_grad()

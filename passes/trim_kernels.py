@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from panther_compile.kinds.match import why_not_plain
+from panther_compile.passes.convolution_calls import own_convolution
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.sketched_calls import layout_of
 
 _PADS: tuple[Any, ...] = (F.pad, torch._C._nn.pad)  # the second is what Dynamo records
-_METHODS = ("forward", "_conv_forward")
 
 
 class _Axis(NamedTuple):
@@ -63,16 +62,12 @@ def trim_kernels(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _plain_convolution(graph_module: fx.GraphModule, node: fx.Node, calls: Counter[Any]) -> nn.Conv2d | None:
-    if node.op != "call_module" or len(node.args) != 1 or node.kwargs or calls[node.target] != 1:
+    if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
         return None
-    module = graph_module.get_submodule(str(node.target))
-    shared = sum(other is module for _, other in graph_module.named_modules(remove_duplicate=False)) > 1
-    if not isinstance(module, nn.Conv2d) or shared or module.padding_mode != "zeros":
+    conv = own_convolution(graph_module, node, calls)
+    if conv is None or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return None
-    if isinstance(module.padding, str) or not isinstance(node.args[0], fx.Node):
-        return None
-    tensors = frozenset({"weight", "bias"})
-    return module if why_not_plain(module, nn.Conv2d, tensors=tensors, methods=_METHODS) is None else None
+    return conv
 
 
 def _padding(given: fx.Node, conv: nn.Conv2d) -> tuple[fx.Node, list[tuple[int, int]]]:

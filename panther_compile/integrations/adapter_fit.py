@@ -19,6 +19,7 @@ from panther_compile.calibration.held_out import learnt_of
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
+from panther_compile.config import SketchConfig
 from panther_compile.factorization.whiten import low_rank_solution
 from panther_compile.models.batches import Call, Data, kept_positions, record_calls
 from panther_compile.models.output_kind import recognize_output
@@ -28,7 +29,6 @@ from panther_compile.models.watched import Arrival, Side, Watched, copy_sharing
 
 _FEW_ROWS = 8  # for each input
 _RIDGE, _RIDGE_OF_FEW = 1e-4, 0.1  # of the mean power of the inputs
-_LOGITS = {"auto": None, "logits": True, "features": False}
 
 
 def fit_adapters(
@@ -59,7 +59,7 @@ def fit_adapters(
     calls = learnt_of(every)
     judged = every[len(calls) :] or every
     wanted, adapted = _watched(dense, twins), _watched(model, layers)
-    logits = _LOGITS[recognize_output(dense, calls).output]
+    logits = SketchConfig(output=recognize_output(dense, calls).output).logits
     weights = output_gradients(
         wanted.model,
         wanted.watched,

@@ -80,7 +80,7 @@ def _turn(keys: Tensor, rotate: Rotate, angles: Rotation | None) -> Tensor:
     assert angles is not None
     cos, sin = angles
     width = cos.shape[-1]
-    # It turns queries too, of which there are none here: one head, as it takes no fewer.
+    # The function wants queries too: one head of keys stands for them.
     turned: Tensor = rotate(keys[:, :1, :, :width], keys[..., :width], cos, sin)[1]
     return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
 

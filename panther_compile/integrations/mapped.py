@@ -12,12 +12,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ModelSourceError
-from panther_compile.integrations.stored_weights import StoredWeights
+from panther_compile.integrations.stored_weights import StoredWeights, no_model, read_architecture
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
 from panther_compile.shelf import Shelf
@@ -65,15 +63,11 @@ def sketch_mapped(
 
 def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
     """The model of a folder; its matrices are mapped from there, where they are stored as they are used."""
+    _, made = read_architecture(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        names = config.architectures or ["AutoModel"]
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
-        made: Any = getattr(transformers, names[0], transformers.AutoModel)
         model: nn.Module = made.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}") from error
+        raise no_model(folder, error) from error
     # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
     StoredWeights(folder, model).map_matrices(model, shelf)
     return model.eval()

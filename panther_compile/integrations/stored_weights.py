@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -16,6 +17,27 @@ from panther_compile.names import owner_of
 from panther_compile.shelf import Shelf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_architecture(folder: Path) -> tuple[Any, Any]:
+    """The config of a folder, and the class that it names of transformers, AutoModel if it names none.
+
+    Raises:
+        ModelSourceError: the folder has no config that transformers knows, or its weights are not dense.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise no_model(folder, error) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
+    names = config.architectures or [""]
+    return config, getattr(transformers, names[0], transformers.AutoModel)
+
+
+def no_model(folder: Path, error: Exception) -> ModelSourceError:
+    """What to raise where transformers cannot make the model of a folder."""
+    return ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}")
 
 
 class StoredWeights:

@@ -23,12 +23,18 @@ from torch import Tensor, nn
 
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
 from panther_compile.config import Selector, SketchConfig, SketchOptions
-from panther_compile.errors import ConfigError, ModelSourceError, NoTargetError, ResumeError
+from panther_compile.errors import ConfigError, NoTargetError, ResumeError
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.mapped import copy_beside, sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig, base_name
-from panther_compile.integrations.stored_weights import INDEX, WEIGHTS, StoredWeights
+from panther_compile.integrations.stored_weights import (
+    INDEX,
+    WEIGHTS,
+    StoredWeights,
+    no_model,
+    read_architecture,
+)
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer, outermost
@@ -223,15 +229,12 @@ def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None) -> st
 
 def _skeleton(folder: Path) -> nn.Module:
     """The model of a folder on the meta device."""
+    config, made = read_architecture(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        made = getattr(transformers, config.architectures[0], None) if config.architectures else None
         with torch.device("meta"):
-            model = transformers.AutoModel.from_config(config) if made is None else made(config)
+            model = made.from_config(config) if made is transformers.AutoModel else made(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
+        raise no_model(folder, error) from error
     return cast(nn.Module, model.eval())
 
 

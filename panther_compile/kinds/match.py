@@ -85,25 +85,33 @@ def computes_linear(module: nn.Linear) -> bool:
     cls = type(module)
     if cls.forward is nn.Linear.forward or "forward" in vars(module):
         return False
-    try:
-        graph = fx.Tracer().trace(module)
-    # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
-    except Exception:
-        return False
-    if not all(_is_product_or_sum(node) for node in graph.nodes):
+    graph = _read_forward(module)
+    if graph is None or not all(_is_product_or_sum(node) for node in graph.nodes):
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 5), (2, 4, 5)))
     bias = None if module.bias is None else torch.randn(3, generator=generator, dtype=torch.float64)
     held = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    if len(inputs) != 1:
-        return False
+    return _gives(graph, held, x, F.linear(x, weight, bias))
+
+
+def _read_forward(module: nn.Module) -> fx.Graph | None:
+    """The graph of a forward of one input; None if it has none."""
+    try:
+        graph = fx.Tracer().trace(module)
+    # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
+    except Exception:
+        return None
+    return graph if sum(node.op == "placeholder" for node in graph.nodes) == 1 else None
+
+
+def _gives(graph: fx.Graph, held: dict[str, Any], x: Tensor, wanted: Tensor) -> bool:
+    """Whether a graph, of the tensors and modules that are held in place of its own, gives what is wanted."""
     try:
         found = fx.GraphModule(held, graph)(x)
     except RuntimeError:  # shapes that only the module's own weight has
         return False
-    return found.shape == (2, 4, 3) and torch.allclose(found, F.linear(x, weight, bias))
+    return found.shape == wanted.shape and torch.allclose(found, wanted)
 
 
 _PRODUCTS_AND_SUMS = frozenset(
@@ -132,17 +140,10 @@ def computes_convolution(module: nn.Conv2d) -> bool:
     changed = {"forward", "_conv_forward"} & set(vars(module))
     if changed or type(module).forward is nn.Conv2d.forward or module.padding_mode != "zeros":
         return False
-    try:
-        graph = fx.Tracer().trace(module)
-    # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
-    except Exception:
+    graph, idle = _read_forward(module), identities(module)
+    if graph is None or not all(_is_of_convolution(node, idle) for node in graph.nodes):
         return False
-    idle = identities(module)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    if len(inputs) != 1 or [node.target for node in calls] != [torch.conv2d]:
-        return False
-    if not all(_is_of_convolution(node, idle) for node in graph.nodes):
+    if [node.target for node in graph.nodes if node.op == "call_function"] != [torch.conv2d]:
         return False
     generator = torch.Generator().manual_seed(0)
     reach = [d * (k - 1) + 1 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
@@ -153,11 +154,7 @@ def computes_convolution(module: nn.Conv2d) -> bool:
     bias = None if module.bias is None else torch.randn(len(weight), generator=generator)
     held: dict[str, Any] = {"weight": weight, "bias": bias} | {name: nn.Identity() for name in idle}
     wanted = F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
-    try:
-        found = fx.GraphModule(held, graph)(x)
-    except RuntimeError:  # of shapes
-        return False
-    return found.shape == wanted.shape and torch.allclose(found, wanted)
+    return _gives(graph, held, x, wanted)
 
 
 def identities(module: nn.Module) -> frozenset[str]:
@@ -168,11 +165,8 @@ def identities(module: nn.Module) -> frozenset[str]:
 def _gives_back(module: nn.Module) -> bool:
     if isinstance(module, nn.Identity) or next(module.children(), None) is not None:
         return isinstance(module, nn.Identity)
-    try:
-        nodes = list(fx.Tracer().trace(module).nodes)
-    # As above.
-    except Exception:
-        return False
+    graph = _read_forward(module)
+    nodes = [] if graph is None else list(graph.nodes)
     return [node.op for node in nodes] == ["placeholder", "output"] and nodes[1].args == (nodes[0],)
 
 

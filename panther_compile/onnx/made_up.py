@@ -12,7 +12,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.verify import numpy_dtype
 
 JUDGED = 2
-"""Of the batches, the last ones: to compare outputs on, and not to fit to."""
+"""The last batches, which outputs are compared on and nothing is fitted to."""
 
 _BATCHES, _BATCH = 14, 8
 _SIZES = ((224, 224), (48, 320), (32, 320), (64, 64), (32, 32), (8, 8))  # squares, and lines of text

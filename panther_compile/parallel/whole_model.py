@@ -58,7 +58,8 @@ class OneModule:
             module: the model, `GraphModel`, or either in DDP.
             form: of the model's call.
             loss: of one microbatch.
-            keeps_whole: see `without_reduction`.
+            keeps_whole: whether parameters that `fully_shard` has gathered stay until gradients are reduced
+                (ZeRO-2).
         """
         self.module = module
         self._form = form
@@ -93,9 +94,25 @@ class OneModule:
         """Nothing: there is no schedule."""
         return ""
 
-    def without_reduction(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
         """Backwards in here add to gradients of this rank only; the next one outside reduces them all."""
-        return without_reduction(self.module, keeps_whole=self._keeps_whole)
+        held: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.module, DistributedDataParallel):
+            held = self.module.no_sync()
+        sharded = next((one for one in self.module.modules() if isinstance(one, FSDPModule)), None)
+        try:
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(False)
+                sharded.set_is_last_backward(False)
+                sharded.set_reshard_after_backward(not self._keeps_whole)
+            with held:
+                yield
+        finally:
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(True)
+                sharded.set_is_last_backward(True)
+                sharded.set_reshard_after_backward(True)
 
     def _call(self, inputs: Sequence[Tensor]) -> Any:
         args, kwargs = self._form.call(inputs)
@@ -109,29 +126,3 @@ class OneModule:
                 "partition read it"
             )
         return leaves
-
-
-@contextmanager
-def without_reduction(module: nn.Module, *, keeps_whole: bool) -> Iterator[None]:
-    """Backwards in here add to gradients of this rank only; the next one outside reduces them all.
-
-    Args:
-        module: DDP, or a module that is or holds one sharded by `fully_shard`, or neither.
-        keeps_whole: of the latter, whether parameters that a forward has gathered stay until then (ZeRO-2).
-    """
-    held: AbstractContextManager[Any] = nullcontext()
-    if isinstance(module, DistributedDataParallel):
-        held = module.no_sync()
-    sharded = next((one for one in module.modules() if isinstance(one, FSDPModule)), None)
-    try:
-        if sharded is not None:
-            sharded.set_requires_gradient_sync(False)
-            sharded.set_is_last_backward(False)
-            sharded.set_reshard_after_backward(not keeps_whole)
-        with held:
-            yield
-    finally:
-        if sharded is not None:
-            sharded.set_requires_gradient_sync(True)
-            sharded.set_is_last_backward(True)
-            sharded.set_reshard_after_backward(True)

@@ -112,7 +112,7 @@ class _Sharing:
     gathered_bytes: Sequence[int]
 
     def messages(self, stages: Sequence[Stage]) -> Iterator[_Message]:
-        """Of all stages."""
+        """The messages of all stages."""
         share = self.sharding.sharers
         groups = self.mesh.dp // share
         for stage, tp in product(stages, range(self.mesh.tp)):

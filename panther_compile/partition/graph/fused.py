@@ -194,5 +194,5 @@ def _size(note: Observed) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of a tensor, or of what it is an expanded view of."""
+    """The bytes of a tensor; of an expanded view, those of what it shows."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
