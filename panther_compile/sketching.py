@@ -14,6 +14,7 @@ from panther_compile.calibration.few_data import MADE_UP, has_few
 from panther_compile.calibration.held_out import Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
+from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import (
@@ -456,12 +457,15 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
 
 def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
     """How close the outputs are; where nobody asked for the fit, the closer one of it and of none."""
-    prepared, config = learnt.prepared, learnt.config
+    prepared, config, studied = learnt.prepared, learnt.config, learnt.studied
 
     def closeness(one: Made) -> Closeness:
         return learnt.inputs.closeness(prepared.model, one.new, learnt.calls, config)
 
-    judged = [(closeness(made), made)]
+    found = closeness(made)
+    if studied is not None and learnt.inputs.source == "data":
+        found = unseen_closeness(studied, config, made.plan, found)
+    judged = [(found, made)]
     if learnt.inputs.optional and made.curve is None:
         plain = make(prepared, config, None)
         judged.insert(0, (closeness(plain), plain))

@@ -92,7 +92,25 @@ def test_nan_is_destroyed():
 def test_report_opens_with_the_outputs():
     small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True)
     assert first_line(small).startswith("outputs: good: relative error ")
-    assert first_line(small).endswith("on the data given, 4 batches")
+    assert first_line(small).endswith("on the data it was fitted to, 4 batches")
+
+
+def test_a_sketch_that_fits_few_rows_alone_is_judged_by_rows_held_out():
+    torch.manual_seed(0)
+    model = mlp(256)
+    data = list(torch.randn(60, 256).split(12))  # of 256 inputs each
+    others = [Call((torch.randn(512, 256),), {})]
+    small = pc.sketchify(model, 0.7, data=data, allow_slower=True, narrow=False)
+    found = pc.sketch_report(small).closeness
+    assert "1 batch held out from a fit to 4 (" in first_line(small)
+    unseen = compare_outputs(model, {model: small}, others, logits=False, inputs="others")
+    assert found.distance == pytest.approx(unseen.distance, rel=0.35)
+    assert found.grade == unseen.grade != "good"
+
+
+def test_many_rows_are_judged_as_they_are():
+    small = pc.sketchify(mlp(), 0.3, data=[torch.randn(512, 64) for _ in range(5)], allow_slower=True)
+    assert first_line(small).endswith("on the data it was fitted to, 5 batches")
 
 
 def test_closeness_is_saved_and_loaded(tmp_path):

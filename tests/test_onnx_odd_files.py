@@ -256,7 +256,7 @@ def test_what_stays_close_is_said_to(tmp_path, recwarn):
     source, target = mlp(tmp_path / "in.onnx"), tmp_path / "out.onnx"
     report = pc.sketch_onnx(source, target, data=[random(16, 48) for _ in range(3)], **OPTIONS)
     assert str(report).startswith("outputs: good: ")
-    assert "on 3 batches of the data" in str(report).splitlines()[0]
+    assert "on 3 batches of the data it was fitted to" in str(report).splitlines()[0]
     assert not [one for one in recwarn if issubclass(one.category, SketchQualityWarning)]
     report = pc.sketch_onnx(source, target, verify=False, **OPTIONS)
     assert str(report).startswith("outputs: not compared with the dense model's: verify=False")

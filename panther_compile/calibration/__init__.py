@@ -17,6 +17,7 @@ few_data      how far few data are believed, and whether more than none
 unlike        whether data is like what a model was trained on, as far as its batch norms know
 closeness     How close a sketched model's outputs are to the dense model's on the same inputs, in numbers an
 inputs        What layers are fitted to, and what a sketch is compared with its model on
+unseen        how close a sketch is on batches that it was not fitted to
 trials        A trial on held-out batches
 verdict       The last word on a sketched model
 """

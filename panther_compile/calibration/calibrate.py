@@ -32,6 +32,7 @@ from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided
+from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import CouplingLosses
 from panther_compile.planning.plan import Allocation, hides_progress, make_plan
@@ -154,19 +155,36 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
         plan = _share(studied, plan, config)
     else:
         _check_couplings(studied, plan)
+    fit, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
+    unreached = tuple(name for name in fit.targets if name not in fit.ready)
+    fit.cut(unreached)
+    return Calibrated(plan, fit.ready, unreached)
+
+
+def fit_plan(
+    studied: Studied, config: SketchConfig, plan: SketchPlan, calls: Sequence[Call], folder: Folder | None
+) -> tuple[LayerFit, Side]:
+    """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
+
+    Args:
+        studied: the model.
+        config: the options.
+        plan: to be carried out.
+        calls: to fit to, the first ones of the data or all.
+        folder: where fitted layers are kept, or None.
+    """
     chosen = chosen_targets(plan, studied.targets)
-    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, studied.folder)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder)
+    sketched = watch(studied.model, chosen)
     fit_in_lockstep(
         watch(studied.model, chosen),
-        watch(studied.model, chosen),
-        studied.calls,
+        sketched,
+        calls,
         fit,
         residuals=studied.residuals,
         progress=not hides_progress(config),
     )
-    unreached = tuple(name for name in chosen if name not in fit.ready)
-    fit.cut(unreached)
-    return Calibrated(plan, fit.ready, unreached)
+    return fit, sketched
 
 
 def _check_couplings(studied: Studied, plan: SketchPlan) -> None:

@@ -22,7 +22,7 @@ from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
 
-GOOD, NOTICEABLE, DESTROYED = "good", "noticeable", "destroyed"
+GOOD, NOTICEABLE, DESTROYED = GRADES = "good", "noticeable", "destroyed"  # the worst last
 MOST_CALLS = 8  # evenly spread over those given
 _MOST_ROWS = 1024  # of one tensor of one call
 _GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
@@ -52,6 +52,13 @@ def compare_outputs(
     copies = {old: copy_sharing(layer, {}) for old, layer in new.items()}  # they change their mode
     dense, sketched = (copy_sharing(model, one, own_buffers=True) for one in ({}, copies))
     turn_off_nested_tensors(sketched)
+    return compare_models(dense, sketched, calls, logits=logits, inputs=inputs)
+
+
+def compare_models(
+    dense: nn.Module, sketched: nn.Module, calls: Sequence[Call], *, logits: bool | None, inputs: str
+) -> Closeness:
+    """The same of two models as they are."""
     results = OutputSums()
     with torch.no_grad():
         for call in calls[:: math.ceil(len(calls) / MOST_CALLS)]:

@@ -82,7 +82,7 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     """
     asked = isinstance(data, str) and data == MODEL
     if data is not None and not asked:
-        return Inputs(data, (), "the data given")
+        return Inputs(data, (), "the data it was fitted to")
     if not asked and not config.synthetic:
         return Inputs(None, (), "no data was given, and synthetic=False")
     numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())

@@ -47,7 +47,7 @@ class OnnxSketchOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
-MADE_UP = "made-up images"
+MADE_UP, FITTED_TO = "made-up images", "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
 
@@ -215,7 +215,7 @@ def sketch_onnx(
     compared: list[Compared] = []
 
     def check(draft: Path) -> None:
-        compared.append(compare_files(source, draft, feeds, "the data" if images is None else MADE_UP))
+        compared.append(compare_files(source, draft, feeds, FITTED_TO if images is None else MADE_UP))
 
     with int8_model(model, target.parent, feeds) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)

@@ -1,0 +1,57 @@
+"""How close a sketch is on batches that it was not fitted to, where few data flatter it.
+
+Layers that were fitted to few rows may answer them as the dense model does, and nothing else. All data goes
+into the layers that are kept, so none is left to judge them by: the same plan is fitted once more, to the
+batches that were learnt from, and judged by those held out.
+"""
+
+from collections.abc import Sequence
+
+from panther_compile.calibration.calibrate import fit_plan
+from panther_compile.calibration.closeness import GRADES, compare_models
+from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
+from panther_compile.calibration.held_out import HeldOut, Studied
+from panther_compile.config import SketchConfig
+from panther_compile.kinds.targets import watch
+from panther_compile.models.watched import Side
+from panther_compile.records import Closeness, SketchPlan
+
+
+def unseen_closeness(
+    studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness
+) -> Closeness:
+    """The closeness on held-out batches of what the other batches make of a plan, if it is of a worse grade.
+
+    The layers are fitted again only if ranks cut as the study left them are of a worse grade there, which costs
+    next to nothing to see.
+
+    Args:
+        studied: the model.
+        config: the options.
+        plan: that the sketch carries out.
+        seen: of the sketch, on what it was fitted to; comes back if data is many or the grade is the same.
+    """
+    if not seen.grade or plan.allocation in (WEIGHTS_ALONE, MADE_UP) or not has_few(studied):
+        return seen
+
+    def judged(side: Side) -> Closeness:
+        calls = [call for call, _ in studied.held_out]
+        what = (
+            f"{_batches(calls)} held out from a fit to {len(studied.learnt)} "
+            f"({seen.distance:.2g} on what it was fitted to)"
+        )
+        dense = watch(studied.model, {}).model
+        return compare_models(dense, side.model, calls, logits=config.logits, inputs=what)
+
+    def is_worse(one: Closeness) -> bool:
+        return GRADES.index(one.grade) > GRADES.index(seen.grade)
+
+    if not is_worse(judged(HeldOut(studied, config, []).cut(plan))):
+        return seen
+    _, sketched = fit_plan(studied, config, plan, studied.learnt, None)
+    found = judged(sketched)
+    return found if is_worse(found) else seen
+
+
+def _batches(calls: Sequence[object]) -> str:
+    return "1 batch" if len(calls) == 1 else f"{len(calls)} batches"
