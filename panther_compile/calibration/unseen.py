@@ -17,13 +17,11 @@ from panther_compile.models.watched import Side
 from panther_compile.records import Closeness, SketchPlan
 
 
-def unseen_closeness(
-    studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness
-) -> Closeness:
+def unseen_closeness(studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness) -> Closeness:
     """The closeness on held-out batches of what the other batches make of a plan, if it is of a worse grade.
 
-    The layers are fitted again only if ranks cut as the study left them are of a worse grade there, which costs
-    next to nothing to see.
+    The layers are fitted again only if ranks cut as the study left them are of a worse grade there, which
+    costs next to nothing to see.
 
     Args:
         studied: the model.
