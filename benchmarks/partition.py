@@ -1,6 +1,6 @@
 """Pipeline stages by minimum cuts against four baselines, on whole models.
 
-    python benchmarks/partition.py [--stages 4] [--output docs/benchmarks]
+    python benchmarks/partition.py [--stages 4] [--output docs/benchmarks] [--uneven]
 
 Every method cuts the same graph under the same predicted costs (bf16 on eight H100 a node, training, one
 microbatch as listed), and is judged by its slowest stage, transfers included. The models are on the meta
@@ -10,6 +10,9 @@ device but for the sketched one. Writes partition.md, partition.png and partitio
     equal parameters   the same count of parameters in each stage, in the order of the graph
     PipeDream          the best ends in the order of the graph (Narayanan et al., SOSP 2019)
     Kernighan-Lin      recursive bisection, then whatever flows backwards moved on
+
+With --uneven the second half of the pipeline is on devices of half the speed and memory: a line for each
+model is printed, and nothing written.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from torch import nn
 from panther_compile import partition_model, sketchify
 from panther_compile.partition import Partition
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph
+from panther_compile.partition.graph.hardware import H100, Hardware
 from panther_compile.partition.stages.chains import StageRequest
 from panther_compile.partition.stages.ends import linear_cuts, measure_cuts
 
@@ -42,6 +46,13 @@ from stage_milp import milp_bound
 from zoo.handwritten import UNet
 
 META = torch.device("meta")
+HALF = replace(
+    H100,
+    name="half",
+    flops_per_second=H100.flops_per_second / 2,
+    memory_bytes_per_second=H100.memory_bytes_per_second / 2,
+    memory_bytes=H100.memory_bytes // 2,
+)
 
 
 def _ids(batch: int, length: int) -> torch.Tensor:
@@ -261,11 +272,13 @@ def seconds_of(flow: FlowGraph, request: StageRequest, stage_of: list[int]) -> f
     return measure_cuts(flow, request, ends).seconds
 
 
-def compare(subject: Subject, stages: int) -> tuple[Partition, float, dict[str, float]]:
+def compare(
+    subject: Subject, stages: int, hardware: Hardware | list[Hardware] = H100
+) -> tuple[Partition, float, dict[str, float]]:
     """The partition, seconds to find it, and the slowest stage of each baseline."""
     model, inputs = subject.make(), subject.inputs()
     start = time.process_time()
-    found = partition_model(model, inputs, mesh={"pp": stages}, hardware="h100", tied="shared")
+    found = partition_model(model, inputs, mesh={"pp": stages}, hardware=hardware, tied="shared")
     spent = time.process_time() - start
     flow, request = found.flow, found.request
     linear = linear_cuts(flow, request)
@@ -276,7 +289,22 @@ def compare(subject: Subject, stages: int) -> tuple[Partition, float, dict[str, 
         "PipeDream": linear.seconds,
         "Kernighan-Lin": seconds_of(flow, request, kernighan_lin(flow, stages)),
     }
+    if isinstance(hardware, list):
+        alike = partition_model(model, inputs, mesh={"pp": stages}, hardware=HALF, tied="shared").stage_of
+        stage_of = [alike[flow.members[vertex][0]] for vertex in flow.work]
+        slowest["minimum cuts as if alike"] = seconds_of(flow, request, stage_of)
     return found, spent, slowest
+
+
+def print_uneven(stages: int) -> None:
+    """A line for each model on devices that differ."""
+    hardware = [H100] * (stages - stages // 2) + [HALF] * (stages // 2)
+    for subject in SUBJECTS:
+        found, spent, slowest = compare(subject, stages, hardware)
+        ours = found.bottleneck_seconds
+        assert ours <= min(slowest.values()) * (1 + 1e-9), f"{subject.name}: a baseline is better"
+        cells = (f"{seconds / ours:.3f}" for seconds in slowest.values())
+        print(f"| {subject.name} | {ours * 1e3:.3f} | {' | '.join(cells)} | {spent:.1f} |", flush=True)
 
 
 def draw(results: Mapping[str, tuple[float, dict[str, float]]], path: Path) -> None:
@@ -304,7 +332,10 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--milp-seconds", type=float, default=60.0)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--uneven", action="store_true", help="on devices that differ")
     arguments = parser.parse_args()
+    if arguments.uneven:
+        return print_uneven(arguments.stages)
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     head = [

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
 from panther_compile.partition.graph.hardware import Link
@@ -40,6 +41,15 @@ def random_flow(seed, count=None, *, edge=0.3, holdings=False):
     return FlowGraph(work, tuple(values), tuple(held))
 
 
+def uneven(flow, asked, seed):
+    """The same on devices that differ, in speed by up to five times, by another factor for each vertex."""
+    draw = random.Random(seed)
+    speeds = [draw.choice([1.0, 0.5, 0.25]) for _ in range(asked.count)]
+    paces = tuple(tuple(speed * draw.uniform(0.8, 1.0) for _ in flow.work) for speed in speeds)
+    spare = tuple(draw.choice([0, 200]) for _ in range(asked.count))
+    return replace(flow, paces=paces), replace(asked, spare_bytes=spare)
+
+
 def stage_costs(flow, request, stage_of):
     """(seconds, bytes of memory) of each stage of an assignment, straight from the definition."""
     stages = request.count
@@ -63,7 +73,8 @@ def stage_costs(flow, request, stage_of):
     names, seconds, memory = list(flow.work), [], []
     for stage in range(stages):
         inside = [name for name in flow.work if stage_of[name] == stage]
-        spent = sum(flow.work[name].seconds for name in inside)
+        paces = dict(zip(flow.work, flow.paces[stage], strict=True)) if flow.paces else {}
+        spent = sum(paces.get(name, 1.0) * flow.work[name].seconds for name in inside)
         seconds.append(spent + cut_seconds[stage] + cut_seconds[stage + 1])
         held = sum(
             holding.bytes + holding.trained_bytes
@@ -75,7 +86,8 @@ def stage_costs(flow, request, stage_of):
         before = [name for name in flow.work if stage_of[name] < stage]
         starts_a_unit = before == names[: len(before)] and len(before) in (0, *(flow.checkpoints or ()))
         kept = 0 if flow.checkpoints is None or starts_a_unit else cut_bytes[stage]
-        memory.append(held + ends + request.in_flight[stage] * (saved + kept))
+        spare = request.spare_bytes[stage] if request.spare_bytes else 0
+        memory.append(held + ends + request.in_flight[stage] * (saved + kept) - spare)
     return seconds, memory, sent
 
 
@@ -84,7 +96,7 @@ def brute_force(flow, request, bound=float("inf")):
 
     Assignments are left as soon as the work of a stage alone is beyond the bound, or beyond the best so far.
     """
-    spent = {name: work.seconds for name, work in flow.work.items()}
+    spent = dict(zip(flow.work, flow.least_seconds, strict=True))
     load = [0.0] * request.count
     names = list(flow.work)
     needs = {name: [] for name in names}

@@ -101,6 +101,7 @@ def assemble(
         model=name,
         mesh=mesh,
         hardware=options.hardware,
+        places=options.places,
         schedule=strategy.schedule,
         recompute=strategy.recompute,
         data_parallel=strategy.sharding,
@@ -223,7 +224,7 @@ class _StageBuilder:
     def stage(self, index: int) -> Stage:
         """One of them."""
         plan, request, flow = self._plan, self._plan.request, self._plan.flow
-        work = [one for vertex, one in flow.work.items() if self._stage_of_vertex[vertex] == index]
+        work = [one for vertex, one in flow.work_at(index).items() if self._stage_of_vertex[vertex] == index]
         held = [
             item
             for item in flow.holdings

@@ -16,6 +16,7 @@ from panther_compile.partition.graph.flow_graph import (
     shared_parameters,
 )
 from panther_compile.partition.graph.fused import fuse
+from panther_compile.partition.graph.hardware import Hardware
 from panther_compile.partition.graph.measure import Measured, measure_nodes
 from panther_compile.partition.graph.observe import Observed, fold_shapes, observe, observe_backward
 from panther_compile.partition.options import AUTO
@@ -177,6 +178,24 @@ def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
         graphs.sequence_parallel,
         graphs._known,
     )
+
+
+def with_paces(graphs: Graphs, places: Sequence[Hardware]) -> Graphs:
+    """The same model where each place along a pipeline has hardware of its own.
+
+    Shards are chosen by the costs that there are, for all places alike.
+    """
+    at = {one: reweigh(graphs, replace(graphs.costs, hardware=one)).flows for one in dict.fromkeys(places)}
+
+    def paces(tied: str, place: Hardware) -> tuple[float, ...]:
+        pairs = zip(at[place][tied].work.values(), graphs.flows[tied].work.values(), strict=True)
+        return tuple(own.seconds / work.seconds if work.seconds else 1.0 for own, work in pairs)
+
+    flows = {
+        tied: replace(flow, paces=tuple(paces(tied, place) for place in places))
+        for tied, flow in graphs.flows.items()
+    }
+    return replace(graphs, flows=flows)
 
 
 def _weigh(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from panther_compile.errors import MeshError
-from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link
+from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link, slowest_of
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.replicas import StateSharding, find_replica_links, find_shardings
 from panther_compile.partition.stages.chains import StageRequest
@@ -42,8 +42,10 @@ class PlanOptions:
     """What the user asked for, the mesh aside.
 
     Attributes:
-        hardware: of the cluster.
-        memory_bytes: of each device.
+        hardware: of the cluster; the slowest of `places`, where there are such.
+        memory_bytes: of each device; of the smallest, where they differ.
+        places: the hardware of each place along the pipeline, where it differs.
+        spare_bytes: that the device of each of them has beyond `memory_bytes`.
         microbatches: of a step, through each replica; None for four for each device of the pipeline.
         global_batch: samples of a step over all replicas, in place of microbatches.
         samples: of a microbatch.
@@ -71,6 +73,8 @@ class PlanOptions:
     shard_size: int | None = None
     master_weights: bool = False
     scattered: bool = False
+    places: tuple[Hardware, ...] = ()
+    spare_bytes: tuple[int, ...] = ()
 
     def microbatches_of(self, mesh: Mesh) -> int:
         """Microbatches of one step, through each replica."""
@@ -157,17 +161,21 @@ class PlanOptions:
         """
         pipeline = self.pipeline(mesh, strategy)
         memory = max(1, self.memory_bytes - whole_bytes) // strategy.stages_per_device
-        return StageRequest(pipeline.links, pipeline.in_flight, memory_bytes=memory)
+        return StageRequest(pipeline.links, pipeline.in_flight, memory, pipeline.spare_bytes)
 
     def pipeline(self, mesh: Mesh, strategy: Strategy) -> PipelineShape:
         """The pipeline of a mesh."""
         stages, microbatches = mesh.pp * strategy.stages_per_device, self.microbatches_of(mesh)
         return PipelineShape(
-            links=_stage_links(self.hardware, mesh, stages, mesh.tp if self.scattered else 1),
+            links=_stage_links(
+                self.places or (self.hardware,), mesh, stages, mesh.tp if self.scattered else 1
+            ),
             in_flight=_in_flight(
                 strategy.schedule, mesh.pp, microbatches, strategy.stages_per_device, self.training
             ),
             memory_bytes=self.memory_bytes // strategy.stages_per_device,
+            spare_bytes=tuple(one // strategy.stages_per_device for one in self.spare_bytes)
+            * strategy.stages_per_device,
             microbatches=microbatches,
             devices=mesh.pp,
             sharding=strategy.sharding,
@@ -197,13 +205,14 @@ def _in_flight(
 
 
 @lru_cache(maxsize=256)
-def _stage_links(hardware: Hardware, mesh: Mesh, stages: int, senders: int) -> tuple[Link, ...]:
+def _stage_links(places: tuple[Hardware, ...], mesh: Mesh, stages: int, senders: int) -> tuple[Link, ...]:
     """The slowest link, over the replicas, from each stage to the next, for so many senders that share it."""
     between = []
     for stage in range(min(stages - 1, mesh.pp)):
         first, second = stage % mesh.pp, (stage + 1) % mesh.pp
         pairs = ((mesh.rank(dp, first), mesh.rank(dp, second)) for dp in range(mesh.dp))
-        link = NO_LINK if first == second else _slowest(hardware, pairs)
+        ends = [places[place % len(places)] for place in (first, second)]
+        link = NO_LINK if first == second else _slowest(slowest_of(ends), pairs)
         between.append(replace(link, bytes_per_second=senders * link.bytes_per_second))
     return tuple(between[stage % mesh.pp] for stage in range(stages - 1))
 

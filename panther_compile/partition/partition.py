@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
-from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes
-from panther_compile.partition.graphs import read_graphs
+from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
+from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.replicas import DATA_PARALLEL
@@ -33,7 +33,7 @@ def partition_model(
     *,
     mesh: Mapping[str, int] | None = None,
     devices: int | None = None,
-    hardware: Hardware | str = "h100",
+    hardware: Hardware | str | Sequence[Hardware | str] = "h100",
     memory_per_device: int | str | None = None,
     microbatches: int | None = None,
     global_batch: int | None = None,
@@ -64,7 +64,8 @@ def partition_model(
         mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp".
         devices: without a mesh, the devices to divide into dp x pp x tp, as is predicted to be fastest at the
             global batch; tp is at most 8, and stays within a node.
-        hardware: a preset, "cpu", "h100" or "h200", or your own.
+        hardware: a preset, "cpu", "h100" or "h200", or your own; or one for each place along the pipeline,
+            where devices differ: faster ones get more of the model, larger ones what needs more memory.
         memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
         microbatches: of a step, through each replica; four for each device of the pipeline if None.
         global_batch: samples of a step over all replicas, in place of microbatches: each replica gets
@@ -128,13 +129,20 @@ def partition_model(
         raise MeshError(
             f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
         )
-    chosen = find_hardware(hardware)
+    places = _read_places(hardware, mesh, profile)
+    chosen = slowest_of(places)
+    memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
+    differ = len(places) > 1
     samples = count_samples(example_inputs)
     if mesh is None and global_batch is None:
         global_batch = MICROBATCHES_PER_DEVICE * (devices or 1) * samples
     options = PlanOptions(
         hardware=chosen,
-        memory_bytes=chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device),
+        memory_bytes=memory,
+        places=places if differ else (),
+        spare_bytes=tuple(one.memory_bytes - memory for one in places)
+        if differ and memory_per_device is None
+        else (),
         microbatches=microbatches,
         global_batch=global_batch,
         samples=samples,
@@ -154,6 +162,8 @@ def partition_model(
         if fixed is not None:
             own.check(fixed)
         graphs = read_graphs(model, inputs, boundaries, costs, tied, profile, sequence_parallel)
+        if differ:
+            graphs = with_paces(graphs, places)
         name = type(model).__name__
         if fixed is None:
             return search_meshes(name, graphs, own, devices or 1, progress=progress)
@@ -170,6 +180,30 @@ def partition_model(
             f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
         )
     return found
+
+
+def _read_places(
+    hardware: Hardware | str | Sequence[Hardware | str],
+    mesh: Mapping[str, int] | None,
+    profile: bool | Mapping[str, float],
+) -> tuple[Hardware, ...]:
+    """The hardware of all devices, or of each place along the pipeline where they differ."""
+    if isinstance(hardware, Hardware | str):
+        return (find_hardware(hardware),)
+    if not hardware or not all(isinstance(one, Hardware | str) for one in hardware):
+        raise ConfigError(f"hardware={hardware!r}; it must be presets or Hardware, one for each place")
+    if mesh is None:
+        raise MeshError("hardware= for each place along the pipeline needs mesh=, which says how many")
+    if len(hardware) != mesh.get("pp", 1):
+        raise MeshError(
+            f"hardware= names {len(hardware)}, one for each place along the pipeline; pp={mesh.get('pp', 1)}"
+        )
+    places = tuple(map(find_hardware, hardware))
+    if len(set(places)) == 1:
+        return places[:1]
+    if profile:
+        raise ConfigError("profile= takes the seconds of this device, and hardware= names several: give one")
+    return places
 
 
 def _fastest(plan: Callable[[Any], Partition], tried: Sequence[Any]) -> Partition:

@@ -35,7 +35,7 @@ class Partition:
     Attributes:
         model: class of the model.
         mesh: devices.
-        hardware: they are.
+        hardware: they are; the slowest of `places`, where there are such.
         schedule: "gpipe", "1f1b" or "interleaved".
         recompute: activation checkpointing, "none", "selective" or "full".
         data_parallel: how the replicas share states.
@@ -45,6 +45,7 @@ class Partition:
         timeline: of one step, simulated.
         exact: whether no better stages exist under the predicted costs.
         candidates: cuts that were compared.
+        places: the hardware of each place along the pipeline, where it differs.
         left_out: meshes that cannot run the model or the global batch, and why, where devices were divided.
     """
 
@@ -66,6 +67,7 @@ class Partition:
     constants: tuple[fx.Node, ...] = field(repr=False)
     persistent: frozenset[str] = field(repr=False)
     sharding: Sharding | None = field(default=None, repr=False)
+    places: tuple[Hardware, ...] = ()
     left_out: tuple[tuple[Mesh, str], ...] = ()
 
     @property
@@ -126,10 +128,15 @@ class Partition:
     @property
     def device_memory_bytes(self) -> int:
         """Bytes of the fullest device, which holds one stage or, interleaved, several."""
+        return max(self.held_bytes)
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of each device along the pipeline."""
         held = [0] * self.mesh.pp
         for stage in self.stages:
             held[stage.device] += stage.memory_bytes
-        return max(held)
+        return tuple(held)
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -179,6 +186,7 @@ class Partition:
             "route": self.route,
             "mesh": dataclasses.asdict(self.mesh),
             "hardware": dataclasses.asdict(self.hardware),
+            "places": [dataclasses.asdict(place) for place in self.places],
             "schedule": self.schedule,
             "recompute": self.recompute,
             "data_parallel": dataclasses.asdict(self.data_parallel),
@@ -211,7 +219,7 @@ class Partition:
         rows = [
             (
                 str(stage.index),
-                str(stage.device),
+                self._told_device(stage.device),
                 str(len(stage.nodes)),
                 f"{stage.parameter_bytes / 1e6:,.2f}",
                 f"{stage.forward_seconds * 1e3:.3f}",
@@ -248,6 +256,9 @@ class Partition:
         if self.unused:
             footer.append(f"not used by the graph, in no stage: {', '.join(self.unused)}")
         return render_table(self.title, columns, rows, footer)
+
+    def _told_device(self, device: int) -> str:
+        return f"{device} {self.places[device].name}" if self.places else str(device)
 
     def _told_traffic(self) -> str:
         amounts = []

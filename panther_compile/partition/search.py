@@ -257,7 +257,9 @@ def _fit(
             persistent=graphs.persistent,
             sharding=sharding,
         )
-        if partition.device_memory_bytes <= options.memory_bytes:
+        spare = options.spare_bytes or (0,) * mesh.pp
+        room = (options.memory_bytes + one for one in spare)
+        if all(held <= most for held, most in zip(partition.held_bytes, room, strict=True)):
             found.append(partition)
     return min(found, key=lambda partition: partition.step_seconds, default=None)
 
@@ -307,7 +309,7 @@ def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh,
         lean, _, _ = needed(mesh, replace(strategy, recompute="full"), options)
         fits = "which fits" if lean <= limit else "which is still too much"
         lines.append(f"  recompute=True would take {lean / 2**30:.3g} GiB, {fits}")
-    for factor in (2, 4, 8):
+    for factor in () if options.places else (2, 4, 8):
         more = replace(mesh, pp=mesh.pp * factor)
         lean, _, _ = needed(more, strategy, replace(options, microbatches=None))
         if lean <= limit:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flow_graphs import LINK, brute_force, random_flow, request, stage_costs
+from flow_graphs import LINK, brute_force, random_flow, request, stage_costs, uneven
 
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
 from panther_compile.partition.graph.hardware import Link
@@ -34,6 +34,8 @@ def check_against_brute_force(seeds, stages):
         flow, asked = random_flow(seed, seed % 9 + 4, holdings=seed % 2 == 0), options(seed, stages)
         if seed % 5 == 0:
             flow, _ = recompute_units(flow, find_units(flow), "full")
+        if seed % 4 == 1:
+            flow, asked = uneven(flow, asked, seed)
         exact, nested = choose_cuts(flow, asked), choose_cuts(flow, asked, exhaustive=0)
         best = brute_force(flow, asked, float("inf") if exact is None else exact.seconds)
         if best is None:
@@ -73,6 +75,8 @@ def test_costs_are_those_of_the_definition(seed):
     flow, asked = random_flow(seed, holdings=True), request(3, in_flight=(3, 2, 1))
     if seed % 2 == 0:
         flow, _ = recompute_units(flow, find_units(flow), "full")
+    if seed % 4 == 1:
+        flow, asked = uneven(flow, asked, seed)
     cuts = choose_cuts(flow, asked)
     stage_of = {
         vertex: int(stage)

@@ -7,7 +7,7 @@ the last, as devices hand on what they do not use.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import networkx as nx
@@ -104,6 +104,8 @@ class FlowGraph:
         members: graph nodes of each vertex, in their order.
         checkpoints: numbers of vertices from the front behind which a unit ends that is computed again; None
             without activation checkpointing.
+        paces: where the devices of a pipeline differ, for each place along it the seconds of every vertex
+            over those of its work.
     """
 
     work: Mapping[str, Work]
@@ -111,6 +113,35 @@ class FlowGraph:
     holdings: tuple[Holding, ...] = ()
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     checkpoints: tuple[int, ...] | None = None
+    paces: tuple[tuple[float, ...], ...] = ()
+
+    def seconds_at(self, stage: int) -> list[float]:
+        """Forward and backward of every vertex on the device of a stage."""
+        return [work.seconds for work in self.work_at(stage).values()]
+
+    def work_at(self, stage: int) -> Mapping[str, Work]:
+        """The work of every vertex on the device of a stage."""
+        if not self.paces:
+            return self.work
+        paces = self.paces[stage % len(self.paces)]
+        return {
+            vertex: replace(
+                work,
+                forward_seconds=pace * work.forward_seconds,
+                backward_seconds=pace * work.backward_seconds,
+            )
+            for (vertex, work), pace in zip(self.work.items(), paces, strict=True)
+        }
+
+    def speed_at(self, stage: int) -> float:
+        """How many times as fast as its work says a vertex is on the device of a stage, at the most."""
+        return 1 / min(self.paces[stage % len(self.paces)]) if self.paces else 1.0
+
+    @cached_property
+    def least_seconds(self) -> list[float]:
+        """Forward and backward of every vertex on the device that is fastest at it."""
+        least = map(min, zip(*self.paces, strict=True)) if self.paces else [1.0] * len(self.work)
+        return [pace * work.seconds for pace, work in zip(least, self.work.values(), strict=True)]
 
     @cached_property
     def total(self) -> Work:

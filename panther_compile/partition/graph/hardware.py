@@ -4,7 +4,8 @@ The arithmetic of one device is that of `panther_compile.factorization.cost`; it
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from panther_compile.errors import ConfigError
 from panther_compile.factorization import cost
@@ -108,6 +109,28 @@ class Hardware:
     def same_node(self, first: int, second: int) -> bool:
         """Whether two devices share the fast links of a node."""
         return first // self.devices_per_node == second // self.devices_per_node
+
+
+def slowest_of(several: Sequence[Hardware]) -> Hardware:
+    """One that is no faster than any of several, and holds no more; one of a kind comes back as it is.
+
+    Raises:
+        ConfigError: their nodes are of other numbers of devices.
+    """
+    kinds = list(dict.fromkeys(several))
+    if len(kinds) == 1:
+        return kinds[0]
+    if len({one.devices_per_node for one in kinds}) > 1:
+        sizes = ", ".join(f"{one.name} {one.devices_per_node}" for one in kinds)
+        raise ConfigError(f"hardware: devices_per_node is {sizes}; in one mesh it has to be the same")
+    return replace(
+        min(kinds, key=lambda one: one.flops_per_second),
+        name=" + ".join(one.name for one in kinds),
+        memory_bytes=min(one.memory_bytes for one in kinds),
+        intra_node=min((one.intra_node for one in kinds), key=lambda link: link.bytes_per_second),
+        inter_node=min((one.inter_node for one in kinds), key=lambda link: link.bytes_per_second),
+        overlap=all(one.overlap for one in kinds),
+    )
 
 
 # One core, as `cost.CPU` was fitted; processes of one machine that talk through shared memory, and

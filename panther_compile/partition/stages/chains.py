@@ -39,11 +39,13 @@ class StageRequest:
         links: between each stage and the next; so there are len(links) + 1 stages.
         in_flight: microbatches that each stage holds at once.
         memory_bytes: that a stage may take; None for no limit.
+        spare_bytes: that each may take beyond that, where devices differ; empty if they do not.
     """
 
     links: tuple[Link, ...]
     in_flight: tuple[int, ...]
     memory_bytes: int | None = None
+    spare_bytes: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -89,15 +91,17 @@ class Candidates:
                 users = [index[vertex] for vertex in holding.vertices]
                 shared.append((float(whole), prefixes[:, users].sum(axis=1)))
         saved = [work.saved_bytes for work in flow.work.values()]
-        amounts = np.array([network.seconds, list(held.values()), saved], dtype=float).T
+        places = [flow.seconds_at(place) for place in range(len(flow.paces))]
+        amounts = np.array([flow.least_seconds, list(held.values()), saved, *places], dtype=float).T
         if chain:
-            sums = np.zeros((self.count + 1, 3))
+            sums = np.zeros((self.count + 1, amounts.shape[1]))
             np.add.at(sums, (~prefixes).sum(axis=0), amounts)
             sums = np.cumsum(sums, axis=0)[:-1]
         else:
             blocks = [prefixes[start : start + _BLOCK] @ amounts for start in range(0, self.count, _BLOCK)]
             sums = np.concatenate(blocks)
-        self.work, self._held, self._saved = sums.T
+        # Work is that of the fastest device; of each place along the pipeline where they differ.
+        self.work, self._held, self._saved, *self._work_at = sums.T
         self._shared = shared
         self._least = self._held + self._saved
         self._packed = None if chain else np.packbits(prefixes, axis=1)
@@ -146,19 +150,25 @@ class Candidates:
 
     def seconds(self, end: int, starts: Indices, stages: slice, transfers: Floats) -> Floats:
         """Time of stages (rows) from some candidates (columns) to one; transfers is (stages + 1, C)."""
-        work = self.work[end] - self.work[starts]
+        if self._work_at:
+            rows = range(*stages.indices(len(transfers) - 1))
+            places = np.array([self._work_at[stage % len(self._work_at)] for stage in rows])
+            work = places[:, end, None] - places[:, starts]
+        else:
+            work = self.work[end] - self.work[starts]
         result: Floats = work + transfers[stages, starts] + transfers[1:][stages, end, None]
         return result
 
     def memory(self, end: int, starts: Indices, stages: slice, request: StageRequest) -> Floats:
-        """Memory of stages (rows) from some candidates (columns) to one."""
+        """Memory of stages (rows) from some candidates (columns) to one, less what each has to spare."""
         held = self._held[end] - self._held[starts]
         for whole, uses in self._shared:
             held = held + whole * (uses[end] > uses[starts])
         saved = self._saved[end] - self._saved[starts]
         in_flight = np.array(request.in_flight[stages], dtype=float)[:, None]
         ends = self.forward_bytes[starts] + self.forward_bytes[end]
-        return held + ends + in_flight * (saved + self._kept_inputs[starts])
+        spare = np.array(request.spare_bytes[stages] or (0,), dtype=float)[:, None]
+        return held + ends + in_flight * (saved + self._kept_inputs[starts]) - spare
 
     def transfers(self, links: Sequence[Link]) -> Floats:
         """Time that each cut costs a stage at either side, at the end of each stage: (stages + 1, C)."""
@@ -236,7 +246,10 @@ def fastest(
 ) -> tuple[float, list[int]]:
     """The chain with the smallest slowest stage within the memory, then with the fewest bytes."""
     transfers = candidates.transfers(request.links)
-    memory = _LARGE if request.memory_bytes is None else request.memory_bytes * (1 + _SLACK)
+    most = (
+        None if request.memory_bytes is None else request.memory_bytes + max(request.spare_bytes, default=0)
+    )
+    memory = _LARGE if most is None else most * (1 + _SLACK)
 
     def costs(end: int, starts: Indices, stages: slice) -> Floats:
         seconds = candidates.seconds(end, starts, stages, transfers)
@@ -268,7 +281,7 @@ def leanest(candidates: Candidates, request: StageRequest) -> tuple[float, list[
         return candidates.memory(end, starts, stages, request)
 
     def solve(limit: float) -> tuple[float, list[int]]:
-        limits = StageLimits(_LARGE, limit * (1 + _SLACK))
+        limits = StageLimits(_LARGE, (limit + max(request.spare_bytes, default=0)) * (1 + _SLACK))
         return _best_chain(candidates, request, limits, costs, np.maximum)
 
     total = float(candidates.memory(candidates.count - 1, np.array([0]), slice(None), request).max())

@@ -147,14 +147,14 @@ def lower_bound(flow: FlowGraph, request: StageRequest, reached: float) -> float
 
     Stages no slower than `reached` leave each cut a range of work, and so some vertices on a side of their
     own; the minimum cut between those is what the cut must transfer. All work and transfers, divided evenly,
-    cannot be beaten, nor can the largest vertex.
+    cannot be beaten, nor can the largest vertex; nor, where devices differ, all work divided by their speeds.
 
     Args:
         flow: the graph.
         request: stages and links; the memory is not looked at.
         reached: seconds of the slowest stage of some solution.
     """
-    network = CutNetwork(flow)
+    network = CutNetwork(flow, flow.least_seconds)
     back_only = CutNetwork(replace(flow, values=tuple(replace(value, bytes=0) for value in flow.values)))
     total, count = float(network.seconds.sum()), request.count
     least = total
@@ -166,7 +166,8 @@ def lower_bound(flow: FlowGraph, request: StageRequest, reached: float) -> float
         _, gradients = network.crossing_bytes(back_only.minimum_cut(low, high)[None])
         least += 2 * link.seconds(float(forward[0] + backward[0]))
         least += 2 * link.latency_seconds * float(gradients[0] > 0)
-    return max(least / count, float(network.seconds.max(initial=0.0)))
+    even = flow.total.seconds / sum(map(flow.speed_at, range(count)))
+    return max(least / count, even, float(network.seconds.max(initial=0.0)))
 
 
 def _lean_cuts(flow: FlowGraph, request: StageRequest, network: CutNetwork) -> StageCuts | None:
@@ -213,9 +214,11 @@ def _nearby(network: CutNetwork, ends: Prefix, effort: _Effort, seen: set[bytes]
 def measure_cuts(flow: FlowGraph, request: StageRequest, prefixes: Prefix) -> StageCuts:
     """The time and bytes of ends chosen elsewhere, from empty to full; stages may be empty."""
     candidates = Candidates(flow, CutNetwork(flow), prefixes, chain=True)
-    ends = candidates.transfers(request.links)
-    ends = ends[range(len(prefixes)), range(len(prefixes))]
-    slowest = float((np.diff(candidates.work) + ends[:-1] + ends[1:]).max())
+    transfers = candidates.transfers(request.links)
+    slowest = max(
+        candidates.seconds(stage + 1, np.array([stage]), slice(stage, stage + 1), transfers).item()
+        for stage in range(request.count)
+    )
     return _cuts(candidates, slowest, range(len(prefixes)), exact=False)
 
 

@@ -45,6 +45,7 @@ class PipelineShape:
         links: between each stage and the next.
         in_flight: microbatches that each stage holds at once.
         memory_bytes: that a stage may take.
+        spare_bytes: that each may take beyond that; see `StageRequest`.
         microbatches: of a step, through each replica.
         devices: along the pipeline.
         sharding: how replicas share states.
@@ -54,6 +55,7 @@ class PipelineShape:
     links: tuple[Link, ...]
     in_flight: tuple[int, ...]
     memory_bytes: int
+    spare_bytes: tuple[int, ...]
     microbatches: int
     devices: int
     sharding: StateSharding
@@ -95,10 +97,13 @@ class Outline:
         """
         (held, parameters, gradients), saved = flow.held, flow.total.saved_bytes
         memory = pipeline.memory_bytes - whole_bytes * pipeline.devices // len(pipeline.in_flight)
-        most = max(0, memory) / np.maximum(1.0, held + np.array(pipeline.in_flight) * saved)
-        hopeless = (held + saved) / len(most) > memory
-        shares = _level(most) if most.sum() >= 1 else np.full(len(most), 1 / len(most))
-        seconds = self._slowest(flow, shares, pipeline.links)
+        room = np.maximum(0, memory + np.array(pipeline.spare_bytes or (0,)))
+        most = room / np.maximum(1.0, held + np.array(pipeline.in_flight) * saved)
+        hopeless = (held + saved) / len(most) > room.max()
+        work = np.array([flow.seconds_at(stage) for stage in range(len(most))])
+        speeds = 1 / np.maximum(work.sum(axis=1), 1e-30)
+        shares = _level(most, speeds) if most.sum() >= 1 else speeds / speeds.sum()
+        seconds = self._slowest(work, shares, pipeline.links)
         turns = pipeline.microbatches * len(most) // pipeline.devices + pipeline.devices - 1
         extra = count_replica_seconds(
             pipeline.sharding,
@@ -115,9 +120,10 @@ class Outline:
             pipeline.sharding.replicas * pipeline.microbatches / step, float(most.sum()), hopeless
         )
 
-    def _slowest(self, flow: FlowGraph, shares: Floats, links: Sequence[Link]) -> float:
-        """Seconds of the slowest stage for one microbatch."""
-        work = np.concatenate(([0.0], np.cumsum([one.seconds for one in flow.work.values()])))
+    def _slowest(self, seconds: Floats, shares: Floats, links: Sequence[Link]) -> float:
+        """Seconds of the slowest stage for one microbatch; given are those of vertices (stages, n)."""
+        done = np.pad(np.cumsum(seconds, axis=1), ((0, 0), (1, 0)))
+        work = done[0]
         crossing = self._forward_bytes + self._backward_bytes
         window, ends = _WINDOW * shares.min() * work[-1], [0]
         for place in np.cumsum(shares)[:-1] * work[-1]:
@@ -130,16 +136,19 @@ class Outline:
             for link, end in zip(links, ends[1:-1], strict=True)
         ]
         at_ends = np.array([0.0, *transfers, 0.0])
-        return float((np.diff(work[ends]) + at_ends[:-1] + at_ends[1:]).max())
+        stages = np.arange(len(shares))
+        own = done[stages, ends[1:]] - done[stages, ends[:-1]]
+        return float((own + at_ends[:-1] + at_ends[1:]).max())
 
 
-def _level(most: Floats) -> Floats:
-    """Shares that sum to 1, each at most so much, the largest as small as can be."""
-    rising = np.sort(most)
-    below = np.concatenate(([0.0], np.cumsum(rising)[:-1]))
-    levels = (1 - below) / np.arange(len(most), 0, -1)
+def _level(most: Floats, speeds: Floats) -> Floats:
+    """Shares that sum to 1, each at most so much, the largest over its speed as small as can be."""
+    order = np.argsort(most / speeds)
+    rising = (most / speeds)[order]
+    below = np.concatenate(([0.0], np.cumsum(most[order])[:-1]))
+    levels = (1 - below) / np.cumsum(speeds[order][::-1])[::-1]
     level = next(
         (level for level, cap in zip(levels.tolist(), rising.tolist(), strict=True) if level <= cap),
         rising[-1],
     )
-    return np.minimum(most, level)
+    return np.minimum(most, level * speeds)
