@@ -8,7 +8,7 @@ Both are judged by held-out batches.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -31,6 +31,7 @@ from panther_compile.records import SketchPlan
 
 RIDGES = (0.1, 1.0)  # that are tried beside the usual one
 _WORTH = 0.8  # of the distance, below which another one is taken
+_FEW_SHARE = 0.5  # of the numbers
 _FEW_ROWS = 8  # for each input of a layer, below which data may tell less than the weights alone
 WEIGHTS_ALONE = "weights alone"
 MADE_UP = "made-up inputs"
@@ -72,7 +73,7 @@ def without_data(
         made_up: what inputs that were made up give, if there are any.
     """
     chosen = chosen_targets(plan, studied.targets)
-    if not any(has_few_rows(studied, one) for one in chosen.values()) or not can_be_judged(studied):
+    if not has_few(studied, chosen):
         return None
     held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
     if plan.allocation not in tried:
@@ -99,10 +100,18 @@ def without_data(
     return replace(others[best], plan=replace(others[best].plan, allocation=best, tried=tried))
 
 
-def has_few(studied: Studied) -> bool:
-    """Whether data is few for some layer, and what can be done without it can be judged."""
-    few = any(has_few_rows(studied, target) for target in studied.targets.values())
-    return few and can_be_judged(studied)
+def has_few(studied: Studied, targets: Mapping[str, Target] | None = None) -> bool:
+    """Whether data is few for most of the numbers of some targets, and what none would give can be judged.
+
+    Args:
+        studied: the model.
+        targets: by name; all that data can fit if None.
+    """
+    numbers, few = 0, 0
+    for target in (studied.targets if targets is None else targets).values():
+        size = target.weight_and_bias()[0].numel()
+        numbers, few = numbers + size, few + size * has_few_rows(studied, target)
+    return few > _FEW_SHARE * numbers and can_be_judged(studied)
 
 
 def can_be_judged(studied: Studied) -> bool:
