@@ -5,11 +5,15 @@
 
 Pages come when they are read or written. While the shelf is open they are given back several times a second:
 the operating system keeps them as long as it has room for them, and reads them again where it had not.
+Memory of large tensors beside them is given back too as soon as these are freed: glibc would keep up to 64 MB
+for each thread that has run a model.
 """
 
+import ctypes
 import json
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -24,6 +28,9 @@ from torch import Tensor, nn
 _SEGMENT = 64 << 20  # bytes of a temporary file, which several tensors share; a larger one has its own
 _ALIGNED = 64
 _INTERVAL = 0.03  # seconds; what is read between two looks is what stays in memory
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: from so many bytes on, freed memory is given back
+_LARGE, _USUAL = 1 << 20, 32 << 20  # bytes; the usual one is what glibc comes to by itself
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,6 +63,8 @@ class Shelf:
 
     def __enter__(self) -> Self:
         """Begin to give pages back."""
+        if _MALLOPT is not None:
+            _MALLOPT(_MMAP_THRESHOLD, _LARGE)
         self._thread.start()
         return self
 
@@ -65,6 +74,8 @@ class Shelf:
         """Give no more back; tensors stay where they are."""
         self._closed.set()
         self._thread.join()
+        if _MALLOPT is not None:
+            _MALLOPT(_MMAP_THRESHOLD, _USUAL)
         self._segment = None
 
     def put(self, tensor: Tensor) -> Tensor:

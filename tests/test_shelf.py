@@ -1,6 +1,7 @@
 """Tensors on a shelf are those that were put there, after their pages were given back too."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -50,11 +51,36 @@ def test_files_are_mapped(tmp_path):
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is in memory")
+def test_what_threads_have_freed_is_given_back(tmp_path):
+    """As the lockstep has one for each batch and model, which wait for one another."""
+    came, end = threading.Barrier(9), threading.Event()
+
+    def run():
+        tensors = [torch.ones(500_000) for _ in range(12)]
+        del tensors
+        came.wait()
+        end.wait()
+
+    with Shelf(tmp_path):
+        before = held()
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for one in threads:
+            one.start()
+        came.wait()
+        after = held()
+        end.set()
+        for one in threads:
+            one.join()
+    assert after - before < 50_000_000  # 24 MB each
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is in memory")
 def test_pages_are_given_back(tmp_path):
-    def held():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     with Shelf(tmp_path) as shelf:
         before = held()
         large = shelf.put(torch.ones(25_000_000))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from panther_compile.errors import first_line
 from panther_compile.models.batches import Call, kept_positions, run_dense
+from panther_compile.models.half_products import half_products
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Watched
@@ -76,12 +77,13 @@ def output_gradients(
                 if number is None or not names:
                     break
                 try:
-                    gradients = torch.autograd.grad(
-                        number,
-                        [outputs[name] for name in names],
-                        retain_graph=projection + 1 < _PROJECTIONS,
-                        allow_unused=True,
-                    )
+                    with half_products(model):
+                        gradients = torch.autograd.grad(
+                            number,
+                            [outputs[name] for name in names],
+                            retain_graph=projection + 1 < _PROJECTIONS,
+                            allow_unused=True,
+                        )
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # an operator that has none, or a change in place

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from panther_compile.config import SketchConfig
+from panther_compile.integrations.model_card import CARD
 from panther_compile.integrations.stored_weights import StoredWeights, no_model, read_architecture
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
@@ -74,8 +75,8 @@ def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copy what lies beside the weights of a model: tokenizers, and the like."""
+    """Copy what lies beside the weights of a model: tokenizers, and the like, but for its model card."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".safetensors.index.json")
-        if file.is_file() and not weights and file.name != "config.json":
+        if file.is_file() and not weights and file.name not in ("config.json", CARD):
             shutil.copy2(file, folder / file.name)

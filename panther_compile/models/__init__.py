@@ -3,6 +3,7 @@
 substitute    new modules in the place of old ones, in a copy or in the model itself
 surroundings  work the same wherever the caller stands, and leave everything there as it was
 batches       data, however it is given ──► recorded calls of the model
+half_products products of half types in float32, on a processor that has none of its own
 divided       batches divided into smaller ones, where samples are taken one by one
 outputs       the tensors of a model's result, and how far two results are apart
 rows          tensors as rows: padded positions left out

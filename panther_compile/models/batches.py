@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
+from panther_compile.models.half_products import half_products
 from panther_compile.models.surroundings import eval_mode
 
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
@@ -35,7 +36,8 @@ class Call:
 
     def run(self, model: nn.Module) -> Any:
         """Call the model."""
-        return model(*self.args, **self.kwargs)
+        with half_products(model):
+            return model(*self.args, **self.kwargs)
 
 
 def run_dense(model: nn.Module, call: Call, place: int) -> Any:

@@ -72,9 +72,11 @@ def test_a_dense_model_gets_none(small, tmp_path):
     assert not (tmp_path / "README.md").exists()
 
 
-def test_a_streamed_folder_has_one(tmp_path):
+@pytest.mark.parametrize("data", [None, [torch.arange(8)[None] + place for place in range(5)]])
+def test_a_streamed_folder_has_its_own(data, tmp_path):
     llama().save_pretrained(tmp_path / "dense")
-    pc.sketchify_checkpoint(tmp_path / "dense", tmp_path / "small", 0.5, **OPTIONS)
+    (tmp_path / "dense" / "README.md").write_text("# of the dense model")
+    pc.sketchify_checkpoint(tmp_path / "dense", tmp_path / "small", 0.5, data=data, **OPTIONS)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "small")
     text = (tmp_path / "small" / "README.md").read_text()
     assert "# `dense`, sketched" in text

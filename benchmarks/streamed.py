@@ -1,0 +1,181 @@
+"""Peak memory and time of `sketchify_checkpoint` on random decoders of Llama's shape, in bfloat16.
+
+    python benchmarks/streamed.py 3b --blocks 2 4 --folder FOLDER
+    python benchmarks/streamed.py 1b --blocks 2 4 --folder FOLDER --batches 8 --length 64
+
+Each count of blocks is a process of its own, with one thread. Memory is what the process gains between the call
+and its peak, as Linux counts it (VmHWM): its own pages, and beside them those of mapped files, which the system
+would take back if others needed them. A line of JSON each.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+import panther_compile as pc
+
+SHAPES = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+}
+VOCABULARY, STD = 32000, 0.02
+
+
+def write_model(folder: Path, shape: str, blocks: int) -> None:
+    """Write a model of random weights, a file for each block."""
+    config = transformers.LlamaConfig(
+        **SHAPES[shape], num_hidden_layers=blocks, vocab_size=VOCABULARY, dtype="bfloat16"
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: one.shape for name, one in transformers.LlamaForCausalLM(config).named_parameters()}
+    draws = torch.Generator().manual_seed(0)
+
+    def drawn(size: torch.Size) -> Tensor:
+        made = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=draws).mul_(STD)
+        return made.bfloat16()
+
+    places: dict[str, str] = {}
+    for part in dict.fromkeys(name.rpartition(".layers.")[2].partition(".")[0] for name in shapes):
+        names = [name for name in shapes if name.rpartition(".layers.")[2].partition(".")[0] == part]
+        file = f"part-{part}.safetensors"
+        save_file({name: drawn(shapes[name]) for name in names}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def status() -> dict[str, float]:
+    """Memory of this process by kind, GB."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {line[0][:-1]: int(line[1]) * 1024 / 1e9 for line in lines if len(line) == 3 and line[2] == "kB"}
+
+
+class Watch:
+    """What memory is at its highest while it is open.
+
+    Attributes:
+        own: of it what is the process's own, GB.
+        used: of the disk, GB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.own = self.used = 0.0
+        self._folder, self._done = folder, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Watch":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+        self._before, self._free = status(), shutil.disk_usage(self._folder).free
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.peak = status()["VmHWM"] - self._before["VmRSS"]
+
+    def _look(self) -> None:
+        while not self._done.wait(0.02):
+            self.own = max(self.own, status()["RssAnon"] - self._before["RssAnon"])
+            self.used = max(self.used, (self._free - shutil.disk_usage(self._folder).free) / 1e9)
+
+
+def measure(folder: Path, options: argparse.Namespace, blocks: int) -> None:
+    """Sketch a model of so many blocks, and print what it took."""
+    torch.set_num_threads(1)
+    torch.linalg.eigh(torch.eye(8, dtype=torch.float64))  # its library is loaded
+    source = folder / "dense"
+    source.mkdir()
+    write_model(source, options.shape, blocks)
+    draws = torch.Generator().manual_seed(1)
+    data = [
+        {"input_ids": torch.randint(0, VOCABULARY, (1, options.length), generator=draws)}
+        for _ in range(options.batches)
+    ]
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e9
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is no longer counted
+    begun, cpu = time.perf_counter(), time.process_time()
+    with Watch(folder) as watch:
+        pc.sketchify_checkpoint(
+            source,
+            folder / "small",
+            options.ratio,
+            data=data or None,
+            synthetic=False,
+            progress=options.progress,
+        )
+    row = {
+        "shape": options.shape,
+        "blocks": blocks,
+        "tokens": options.batches * options.length,
+        "model GB": round(size, 2),
+        "peak GB": round(watch.peak, 2),
+        "own GB": round(watch.own, 2),
+        "disk GB": round(watch.used, 2),
+        "seconds": round(time.perf_counter() - begun),
+        "CPU seconds": round(time.process_time() - cpu),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    """Measure each count of blocks in a process of its own."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="with room on its disk"
+    )
+    parser.add_argument("--batches", type=int, default=0, help="of data; none sketches the weights alone")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a batch")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--progress", action="store_true")
+    options = parser.parse_args()
+    if len(options.blocks) == 1:
+        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+            measure(Path(scratch), options, options.blocks[0])
+        return
+    place = sys.argv.index("--blocks")
+    rest = sys.argv[:place] + sys.argv[place + 1 + len(options.blocks) :]
+    for blocks in options.blocks:
+        subprocess.run(
+            [sys.executable, *rest, "--blocks", str(blocks)],
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+if __name__ == "__main__":
+    main()
