@@ -3,9 +3,9 @@
     python benchmarks/streamed.py 3b --blocks 2 4 --folder FOLDER
     python benchmarks/streamed.py 1b --blocks 2 4 --folder FOLDER --batches 8 --length 64
 
-Each count of blocks is a process of its own, with one thread. Memory is what the process gains between the call
-and its peak, as Linux counts it (VmHWM): its own pages, and beside them those of mapped files, which the system
-would take back if others needed them. A line of JSON each.
+Each count of blocks is a process of its own, with one thread. Memory is what the process gains between the
+call and its peak, as Linux counts it (VmHWM): its own pages, and beside them those of mapped files, which the
+system would take back if others needed them. A line of JSON each.
 """
 
 import argparse

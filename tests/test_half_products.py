@@ -1,4 +1,4 @@
-"""Products of half types in float32: the same numbers to one rounding, and much sooner on a processor without."""
+"""Products of half types in float32: the same numbers to one rounding."""
 
 import pytest
 import torch
