@@ -8,9 +8,12 @@ What a number of a product costs is the length of the sum behind it. Of a sketch
 or x1 + C x2, that is I for the r numbers of z, and r for the O numbers of y. Keeping z saves the product that
 costs, in r numbers a token: y is computed again from it. Of a transformer's dense layers it is the second one
 of an MLP that narrows.
+
+What draws random numbers is never kept: it would not draw them again, and whatever draws after it would be
+given others in the recomputation than in the forward. So attention is kept where it drops out nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,19 +56,20 @@ class _Policy:
         again = bool(ctx.is_recompute)
         if op not in _VIEWS:
             # An addition into a result that is kept is a part of it.
-            keeps = self._kept_last[again] if op is aten.add_.Tensor else is_narrowing(op, args)
+            keeps = self._kept_last[again] if op is aten.add_.Tensor else is_narrowing(op, args, kwargs)
             self._kept_last[again] = keeps
             if keeps:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def is_narrowing(op: Any, args: Sequence[Any]) -> bool:
-    """Whether a result is narrower than the sums behind it are long.
+def is_narrowing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether a result is narrower than the sums behind it are long, and the same whenever it is computed.
 
     Args:
         op: of torch, as it is dispatched.
         args: of it.
+        kwargs: of it.
     """
     if op in (aten.mm.default, aten.bmm.default):
         return bool(args[1].shape[-1] < args[0].shape[-1])
@@ -73,4 +77,10 @@ def is_narrowing(op: Any, args: Sequence[Any]) -> bool:
         return bool(args[2].shape[-1] < args[1].shape[-1])
     if op is aten.convolution.default:
         return bool(args[1].shape[0] < args[1].shape[1:].numel())
-    return bool(op._schema.name.startswith(_ATTENTION))
+    return op._schema.name.startswith(_ATTENTION) and not _dropout(op, args, kwargs or {})
+
+
+def _dropout(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The share that an attention drops out."""
+    names = (one.name for one in op._schema.arguments)
+    return float({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))

@@ -8,7 +8,6 @@ from torch import nn
 
 from panther_compile import partition_model
 from panther_compile.errors import CaptureError
-from panther_compile.parallel.activation_checkpointing import is_narrowing
 from panther_compile.parallel.units import divide_graph, find_module_units, graphs_within, unit_names
 
 DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
@@ -103,17 +102,6 @@ def test_what_a_route_cannot_keep_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.export, "export", fails)
     with pytest.raises(CaptureError, match=r"checkpoint of .*Linear.*, which torch.fx cannot keep"):
         partition_model(Fickle(), torch.randn(2, 4), mesh={"pp": 2}, hardware="cpu")
-
-
-def test_what_narrows():
-    aten = torch.ops.aten
-    wide, narrow = torch.empty(8, 64), torch.empty(64, 16)
-    assert is_narrowing(aten.mm.default, (wide, narrow))
-    assert not is_narrowing(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 64)))
-    assert not is_narrowing(aten.mm.default, (wide, torch.empty(64, 64)))
-    assert is_narrowing(aten.addmm.default, (torch.empty(16), wide, narrow))
-    assert is_narrowing(aten._scaled_dot_product_flash_attention_for_cpu.default, ())
-    assert not is_narrowing(aten.relu.default, (wide,))
 
 
 @pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), (4, {"dp": 2, "pp": 2})])

@@ -1,0 +1,114 @@
+"""What activation checkpointing keeps of a unit, and that gradients are those without it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from panther_compile.parallel.activation_checkpointing import checkpoint_unit, is_narrowing
+
+aten = torch.ops.aten
+
+
+def gradients(model, x, mode):
+    """The gradients of a copy under one seed, the input's first."""
+    made, x = copy.deepcopy(model), x.clone().requires_grad_()
+    if mode != "none":
+        checkpoint_unit(made, mode)
+    torch.manual_seed(1)
+    made(x).square().sum().backward()
+    return [x.grad, *(one.grad for one in made.parameters())]
+
+
+def compare(model, x, modes=("full", "selective")):
+    """Gradients are those of keeping all, in float64."""
+    wanted = gradients(model, x, "none")
+    for mode in modes:
+        torch.testing.assert_close(gradients(model, x, mode), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_what_narrows():
+    wide, narrow = torch.empty(8, 64), torch.empty(64, 16)
+    assert is_narrowing(aten.mm.default, (wide, narrow))
+    assert not is_narrowing(aten.mm.default, (torch.empty(8, 16), torch.empty(16, 64)))
+    assert not is_narrowing(aten.mm.default, (wide, torch.empty(64, 64)))
+    assert is_narrowing(aten.addmm.default, (torch.empty(16), wide, narrow))
+    assert not is_narrowing(aten.relu.default, (wide,))
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("_scaled_dot_product_flash_attention", 0),
+        ("_scaled_dot_product_flash_attention_for_cpu", 0),
+        ("_scaled_dot_product_efficient_attention", 2),
+        ("_scaled_dot_product_cudnn_attention", 2),
+        ("_scaled_dot_product_fused_attention_overrideable", 1),
+    ],
+)
+def test_attention_is_kept_where_it_drops_nothing_out(name, before):
+    op, given = getattr(aten, name).default, (torch.empty(1, 1, 2, 4),) * 3 + (None,) * before
+    assert is_narrowing(op, given)
+    assert is_narrowing(op, (*given, 0.0))
+    assert is_narrowing(op, given, {"dropout_p": 0.0})
+    assert not is_narrowing(op, (*given, 0.1))
+    assert not is_narrowing(op, given, {"dropout_p": 0.1})
+
+
+@pytest.fixture
+def fused():
+    """Fused attention with dropout on a CPU, where torch has none: as an accelerator would register it."""
+
+    def spread(query, key, seed, share):
+        probabilities = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, -1)
+        draws = torch.rand(probabilities.shape, generator=torch.Generator().manual_seed(int(seed)))
+        return probabilities, (draws >= share) / (1 - share)
+
+    def forward(query, key, value, bias=None, dropout_p=0.0, *rest):
+        seed = torch.randint(2**31, ())
+        probabilities, weights = spread(query, key, seed, dropout_p)
+        result, nothing, length = probabilities * weights @ value, query.new_empty(0), query.shape[2]
+        return result, result[..., 0], nothing, nothing, length, length, seed, seed, nothing
+
+    def backward(
+        gradient, query, key, value, bias, asked, out, sums, cum_q, cum_k, max_q, max_k, share, *rest
+    ):
+        probabilities, weights = spread(query, key, rest[1], share)
+        into = gradient @ value.mT * weights * probabilities
+        into = (into - probabilities * into.sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+        return into @ key, into.mT @ query, (probabilities * weights).mT @ gradient, None
+
+    name = "_scaled_dot_product_fused_attention_overrideable"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, forward, "CPU")
+        library.impl(f"{name}_backward", backward, "CPU")
+        yield getattr(aten, name).default
+
+
+class Attention(nn.Module):
+    """Attention with dropout, a dropout behind it, and a product that narrows between them."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.project, self.narrow, self.last = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8)
+        self.attention = attention
+
+    def forward(self, x):
+        y = self.project(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        y = self.attention(y, y, y).transpose(1, 2).flatten(2)
+        return self.last(F.dropout(self.narrow(F.dropout(y, 0.3)), 0.2))
+
+
+def test_dropout_behind_attention_is_the_same_again(fused):
+    """A kept attention would have drawn no mask in the recomputation, and the dropouts behind it others."""
+    torch.manual_seed(0)
+    model = Attention(lambda q, k, v: fused(q, k, v, None, 0.5)[0]).double()
+    compare(model, torch.randn(2, 6, 8, dtype=torch.float64))
+
+
+def test_dropout_within_attention_that_is_not_fused():
+    torch.manual_seed(0)
+    model = Attention(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)).double()
+    compare(model, torch.randn(2, 6, 8, dtype=torch.float64))
