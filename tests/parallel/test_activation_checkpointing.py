@@ -6,8 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from panther_compile.parallel.activation_checkpointing import checkpoint_unit, is_narrowing
+from panther_compile.parallel.activation_checkpointing import (
+    checkpoint_unit,
+    is_narrowing,
+    selective_contexts,
+)
 
 aten = torch.ops.aten
 
@@ -112,3 +117,61 @@ def test_dropout_within_attention_that_is_not_fused():
     torch.manual_seed(0)
     model = Attention(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)).double()
     compare(model, torch.randn(2, 6, 8, dtype=torch.float64))
+
+
+class Written(nn.Module):
+    """A product that narrows, and what is done to its result before the next."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.then, self.down, self.up, self.last = then, nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.up(self.then(self.down(x)))))
+
+
+def _part(z):
+    z[:, :2].mul_(2.0)
+    return z
+
+
+def _read_before(z):
+    before = z + 1.0
+    return z.mul_(2.0) * before
+
+
+def _beside(z):
+    other = torch.ones_like(z)
+    other.view(-1).add_(1.0)
+    return z + other
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda z: z.add_(1.0),
+        lambda z: z.mul_(2.0).sub_(0.5),
+        lambda z: z.t_().mul_(3.0).t_(),
+        lambda z: F.relu(z, inplace=True),
+        lambda z: F.silu(z, inplace=True),
+        lambda z: F.dropout(F.dropout(z, 0.5, inplace=True), 0.5),
+        _part,
+        _read_before,
+        _beside,
+    ],
+    ids=["add", "scale", "turned", "relu", "silu", "dropout", "part", "read before", "beside"],
+)
+def test_what_is_written_in_place_is_written_once(then):
+    torch.manual_seed(0)
+    compare(Written(then).double(), torch.randn(5, 8, dtype=torch.float64))
+
+
+def test_sums_in_place_of_a_sketched_layer_are_kept_with_it():
+    """z = C x2, z += x1: neither runs again."""
+    policy = selective_contexts()[1]._policy
+    x1, x2 = torch.randn(5, 4), torch.randn(5, 8)
+    z = x2 @ torch.randn(8, 4)
+    ctx = SelectiveCheckpointContext(is_recompute=False, op_output=z)
+    assert policy(ctx, aten.mm.default, x2, torch.empty(8, 4)) is CheckpointPolicy.MUST_SAVE
+    assert policy(ctx, aten.add_.Tensor, z, x1) is CheckpointPolicy.MUST_SAVE
+    assert policy.holds
