@@ -1,9 +1,10 @@
 """Memory against time of activation checkpointing: all kept, nothing, ours, and torch's integer program.
 
+    pip install pulp  # for torch's integer program
     python benchmarks/checkpointing.py [--models gpt2 llama sketched] [--turns 7] [--output docs/benchmarks]
 
 Every block of a model is a unit. "full" and "selective" are those of `activation_checkpointing=`; "program"
-is `get_optimal_checkpointing_policy_per_module` of torch.distributed._tools.sac_ilp (needs pulp) at budgets
+is `get_optimal_checkpointing_policy_per_module` of torch.distributed._tools.sac_ilp at budgets
 of the bytes that a block's operations give. Its SACEstimator takes its costs from a GPU: on a CPU the cost
 model raises "Roofline estimation needs to access CUDA capabilities", the benchmark "Tried to instantiate
 dummy base class Event". So the program is given what each operation takes here. Memory is the peak of
@@ -207,7 +208,7 @@ def compare(name: str, turns: int) -> list[str]:
 
 PAGE = """# Activation checkpointing: memory against time
 
-`python benchmarks/checkpointing.py`, torch {torch}, transformers {transformers}, one CPU thread of an
+`pip install pulp`, `python benchmarks/checkpointing.py`, torch {torch}, transformers {transformers}, one CPU thread of an
 AMD EPYC that others used too, float32, {rows} x {length} tokens, every block a unit. MB are the peak of
 torch's CPU allocator in a forward and a backward above what is there before; both ratios are to keeping all,
 seconds those of the CPU, medians of {turns} turns side by side. "program" is torch's integer program
