@@ -9,14 +9,15 @@ them. The runs were compiled or had fused kernels (`compiled=True`), the devices
 of what the next one takes, and the loss took logits in shards. Each published mesh is also ranked among all
 meshes of as many devices at its global batch, by what the planner expects of them. Devices that divide a
 sequence (cp) count as replicas of shorter sequences: what attention computes and sends between them is not in
-it. No GPU is used. Writes published.md.
+it. "selective" keeps what torchtitan keeps: every second product, and attention. No GPU is used. Writes
+published.md.
 """
 
 import argparse
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,9 @@ import torch
 import transformers
 
 from panther_compile.partition import Link, Partition
-from panther_compile.partition.graph.flow_graph import Costs
+from panther_compile.partition.graph.flow_graph import Costs, tensor_size
 from panther_compile.partition.graph.hardware import H100, Hardware
+from panther_compile.partition.graph.observe import Observed
 from panther_compile.partition.graphs import Graphs, read_graphs, reweigh
 from panther_compile.partition.options import PlanOptions
 from panther_compile.partition.records import Mesh
@@ -77,6 +79,18 @@ def mesh_of(row: dict[str, Any]) -> Mesh:
     """The mesh of a row, devices that divide a sequence among the replicas."""
     mesh = Mesh(**row["mesh"])
     return replace(mesh, dp=mesh.dp * row.get("cp", 1))
+
+
+def keep_every_second(notes: Mapping[Any, Observed]) -> None:
+    """Let selective checkpointing keep every second product, and attention, as torchtitan's does."""
+    products = 0
+    for note in notes.values():
+        kinds = {one.kind for one in note.operations if one.macs and note.gradients}
+        products += bool(kinds) and "attention" not in kinds
+        keeps = "attention" in kinds or (bool(kinds) and products % 2 == 1)
+        size = tensor_size(note.value) if keeps else 0
+        for number, one in enumerate(note.operations):
+            note.operations[number] = replace(one, kept=size * (number == 0) if keeps else None)
 
 
 class Study:
@@ -139,6 +153,7 @@ class Study:
         if key not in self._read:
             model, ids = build(*key)
             self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
+            keep_every_second(self._read[key].notes)
         if self._weighed is None or self._weighed[0] != (key, costs):
             self._weighed = (key, costs), reweigh(self._read[key], costs)
         return self._weighed[1]

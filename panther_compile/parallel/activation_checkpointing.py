@@ -1,16 +1,8 @@
 """Activations that are not kept for the backward, but computed again, unit by unit.
 
-    full         of a unit its inputs are kept, and nothing else
-    selective    and results that are narrower than what they are computed from: of a product with more
-                 inputs than outputs, and of attention, whose scores of all positions are never kept
-
-What a number of a product costs is the length of the sum behind it. Of a sketched layer y = U z with z = V x,
-or x1 + C x2, that is I for the r numbers of z, and r for the O numbers of y. Keeping z saves the product that
-costs, in r numbers a token: y is computed again from it. Of a transformer's dense layers it is the second one
-of an MLP that narrows.
-
-What draws random numbers is never kept: it would not draw them again, and whatever draws after it would be
-given others in the recomputation than in the forward. So attention is kept where it drops out nothing.
+full         of a unit its inputs are kept, and nothing else
+selective    and results that are narrower than what they are computed from, by the rule of
+`partition.graph.narrowing`, which the plan counts with too
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from panther_compile.partition.graph.observe import storage
-
-aten: Any = torch.ops.aten
-
-_ATTENTION = "aten::_scaled_dot_product_"
+from panther_compile.partition.graph.narrowing import is_narrowing, storages, written_storages
 
 
 def checkpoint_unit(unit: nn.Module, mode: str) -> None:
@@ -109,44 +96,3 @@ class _Recomputation:
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.__exit__(*error)
-
-
-def storages(tree: Any) -> set[int]:
-    """Of all tensors in a tree."""
-    found = (one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor))
-    return {storage(one) for one in found if one.layout is torch.strided}
-
-
-def written_storages(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Of what an operation writes in place; torch's own collectives do not say so."""
-    if op.namespace == "c10d":
-        return storages((args, kwargs))
-    if not op._schema.is_mutable or torch.Tag.inplace_view in op.tags:
-        return set()
-    arguments = op._schema.arguments
-    named = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
-    targets = (one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write)
-    return storages([named.get(name) for name in targets])
-
-
-def is_narrowing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether a result is narrower than the sums behind it are long, and the same whenever it is computed.
-
-    Args:
-        op: of torch, as it is dispatched.
-        args: of it.
-        kwargs: of it.
-    """
-    if op in (aten.mm.default, aten.bmm.default):
-        return bool(args[1].shape[-1] < args[0].shape[-1])
-    if op in (aten.addmm.default, aten.baddbmm.default):
-        return bool(args[2].shape[-1] < args[1].shape[-1])
-    if op is aten.convolution.default:
-        return bool(args[1].shape[0] < args[1].shape[1:].numel())
-    return op._schema.name.startswith(_ATTENTION) and not _dropout(op, args, kwargs or {})
-
-
-def _dropout(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The share that an attention drops out."""
-    names = (one.name for one in op._schema.arguments)
-    return float({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))

@@ -78,9 +78,9 @@ def partition_model(
         training: count backward, gradients and optimizer states.
         optimizer: "adam", "momentum" or "sgd", for its states.
         recompute: activation checkpointing: True or "full" keeps what units of the model read and computes
-            the rest again in the backward, "selective" also keeps the results of every second product and
-            of attention, False or "none" keeps all, "auto" takes what is fastest where it fits. None is
-            "none" with mesh= and "auto" with devices=.
+            the rest again in the backward, "selective" also keeps results that are narrower than what they
+            are computed from (`graph.narrowing`), False or "none" keeps all, "auto" takes what is fastest
+            where it fits. None is "none" with mesh= and "auto" with devices=.
         data_parallel: what replicas share: "ddp" nothing, "zero1" optimizer states, "zero2" gradients too,
             "zero3" parameters too; "auto" what is fastest where it fits.
         shard_size: replicas that share one set of states; None for what is faster of all and those in a node.

@@ -5,14 +5,19 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-
-from panther_compile.parallel.activation_checkpointing import (
-    checkpoint_unit,
-    is_narrowing,
-    selective_contexts,
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
 )
+
+from panther_compile.parallel.activation_checkpointing import checkpoint_unit, selective_contexts
+from panther_compile.partition.graph.capture import capture, example_arguments
+from panther_compile.partition.graph.narrowing import is_narrowing, storage
+from panther_compile.partition.graph.observe import observe
 
 aten = torch.ops.aten
 
@@ -175,3 +180,54 @@ def test_sums_in_place_of_a_sketched_layer_are_kept_with_it():
     assert policy(ctx, aten.mm.default, x2, torch.empty(8, 4)) is CheckpointPolicy.MUST_SAVE
     assert policy(ctx, aten.add_.Tensor, z, x1) is CheckpointPolicy.MUST_SAVE
     assert policy.holds
+
+
+def kept_bytes(model, inputs):
+    """What a forward keeps under the selective policy."""
+    policy, kept = selective_contexts()[1]._policy, {}
+
+    def watch(ctx, op, *args, **kwargs):
+        decision = policy(ctx, op, *args, **kwargs)
+        if decision is CheckpointPolicy.MUST_SAVE:
+            for one in pytree.tree_leaves(ctx.op_output):
+                kept.setdefault(storage(one), one)  # which is held, so that no address comes back
+        return decision
+
+    with create_selective_checkpoint_contexts(watch)[0]:
+        zoo.call(model, inputs)
+    return sum(one.numel() * one.element_size() for one in kept.values())
+
+
+class Lean(nn.Module):
+    """A product that narrows, a sum in place, one that widens, and attention without dropout."""
+
+    def __init__(self, share=0.0):
+        super().__init__()
+        self.down, self.up, self.share = nn.Linear(32, 8, bias=False), nn.Linear(8, 32), share
+
+    def forward(self, x):
+        z = self.down(x)
+        z += x[..., :8]
+        y = self.up(z).unflatten(-1, (2, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=self.share)
+
+
+@pytest.mark.parametrize("name", ["lean", "gpt2", "llama"])
+def test_the_plan_counts_what_is_kept(name):
+    model = Lean() if name == "lean" else zoo.ZOO[name].build().train()
+    inputs = (torch.randn(2, 8, 32),) if name == "lean" else zoo.ZOO[name].inputs()
+    notes = observe(capture(model, *example_arguments(inputs)))
+    planned = sum(one.kept or 0 for note in notes.values() for one in note.operations)
+    # The kernel of a CPU also gives the logarithms of sums, one number a query.
+    assert planned == pytest.approx(kept_bytes(model, inputs), rel=0.07)
+
+
+def test_the_plan_counts_no_product_that_widens_and_no_attention_that_drops_out():
+    def kept(share):
+        notes = observe(capture(Lean(share), *example_arguments((torch.randn(2, 8, 32),))))
+        found = ((one.kind, one.kept) for note in notes.values() for one in note.operations)
+        return [one for one in found if one[1] is not None]
+
+    narrow, attention = 2 * 8 * 8 * 4, 2 * 8 * 32 * 4
+    assert kept(0.0) == [("product", narrow), ("pointwise", 0), ("attention", attention)]
+    assert kept(0.1) == [("product", narrow), ("pointwise", 0)]

@@ -2,6 +2,7 @@
 
 capture     model ──► FX graph under the user's names
 observe     what each node does: products, bytes, what it keeps and writes
+narrowing   what selective activation checkpointing keeps
 measure     seconds of each node on this device
 flow        the graph that is cut: seconds on vertices, bytes on edges  (no torch)
 flow_graph  an observed graph ──► flow.FlowGraph

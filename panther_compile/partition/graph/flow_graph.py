@@ -252,9 +252,24 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
         forward,
         backward,
         note.saved_bytes // devices,
-        tensor_size(note.value) // devices if note.selected else 0,
-        0.0 if note.selected else forward,
+        sum(one.kept or 0 for one in note.operations) // devices,
+        forward * _share_again(note.operations, costs, devices),
     )
+
+
+def _share_again(operations: Sequence[Operation], costs: Costs, devices: int) -> float:
+    """The share of a forward that selective checkpointing runs again."""
+    again = [one for one in operations if one.kept is None]
+    if len(again) == len(operations):
+        return 1.0
+
+    def seconds(of: Sequence[Operation]) -> float:
+        if costs.hardware.rates:
+            return _by_rates(of, "forward", costs.hardware.rates, devices)
+        products = [cost.Product(one.macs / devices, one.bytes / devices, 0.0) for one in of if one.bytes]
+        return cost.seconds(products, costs.hardware.device, itemsize=1)
+
+    return seconds(again) / (seconds(operations) or 1.0)
 
 
 def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate], devices: int) -> float:

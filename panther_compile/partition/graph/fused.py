@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
-from panther_compile.partition.graph.observe import Observed, Operation, storage
+from panther_compile.partition.graph.narrowing import storage
+from panther_compile.partition.graph.observe import Observed, Operation
 
 # Reductions and copies that compilers fuse with what is elementwise.
 _FUSED = frozenset(

@@ -23,6 +23,7 @@ from panther_compile.errors import CaptureError
 from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
+from panther_compile.partition.graph.narrowing import is_narrowing, storage, storages, written_storages
 
 _SHAPE_READS = {
     "shape",
@@ -58,11 +59,13 @@ class Operation:
         kind: of `KINDS`.
         macs: multiply-adds.
         bytes: read and written; 0 of a view.
+        kept: bytes of its result, where selective checkpointing keeps it; None where it runs again.
     """
 
     kind: str
     macs: float
     bytes: float
+    kept: int | None = None
 
 
 @dataclass
@@ -80,7 +83,6 @@ class Observed:
         writes: storages that it writes in place.
         touches: storages of its inputs and outputs.
         fixed: whether it is a number that the example's shapes alone decide.
-        selected: whether selective checkpointing keeps its result: every second product, and attention.
     """
 
     value: Any = None
@@ -93,7 +95,6 @@ class Observed:
     writes: frozenset[int] = frozenset()
     touches: frozenset[int] = frozenset()
     fixed: bool = False
-    selected: bool = False
 
 
 def observe(captured: Captured) -> dict[fx.Node, Observed]:
@@ -119,22 +120,7 @@ def _run(
     around = fake or nullcontext()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
         observer.run(*inputs)
-    _select(observer.notes)
     return observer.notes
-
-
-def _select(notes: Mapping[fx.Node, Observed]) -> None:
-    """Every second product, from the first, and attention, as torchtitan's selective checkpointing does."""
-    products = 0
-    for node, note in notes.items():
-        if not note.gradients or not isinstance(note.value, Tensor):
-            continue
-        kinds = {one.kind for one in note.operations if one.macs}
-        if node.target in _ATTENTION or "attention" in kinds:
-            note.selected = True
-        elif kinds:
-            products += 1
-            note.selected = products % 2 == 1
 
 
 class _Observer(fx.Interpreter):
@@ -178,7 +164,8 @@ class _Observer(fx.Interpreter):
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
             macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
-            note.operations = [Operation("attention", macs, note.products[0].activations)]
+            kept = None if _dropout(n) else sum(map(_bytes, made))
+            note.operations = [Operation("attention", macs, note.products[0].activations, kept)]
             held = (*used[:3], *made) if note.gradients else ()
             note.saved_bytes = sum(map(_bytes, held))
             note.saves = {storage(tensor): _bytes(tensor) for tensor in held}
@@ -225,6 +212,7 @@ class _Operations(TorchDispatchMode):
     def __init__(self, observer: "_Observer | _BackwardObserver") -> None:
         super().__init__()
         self._observer = observer
+        self._kept = set[int]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -250,8 +238,16 @@ class _Operations(TorchDispatchMode):
             weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
             activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
             note.products.append(Product(flops / 2, activations, weights))
-            note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights))
+            kept = self._keep(func, args, kwargs, outputs)
+            note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights, kept))
         return result
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> int | None:
+        """Bytes that selective checkpointing keeps of a result: none of what is written into a kept one."""
+        if is_narrowing(func, args, kwargs):
+            self._kept |= storages(made)
+            return sum(map(_bytes, made))
+        return 0 if written_storages(func, args, kwargs) & self._kept else None
 
 
 class _BackwardObserver(NodeByNode):
@@ -317,14 +313,14 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
     captured.graph_module.recompile()
 
 
+def _dropout(node: fx.Node) -> float:
+    """The share that an attention drops out."""
+    return float(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+
+
 def _is_causal(node: fx.Node) -> bool:
     """Whether attention leaves out the half of the scores that lies ahead."""
     return bool(node.kwargs.get("is_causal", len(node.args) > 5 and node.args[5]))
-
-
-def storage(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return tensor.untyped_storage()._cdata
 
 
 def _kind(func: Any, args: tuple[Any, ...]) -> str:

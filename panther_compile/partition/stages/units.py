@@ -63,8 +63,8 @@ def _fewest_bytes(alive: Sequence[float], saved: Sequence[int], most: int) -> tu
 def recompute_units(flow: FlowGraph, units: Sequence[int], kind: str) -> tuple[FlowGraph, int]:
     """The same model with activation checkpointing, and the bytes of the unit that is computed again.
 
-    What a unit reads of others is kept, once; with "selective" also the results of every second product and
-    of attention in it. The rest is computed again in the backward.
+    What a unit reads of others is kept, once; with "selective" also the results of products that narrow and
+    of attention in it (`graph.narrowing`). The rest is computed again in the backward.
 
     Args:
         flow: without checkpointing.
