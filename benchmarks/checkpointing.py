@@ -208,7 +208,8 @@ def compare(name: str, turns: int) -> list[str]:
 
 PAGE = """# Activation checkpointing: memory against time
 
-`pip install pulp`, `python benchmarks/checkpointing.py`, torch {torch}, transformers {transformers}, one CPU thread of an
+`pip install pulp`, then
+`python benchmarks/checkpointing.py`, torch {torch}, transformers {transformers}, one CPU thread of an
 AMD EPYC that others used too, float32, {rows} x {length} tokens, every block a unit. MB are the peak of
 torch's CPU allocator in a forward and a backward above what is there before; both ratios are to keeping all,
 seconds those of the CPU, medians of {turns} turns side by side. "program" is torch's integer program
