@@ -266,8 +266,8 @@ def _share_again(operations: Sequence[Operation], costs: Costs, devices: int) ->
     def seconds(of: Sequence[Operation]) -> float:
         if costs.hardware.rates:
             return _by_rates(of, "forward", costs.hardware.rates, devices)
-        products = [cost.Product(one.macs / devices, one.bytes / devices, 0.0) for one in of if one.bytes]
-        return cost.seconds(products, costs.hardware.device, itemsize=1)
+        products = (cost.Product(one.macs / devices, one.bytes / devices, 0.0) for one in of if one.bytes)
+        return cost.seconds(tuple(products), costs.hardware.device, itemsize=1)
 
     return seconds(again) / (seconds(operations) or 1.0)
 

@@ -164,7 +164,7 @@ class _Observer(fx.Interpreter):
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
             macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
-            kept = None if _dropout(n) else sum(map(_bytes, made))
+            kept = None if _drops_out(n) else sum(map(_bytes, made))
             note.operations = [Operation("attention", macs, note.products[0].activations, kept)]
             held = (*used[:3], *made) if note.gradients else ()
             note.saved_bytes = sum(map(_bytes, held))
@@ -313,9 +313,9 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
     captured.graph_module.recompile()
 
 
-def _dropout(node: fx.Node) -> float:
-    """The share that an attention drops out."""
-    return float(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+def _drops_out(node: fx.Node) -> bool:
+    """Whether attention leaves out some of what it attends to at random."""
+    return bool(node.kwargs.get("dropout_p", len(node.args) > 4 and node.args[4]))
 
 
 def _is_causal(node: fx.Node) -> bool:
