@@ -1,17 +1,18 @@
 """ONNX files: written from a model, or sketched whoever wrote them.
 
-export    a model ──► a file, checked against ONNX Runtime
-sketch    a file ──► a sketched file: the verb
-files     read what is sound, write what is whole
-sites     what can be sketched in a graph, and why the rest is left alone
-patterns  small questions about a graph: what feeds what
-data      inputs of a file, and what its nodes read while it runs on them
-fit       weights fitted to data
-lowering  sketched layers as nodes
-int8      products of a file in int8
-smooth    inputs of products scaled, for int8
-forms     operators as ONNX Runtime runs them fastest
-verify    whether a file computes what a model, or another file, computes
+export      a model ──► a file, checked against ONNX Runtime
+sketch      a file ──► a sketched file: the verb
+files       read what is sound, write what is whole
+sites       what can be sketched in a graph, and why the rest is left alone
+patterns    small questions about a graph: what feeds what
+data        inputs of a file, and what its nodes read while it runs on them
+fit         weights fitted to data
+lowering    sketched layers as nodes
+int8        products of a file in int8
+pair_range  weights in int8 that no CPU overflows on
+smooth      inputs of products scaled, for int8
+forms       operators as ONNX Runtime runs them fastest
+verify      whether a file computes what a model, or another file, computes
 """
 
 import importlib.util

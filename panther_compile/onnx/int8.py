@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.data import Feed
-from panther_compile.onnx.files import is_large, read_model, saved_copy
+from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
+from panther_compile.onnx.pair_range import fit_pair_range
+from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.smooth import smooth_inputs
 from panther_compile.onnx.verify import compare_files
 from panther_compile.records import LayerPlan, SketchPlan
@@ -98,17 +101,37 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
 
 def _quantized(path: Path, large: bool) -> Path:
     """The file of the model of another, beside it, in int8; `large` puts weights into a file of their own."""
-    plain, rounded = path.with_name("plain.onnx"), path.with_name("int8.onnx")
+    plain, rounded, fitted = (path.with_name(name) for name in ("plain.onnx", "int8.onnx", "fitted.onnx"))
     quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
+    source = read_model(plain)
+    batched = _batched(source)
+    if batched:  # they are left out by name
+        NameFixPass()(source)
+        write_model(source, plain)
     quantize_dynamic(
         plain,
         rounded,
         op_types_to_quantize=_PRODUCTS,
+        nodes_to_exclude=[str(node.name) for node in batched],
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,
     )
-    return rounded
+    model = read_model(rounded)
+    fit_pair_range(model, source)
+    write_model(model, fitted)
+    return fitted
+
+
+def _batched(model: ir.Model) -> list[ir.Node]:
+    """The products by a batch of constant matrices: ONNX Runtime takes no scale for each output there."""
+    return [
+        node
+        for node in model.graph
+        if is_onnx(node, *_PRODUCTS)
+        and (weight := ir.convenience.get_const_tensor(node.inputs[1])) is not None  # type: ignore[arg-type]
+        and len(weight.shape) > 2
+    ]
 
 
 def _in_fast_forms(model: ir.Model) -> ir.Model:
