@@ -78,7 +78,7 @@ class _Policy:
         keeps = self._chooses(op, args, kwargs)
         if keeps:
             self._kept |= made
-        elif not made <= given:  # a view reads nothing
+        elif written or not made <= given:  # a view reads nothing
             self._read |= given & self._kept
         return keeps
 

@@ -145,6 +145,12 @@ def _read_before(z):
     return z.mul_(2.0) * before
 
 
+def _added_before(z):
+    other = torch.zeros(5, 4, dtype=torch.float64)
+    other.add_(z)
+    return z.mul_(2.0) * other
+
+
 def _beside(z):
     other = torch.ones_like(z)
     other.view(-1).add_(1.0)
@@ -162,9 +168,21 @@ def _beside(z):
         lambda z: F.dropout(F.dropout(z, 0.5, inplace=True), 0.5),
         _part,
         _read_before,
+        _added_before,
         _beside,
     ],
-    ids=["add", "scale", "turned", "relu", "silu", "dropout", "part", "read before", "beside"],
+    ids=[
+        "add",
+        "scale",
+        "turned",
+        "relu",
+        "silu",
+        "dropout",
+        "part",
+        "read before",
+        "added before",
+        "beside",
+    ],
 )
 def test_what_is_written_in_place_is_written_once(then):
     torch.manual_seed(0)
