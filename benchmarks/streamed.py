@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,34 +28,47 @@ from torch import Tensor
 
 import panther_compile as pc
 
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a decoder, and how many blocks the whole model has."""
+
+    hidden: int
+    between: int
+    heads: int
+    kv_heads: int
+    blocks: int
+    vocabulary: int = 128256
+    tied: bool = False
+
+
 SHAPES = {
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "3b": {
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
+    "tiny": Shape(512, 1536, 8, 2, 4, 8192, tied=True),
+    "1b": Shape(2048, 8192, 32, 8, 16, tied=True),
+    "3b": Shape(3072, 8192, 24, 8, 28, tied=True),
+    "8b": Shape(4096, 14336, 32, 8, 32),
+    "70b": Shape(8192, 28672, 64, 8, 80),
 }
-VOCABULARY, STD = 32000, 0.02
+STD = 0.02
+
+
+def llama_config(shape: Shape, blocks: int) -> transformers.LlamaConfig:
+    """The config of a model of so many blocks."""
+    return transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.between,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        num_hidden_layers=blocks,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+    )
 
 
 def write_model(folder: Path, shape: str, blocks: int) -> None:
     """Write a model of random weights, a file for each block."""
-    config = transformers.LlamaConfig(
-        **SHAPES[shape], num_hidden_layers=blocks, vocab_size=VOCABULARY, dtype="bfloat16"
-    )
+    config = llama_config(SHAPES[shape], blocks)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -118,10 +132,9 @@ def measure(folder: Path, options: argparse.Namespace, blocks: int) -> None:
     source.mkdir()
     write_model(source, options.shape, blocks)
     draws = torch.Generator().manual_seed(1)
-    data = [
-        {"input_ids": torch.randint(0, VOCABULARY, (1, options.length), generator=draws)}
-        for _ in range(options.batches)
-    ]
+    sizes = (options.batches, 1, options.length)
+    tokens = torch.randint(0, SHAPES[options.shape].vocabulary, sizes, generator=draws)
+    data = [{"input_ids": batch} for batch in tokens]
     size = sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e9
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is no longer counted
     begun, cpu = time.perf_counter(), time.process_time()

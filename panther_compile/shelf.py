@@ -5,7 +5,7 @@
 
 Pages come when they are read or written. While the shelf is open they are given back several times a second:
 the operating system keeps them as long as it has room for them, and reads them again where it had not.
-Memory of large tensors beside them is given back too as soon as these are freed: glibc would keep up to 64 MB
+`freed_given_back` does the same with memory of large tensors that were freed: glibc would keep up to 64 MB
 for each thread that has run a model.
 """
 
@@ -18,6 +18,8 @@ import tempfile
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -45,6 +47,18 @@ _TYPES = {
 }
 
 
+@contextmanager
+def freed_given_back() -> Iterator[None]:
+    """While it is open, memory of large tensors is given back to the system as soon as they are freed."""
+    if _MALLOPT is not None:
+        _MALLOPT(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        if _MALLOPT is not None:
+            _MALLOPT(_MMAP_THRESHOLD, _USUAL)
+
+
 class Shelf:
     """Tensors on disk.
 
@@ -63,8 +77,6 @@ class Shelf:
 
     def __enter__(self) -> Self:
         """Begin to give pages back."""
-        if _MALLOPT is not None:
-            _MALLOPT(_MMAP_THRESHOLD, _LARGE)
         self._thread.start()
         return self
 
@@ -74,8 +86,6 @@ class Shelf:
         """Give no more back; tensors stay where they are."""
         self._closed.set()
         self._thread.join()
-        if _MALLOPT is not None:
-            _MALLOPT(_MMAP_THRESHOLD, _USUAL)
         self._segment = None
 
     def put(self, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from panther_compile.shelf import Shelf
+from panther_compile.shelf import Shelf, freed_given_back
 
 WAIT = 0.1  # in which pages are given back
 
@@ -56,7 +56,7 @@ def held():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is in memory")
-def test_what_threads_have_freed_is_given_back(tmp_path):
+def test_what_threads_have_freed_is_given_back():
     """As the lockstep has one for each batch and model, which wait for one another."""
     came, end = threading.Barrier(9), threading.Event()
 
@@ -66,7 +66,7 @@ def test_what_threads_have_freed_is_given_back(tmp_path):
         came.wait()
         end.wait()
 
-    with Shelf(tmp_path):
+    with freed_given_back():
         before = held()
         threads = [threading.Thread(target=run) for _ in range(8)]
         for one in threads:

@@ -16,13 +16,16 @@ from torch import nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.integrations.model_card import CARD
-from panther_compile.integrations.stored_weights import StoredWeights, no_model, read_architecture
+from panther_compile.integrations.stored_weights import (
+    SHARD_BYTES,
+    StoredWeights,
+    no_model,
+    read_architecture,
+)
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
-from panther_compile.shelf import Shelf
+from panther_compile.shelf import Shelf, freed_given_back
 from panther_compile.sketching import learn_and_make, prepare, put_in_place
-
-SHARD_BYTES = 500_000_000  # of the files that are written
 
 
 def sketch_mapped(
@@ -51,7 +54,7 @@ def sketch_mapped(
     Raises:
         ModelSourceError: the folder holds no model of transformers in safetensors.
     """
-    with Shelf(scratch) as shelf:
+    with freed_given_back(), Shelf(scratch) as shelf:
         model = _mapped_model(source, shelf)
         prepared = prepare(model, config, recipe=plan)
         learnt, made = learn_and_make(prepared, config, data, resume, None, shelf)

@@ -17,6 +17,7 @@ from panther_compile.names import owner_of
 from panther_compile.shelf import Shelf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 500_000_000  # of a file that is written, which is held in memory until it is full
 
 
 def read_architecture(folder: Path) -> tuple[Any, Any]:

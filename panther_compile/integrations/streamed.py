@@ -30,6 +30,7 @@ from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig, base_name
 from panther_compile.integrations.stored_weights import (
     INDEX,
+    SHARD_BYTES,
     WEIGHTS,
     StoredWeights,
     no_model,
@@ -47,11 +48,11 @@ from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
 from panther_compile.reporting.progress import ProgressBar
+from panther_compile.shelf import freed_given_back
 from panther_compile.sketching import read_config
 from panther_compile.storage import checked_path, flush, scratch_folder
 from panther_compile.typed_json import read_record
 
-SHARD_BYTES = 1_000_000_000  # held in memory while a shard is written
 _ELSEWHERE = "its weights are stored under other names in the files"
 
 
@@ -111,7 +112,7 @@ def sketchify_checkpoint(
             made.rename(place)
         flush(place.parent)
         return chosen
-    with undisturbed(), scratch_folder(place.parent) as scratch:
+    with undisturbed(), freed_given_back(), scratch_folder(place.parent) as scratch:
         model = _skeleton(given)
         weights = StoredWeights(given, model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")
