@@ -8,6 +8,8 @@ tensor             a stage in this rank's shards, with collectives of shard_func
 stage_module       one stage, fit for a pipeline: contiguous gradients, train and eval
 units              blocks of a module tree, or parts of a stage's graph
 activation_checkpointing   which activations of a unit are kept
+kept_results       given back where a unit is computed again
+kept_within_budget         chosen from what a unit's first call does
 replicas           DDP, fully_shard; sums of gradients over replicas and over stages that share
 whole_model        no pipeline: the user's own module tree, or its graph in shards
 pipeline           GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining

@@ -2,97 +2,45 @@
 
 full         of a unit its inputs are kept, and nothing else
 selective    and results that are narrower than what they are computed from, by the rule of
-`partition.graph.narrowing`, which the plan counts with too
+             `partition.graph.narrowing`, which the plan counts with too
+0.6          a budget: and results that take long to compute again (`kept_within_budget`), at most that share
+             of the bytes that it would keep without checkpointing
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from panther_compile.partition.graph.narrowing import is_narrowing, storages, written_storages
+from panther_compile.factorization import cost
+from panther_compile.parallel.kept_results import contexts_keeping
+from panther_compile.parallel.kept_within_budget import KeptWithinBudget
+from panther_compile.partition.graph.hardware import CPU
+from panther_compile.partition.graph.narrowing import is_narrowing
 
 
-def checkpoint_unit(unit: nn.Module, mode: str) -> None:
+def checkpoint_unit(unit: nn.Module, mode: str | float, device: cost.Device = CPU.device) -> None:
     """Let a module keep its inputs, and compute the rest again in the backward; in place.
 
     Args:
         unit: that writes nothing it is given.
-        mode: "full" or "selective".
+        mode: "full", "selective" or a budget.
+        device: that seconds are estimated for where there is a budget, as of `Hardware`.
     """
     if mode == "full":
         checkpoint(unit)
-    else:
+    elif mode == "selective":
         checkpoint(unit, context_fn=selective_contexts)
+    else:
+        checkpoint(unit, context_fn=KeptWithinBudget(unit, float(mode), device).contexts)
 
 
-def selective_contexts() -> Any:
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one forward of a unit and of its recomputation, for `torch.utils.checkpoint`."""
-    policy = _Policy(is_narrowing)
-    forward, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
-    return forward, _Recomputation(policy, again)
+    return contexts_keeping(_narrows)
 
 
-class _Policy:
-    """What to keep of one forward: what is chosen, and what is written into it in place.
-
-    A kept result is given back as it is in the end: with what was written into it, which is not run again.
-    That is wrong for an operation that read it before and is run again, and where what was written is random:
-    the unit is then computed again as a whole.
-
-    Args:
-        chooses: whether to keep the result of an operation, of its arguments.
-    """
-
-    def __init__(self, chooses: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool]) -> None:
-        self.holds = True
-        self.asked_again = 0
-        self._chooses = chooses
-        self._kept = set[int]()
-        self._read = set[int]()
-        self._decided: list[bool] = []
-
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if ctx.is_recompute:  # torch before 2.13 asks again
-            keeps = self._decided[self.asked_again]
-            self.asked_again += 1
-        else:
-            keeps = self._decide(op, args, kwargs, ctx.op_output)
-            self._decided.append(keeps)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-        if not self.holds:
-            return False
-        written = written_storages(op, args, kwargs)
-        if written & self._kept:
-            again = written & self._read or not written <= self._kept or not op._schema.returns
-            if again or torch.Tag.nondeterministic_seeded in op.tags:
-                self.holds = False
-            return self.holds
-        given, made = storages((args, kwargs)), storages(result)
-        keeps = self._chooses(op, args, kwargs)
-        if keeps:
-            self._kept |= made
-        elif written or not made <= given:  # a view reads nothing
-            self._read |= given & self._kept
-        return keeps
-
-
-class _Recomputation:
-    """The context of a recomputation, in which kept results are given back where the policy holds."""
-
-    def __init__(self, policy: _Policy, again: AbstractContextManager[Any]) -> None:
-        self._policy, self._again = policy, again
-
-    def __enter__(self) -> None:
-        self._policy.asked_again = 0
-        self._entered = self._again if self._policy.holds else nullcontext()
-        self._entered.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.__exit__(*error)
+def _narrows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    return is_narrowing(op, args, kwargs)

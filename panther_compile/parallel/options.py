@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from panther_compile.errors import ConfigError, ProcessGroupError, ScheduleError
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
+from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.recomputed import recomputed_region
 
 _DATA_PARALLEL = (None, "ddp", "fsdp")
@@ -29,7 +30,7 @@ class Options:
         mp_policy: for "fsdp".
         offload_policy: for "fsdp".
         find_unused_parameters: for "ddp".
-        activation_checkpointing: of `ACTIVATION_CHECKPOINTING`.
+        activation_checkpointing: of `ACTIVATION_CHECKPOINTING`, or a budget.
         broadcast: from rank 0.
     """
 
@@ -41,7 +42,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy | None
     find_unused_parameters: bool | None
-    activation_checkpointing: str
+    activation_checkpointing: str | float
     broadcast: bool
 
     def as_record(self) -> dict[str, Any]:
@@ -105,9 +106,7 @@ class Options:
 
     def _check_checkpointing(self, part: Partition, mixing: str | None) -> None:
         asked = self.activation_checkpointing
-        if asked not in ACTIVATION_CHECKPOINTING:
-            known = ", ".join(map(repr, ACTIVATION_CHECKPOINTING))
-            raise ConfigError(f"activation_checkpointing={asked!r} is none of {known}")
+        check_mode("activation_checkpointing", asked, ACTIVATION_CHECKPOINTING)
         if asked != "none" and mixing is not None:
             raise ConfigError(
                 f"activation_checkpointing={asked!r} runs the forward twice, and {mixing} would count each "

@@ -46,7 +46,7 @@ def parallelize_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     find_unused_parameters: bool | None = None,
-    activation_checkpointing: str | None = None,
+    activation_checkpointing: str | float | None = None,
     broadcast: bool = True,
 ) -> ParallelEngine:
     """Give this rank its part of a model, replicated or sharded, as one module to train.
@@ -86,8 +86,10 @@ def parallelize_model(
             gradient in some step. If None, where the graph does not read some.
         activation_checkpointing: "none"; "full": of each unit its inputs are kept for the backward, and the
             rest is computed again; "selective": results narrower than what they are computed from are kept
-            too, as the r numbers between a sketched layer's factors. As the plan has it if None. The user's
-            own `torch.utils.checkpoint` calls are respected in any case.
+            too, as the r numbers between a sketched layer's factors; a budget, as 0.6: results that take
+            long to compute again are kept too, at most that share of the bytes that a unit would keep without
+            checkpointing. As the plan has it if None. The user's own `torch.utils.checkpoint` calls are
+            respected in any case.
         broadcast: start with the parameters and buffers of rank 0; False if they are known to be equal.
 
     Raises:
@@ -210,7 +212,7 @@ def _prepare_tree(model: nn.Module, part: Partition, options: Options, devices: 
     if mode != "none":
         for unit in units:
             if unit.is_whole and unit.is_repeatable:
-                checkpoint_unit(model.get_submodule(unit.name), mode)
+                checkpoint_unit(model.get_submodule(unit.name), mode, part.hardware.device)
     if sharded:
         _shard_units(model, [model.get_submodule(unit.name) for unit in units], part, options, devices)
 
@@ -220,7 +222,8 @@ def _prepare_stage(stage: StageModule, part: Partition, options: Options, device
     mode = options.activation_checkpointing
     for name, unit in stage.units():
         if name in stage.recomputed or mode != "none":
-            checkpoint_unit(unit, "full" if name in stage.recomputed else mode)
+            own = "full" if name in stage.recomputed else mode
+            checkpoint_unit(unit, own, part.hardware.device)
     if options.data_parallel == "fsdp" and part.mesh.dp > 1:
         held = [unit for _, unit in stage.units() if next(unit.parameters(), None) is not None]
         _shard_units(stage, held, part, options, devices)

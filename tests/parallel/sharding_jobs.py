@@ -143,6 +143,11 @@ def recompute_of_the_plan(rank):
         parallelize_model(model, plan, schedule="zero_bubble", activation_checkpointing="full")
     with pytest.raises(ConfigError, match="activation_checkpointing='some' is none of 'none', 'selective'"):
         parallelize_model(model, plan, activation_checkpointing="some")
+    for given in (1.5, True, float("nan")):
+        with pytest.raises(
+            ConfigError, match=rf"activation_checkpointing={given} is none of .* and no budget"
+        ):
+            parallelize_model(model, plan, activation_checkpointing=given)
 
 
 def users_own(rank, *, mesh, **options):

@@ -3,6 +3,7 @@
 capture     model ──► FX graph under the user's names
 observe     what each node does: products, bytes, what it keeps and writes
 narrowing   what selective activation checkpointing keeps
+budget      what it keeps within a share of the bytes  (no torch)
 measure     seconds of each node on this device
 flow        the graph that is cut: seconds on vertices, bytes on edges  (no torch)
 flow_graph  an observed graph ──► flow.FlowGraph

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 aten: Any = torch.ops.aten
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _ATTENTION = ("aten::_scaled_dot_product_", "aten::scaled_dot_product_")
 
 
@@ -36,7 +37,19 @@ def is_narrowing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None 
         return bool(args[2].shape[-1] < args[1].shape[-1])
     if op is aten.convolution.default:
         return bool(args[1].shape[0] < args[1].shape[1:].numel())
-    return op._schema.name.startswith(_ATTENTION) and not named(op, args, kwargs or {}).get("dropout_p")
+    return is_attention(op) and is_same_again(op, args, kwargs or {})
+
+
+def is_attention(op: Any) -> bool:
+    """Whether an operation is fused attention."""
+    return bool(op._schema.name.startswith(_ATTENTION))
+
+
+def is_same_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws no random numbers and asks no other device."""
+    if is_attention(op):
+        return not named(op, args, kwargs).get("dropout_p")
+    return torch.Tag.nondeterministic_seeded not in op.tags and op.namespace not in _COLLECTIVES
 
 
 def written_storages(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
