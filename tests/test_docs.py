@@ -144,8 +144,8 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
-# tests/integrations runs it with all its steps.
-SLOW_EXAMPLES = ("compress_smollm2.py",)
+# tests/integrations runs the first with all its steps.
+SLOW_EXAMPLES = ("compress_smollm2.py", "train_3d.py")
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def draw(count, seed):
     return ended
 
 
-def test_a_hundred_random_models():
-    ended = draw(100, seed=0)
-    assert ended["sketched"] > 50, ended
+def test_random_models():
+    ended = draw(30, seed=0)
+    assert ended["sketched"] > 15, ended
 
 
 @pytest.mark.slow
