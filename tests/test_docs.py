@@ -145,7 +145,7 @@ def test_there_are_examples():
 
 
 # tests/integrations runs the first with all its steps.
-SLOW_EXAMPLES = ("compress_smollm2.py", "train_3d.py")
+SLOW_EXAMPLES = ("compress_smollm2.py", "digits_cnn.py", "train_3d.py")
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,12 @@ def test_weights_whose_pairs_fit_keep_eight_bits():
 def test_a_pair_moves_to_the_closest_one_that_fits():
     weight = np.array([[127.0], [80.0], [5.0], [-127.0]], np.float32)
     rounded, found = pair_rounded(weight, np.ones(1, np.float32))
-    candidates = []
-    for scale in np.linspace(1, 2, 11, dtype=np.float32):
-        grid = np.arange(-127, 128)
-        pairs = [(p, q) for p in grid for q in grid if p * q <= 0 or abs(p + q) <= LARGEST_SUM]
-        candidates.append(
-            sum(
-                min((p * scale - a) ** 2 + (q * scale - b) ** 2 for p, q in pairs)
-                for a, b in (weight[:2, 0], weight[2:, 0])
-            )
-        )
+    p, q = np.meshgrid(np.arange(-127, 128), np.arange(-127, 128))
+    fit = (p * q <= 0) | (abs(p + q) <= LARGEST_SUM)
+    candidates = [
+        sum(((p * s - a) ** 2 + (q * s - b) ** 2)[fit].min() for a, b in (weight[:2, 0], weight[2:, 0]))
+        for s in np.linspace(1, 2, 11, dtype=np.float32)
+    ]
     assert error(rounded, found, weight)[0] == pytest.approx(min(candidates), rel=1e-5)
 
 

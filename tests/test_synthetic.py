@@ -276,9 +276,10 @@ def test_layers_are_not_fitted_to_images_that_batch_norms_do_not_know(strength, 
     monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3))
+    images = natural_images(16, 3, 32, torch.Generator().manual_seed(1))
     with torch.no_grad():  # from images as they are made up, but for what no colours give
         for _ in range(100):
-            model(natural_images(16, 3, 32, torch.Generator().manual_seed(1)))
+            model(images)
         model[1].running_mean += strength * torch.randn(32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pc.SketchQualityWarning)

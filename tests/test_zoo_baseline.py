@@ -118,6 +118,7 @@ def test_train_mode_is_deterministic(name):
     assert_same(outputs(model, name), outputs(model, name))
 
 
+@pytest.mark.slow
 @every_model
 def test_a_step_of_training_lowers_the_loss(name):
     entry = ZOO[name]

@@ -18,7 +18,7 @@ OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 # Each is built like one that stays: bert, gpt2, llama, whisper, resnet, mobilenet_v2, vit, nn_transformer.
 ALIKE = (
     *("roberta", "distilbert", "mistral", "t5", "bart", "efficientnet", "clip", "swin", "segformer"),
-    *("wav2vec2", "encoder_classifier"),
+    *("wav2vec2", "encoder_classifier", "mobilenet_v2", "nn_transformer"),
 )
 
 

@@ -92,7 +92,8 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "convolutions", "half", pytest.param("encoder", marks=pytest.mark.slow)]
+    "name",
+    ["mlp", "convolutions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("half", "encoder"))],
 )
 def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     monkeypatch.setattr(unseen, "has_few", lambda studied: False)  # no fit is made to be judged and left

@@ -40,7 +40,10 @@ def loss(weight, new, x, z, metric):
     return float((lost @ metric * lost).sum())
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(12, 20), (20, 12), (16, 16)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(12, 20), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((20, 12), (16, 16)))],
+)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_no_other_matrix_of_the_rank_is_better(outputs, inputs, weighted):
     weight, x, z, metric = problem(outputs, inputs)

@@ -108,7 +108,9 @@ def assert_same_sketch(folder, wanted):
     assert (found.closeness, found.rows) == (wanted.closeness, wanted.rows)
 
 
-@pytest.mark.parametrize("name", ["llama tied", "gpt2", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))]
+)
 def test_with_data_the_same_as_in_memory(name, folder, tmp_path):
     source = folder(name, max_shard_size="100KB")
     (source / "tokenizer.json").write_text("{}")

@@ -106,7 +106,9 @@ def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
             {"name": "gpt2", "mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"}, marks=pytest.mark.slow
         ),
         pytest.param({"name": "gpt2", "mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.slow),
-        {"name": "gpt2", "mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
+        pytest.param(
+            {"name": "gpt2", "mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_states(four, options):
@@ -120,7 +122,7 @@ def test_states(four, options):
         {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp", "part": {"schedule": "interleaved"}},
         {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
         {"mesh": {"pp": 2, "tp": 2}},
-        {"mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"},
+        pytest.param({"mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"}, marks=pytest.mark.slow),
     ],
 )
 def test_clipping_and_accumulation(four, options):

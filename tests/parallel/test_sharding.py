@@ -57,7 +57,9 @@ def test_what_runs_twice_is_no_unit_and_what_writes_its_input_is_not_repeated():
     assert "twice" not in {unit.name for unit in find_module_units(model, part.captured.graph_module)}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet", "unet", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "resnet", "unet", *(pytest.param(name, marks=SLOW) for name in ("bert", "t5"))]
+)
 def test_a_divided_graph_is_exact_and_even(name):
     model, inputs = zoo.ZOO[name].build().train(), zoo.ZOO[name].inputs()
     part = partition_model(model, inputs, mesh={"dp": 2}, hardware="cpu")
