@@ -25,7 +25,7 @@ from panther_compile.errors import (
 )
 from panther_compile.healing.healer import heal, keep_report
 from panther_compile.healing.report import HealReport, heal_report
-from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site
+from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
@@ -50,7 +50,7 @@ from panther_compile.records import (
     SketchRecord,
     keep_record,
 )
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import with_progress
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.shelf import Shelf
 
@@ -402,7 +402,10 @@ def _sketch(
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
-    for site, owner in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
+    hidden = hides_progress(config)
+    for site, owner in with_progress(
+        found.sites, lambda one: work_on(*one, config), desc="sketch", hidden=hidden
+    ):
         made = sketch_site(site, owner, choices, config, ready, put)
         if made is not None:
             layer, record = made

@@ -37,7 +37,7 @@ from panther_compile.integrations.stored_weights import (
     read_architecture,
 )
 from panther_compile.kinds.base import Kind
-from panther_compile.kinds.parts import sketch_site
+from panther_compile.kinds.parts import sketch_site, work_on
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
@@ -47,7 +47,7 @@ from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import with_progress
 from panther_compile.shelf import freed_given_back
 from panther_compile.sketching import read_config
 from panther_compile.storage import checked_path, flush, scratch_folder
@@ -294,7 +294,11 @@ def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work)
     """Sketch every layer of the plan that is not done yet."""
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     done = _Done([], {}, {}, [], set())
-    for site, kind in ProgressBar(found.sites, desc="sketch", disable=hides_progress(config), leave=False):
+
+    def left(item: tuple[Site, Kind]) -> float:
+        return 0.0 if work.file(item[0].name).exists() else work_on(*item, config)
+
+    for site, kind in with_progress(found.sites, left, desc="sketch", hidden=hides_progress(config)):
         record = work.record(site.name)
         if record is None:
             made = sketch_site(site, kind, choices, config)

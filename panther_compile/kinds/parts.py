@@ -1,5 +1,6 @@
 """The weights of a site, whatever its kind: their units, their sketches, and the site put together."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.errors import WeightError
+from panther_compile.factorization.factorize import decomposition_work
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.base import SketchedLayer, take_over
@@ -38,6 +40,12 @@ def units_of(parts: Mapping[str, nn.Module], config: SketchConfig, *, energies: 
     """The weights of some parts, by name, and the ways to store them; `energies` asks for their spectra."""
     named = parts.items()
     return tuple(kind_of(part).unit(name, part, config, energies=energies) for name, part in named)
+
+
+def work_on(site: Site, kind: Kind, config: SketchConfig) -> float:
+    """What decompositions of all weights of a site take, in proportion; see `decomposition_work`."""
+    units = units_of(parts_of(site, kind), config, energies=False)
+    return sum(decomposition_work(unit.shape[0], math.prod(unit.shape[1:])) for unit in units)
 
 
 def sketch_site(

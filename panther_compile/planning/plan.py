@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
-from panther_compile.kinds.parts import parts_of, units_of
+from panther_compile.kinds.parts import parts_of, units_of, work_on
 from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import with_progress
 
 # A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
 FLOOR, CEILING = 0.3, 0.95
@@ -121,7 +121,10 @@ def make_plan(
     budgets = config.ratios()
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
-    for site, owner in ProgressBar(found.sites, desc="plan", disable=hides_progress(config), leave=False):
+    hidden = hides_progress(config)
+    for site, owner in with_progress(
+        found.sites, lambda one: work_on(*one, config), desc="plan", hidden=hidden
+    ):
         place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
         parts = parts_of(site, owner)
         energies = budgets[place][1] < 1.0 and not set(parts) <= set(values)

@@ -1,8 +1,13 @@
 """Progress bars that leave nothing behind."""
 
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
+_BY_WORK = "{desc}: {percentage:3.0f}%|{bar}| {postfix[0]}/{postfix[1]} [{elapsed}<{remaining}]"
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]
@@ -13,3 +18,20 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
     _lock = threading.RLock()
+
+
+def with_progress(items: Sequence[T], work: Callable[[T], float], *, desc: str, hidden: bool) -> Iterator[T]:
+    """Items behind a bar, whose time left goes by the work that each is, not by their number."""
+    if hidden:
+        yield from items
+        return
+    todo = [work(item) for item in items]
+    count = [0, len(items)]
+    # The mean of all that was done: the pace of the last item is that of its shape.
+    with ProgressBar(
+        total=sum(todo), desc=desc, leave=False, bar_format=_BY_WORK, postfix=count, smoothing=0
+    ) as bar:
+        for item, done in zip(items, todo, strict=True):
+            yield item
+            count[0] += 1
+            bar.update(done)

@@ -1,0 +1,49 @@
+"""Bars whose time left goes by work."""
+
+import pytest
+from torch import nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.kinds.parts import work_on
+from panther_compile.kinds.registry import kind_of
+from panther_compile.records import Site
+from panther_compile.reporting import progress
+from panther_compile.reporting.progress import ProgressBar, with_progress
+
+WORK = {"small": 1.0, "large": 8.0, "none": 0.0}
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_items_come_in_order(hidden):
+    assert list(with_progress(list(WORK), WORK.__getitem__, desc="work", hidden=hidden)) == list(WORK)
+    assert list(with_progress([], WORK.__getitem__, desc="work", hidden=hidden)) == []
+
+
+def test_the_bar_goes_by_work(monkeypatch):
+    bars = []
+
+    class Kept(ProgressBar):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            bars.append(self)
+
+    monkeypatch.setattr(progress, "ProgressBar", Kept)
+    seen = []
+    for _ in with_progress(["small", "large", "none", "small"], WORK.__getitem__, desc="work", hidden=False):
+        seen.append(bars[0].n / bars[0].total)
+    assert seen == [0, 0.1, 0.9, 0.9]
+    assert "4/4" in str(bars[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "wanted"),
+    [
+        (nn.Linear(30, 20), 20 * 20 * 50),
+        (nn.Linear(20, 30), 20 * 20 * 50),
+        (nn.Conv2d(8, 10, 3), 10 * 10 * 82),
+        (nn.MultiheadAttention(16, 2), 4 * 16 * 16 * 32),
+    ],
+)
+def test_work_of_a_layer(layer, wanted):
+    site = Site("layer", layer, "")
+    assert work_on(site, kind_of(layer), SketchConfig(ratio=0.5)) == pytest.approx(wanted, rel=1e-9)
