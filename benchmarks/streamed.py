@@ -5,12 +5,14 @@
 
 Each count of blocks is a process of its own, with one thread. Memory is what the process gains between the
 call and its peak, as Linux counts it (VmHWM): its own pages, and beside them those of mapped files, which the
-system would take back if others needed them. A line of JSON each.
+system would take back if others needed them. A line of JSON each, then one for each whole model, estimated:
+time from that of a block, by the work on its matrices; memory from the largest of them.
 """
 
 import argparse
 import ctypes
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import panther_compile as pc
+from panther_compile.factorization.factorize import decomposition_work
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,16 @@ class Shape:
     vocabulary: int = 128256
     tied: bool = False
 
+    def matrices(self) -> list[tuple[int, int]]:
+        """The shapes (O, I) of the matrices of a block."""
+        cached = self.hidden // self.heads * self.kv_heads
+        attention = [(self.hidden, self.hidden)] * 2 + [(cached, self.hidden)] * 2
+        return [*attention, *[(self.between, self.hidden)] * 2, (self.hidden, self.between)]
+
 
 SHAPES = {
     "tiny": Shape(512, 1536, 8, 2, 4, 8192, tied=True),
+    "half": Shape(1024, 4096, 16, 4, 16, tied=True),
     "1b": Shape(2048, 8192, 32, 8, 16, tied=True),
     "3b": Shape(3072, 8192, 24, 8, 28, tied=True),
     "8b": Shape(4096, 14336, 32, 8, 32),
@@ -161,6 +172,43 @@ def measure(folder: Path, options: argparse.Namespace, blocks: int) -> None:
     print(json.dumps(row), flush=True)
 
 
+def work_and_memory(shape: Shape, *, with_data: bool) -> tuple[float, float]:
+    """What a block takes and what its largest matrix holds, but for common factors.
+
+    Without data the spectrum of each matrix (O, I) is taken and its factors; with data also those of the
+    covariances of its inputs (I, I) and of the gradients of its outputs (O, O).
+    """
+    matrices = shape.matrices()
+    work = sum(decomposition_work(*one) for one in matrices)
+    if with_data:
+        work += sum(float(size) ** 3 for one in matrices for size in one)
+        return work, float(max(map(max, matrices))) ** 2
+    return work, float(max(map(math.prod, matrices)))
+
+
+def estimate(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What a whole model would take, from what few blocks of another did.
+
+    Args:
+        rows: of one shape, by rising counts of blocks.
+        name: of the whole model's shape.
+    """
+    first, last = rows[0], rows[-1]
+    seconds = (last["CPU seconds"] - first["CPU seconds"]) / (last["blocks"] - first["blocks"])
+    with_data = last["tokens"] > 0
+    work, memory = work_and_memory(SHAPES[last["shape"]], with_data=with_data)
+    wanted, needed = work_and_memory(SHAPES[name], with_data=with_data)
+    embeddings = SHAPES[name].vocabulary * SHAPES[name].hidden * 2 / 1e9  # mapped, while they are written
+    return {
+        "whole model": name,
+        "blocks": SHAPES[name].blocks,
+        "tokens": last["tokens"],
+        "seconds a block": round(seconds * wanted / work),
+        "hours": round(SHAPES[name].blocks * seconds * wanted / work / 3600, 1),
+        "peak GB": round(max(last["own GB"] * needed / memory, embeddings), 1),
+    }
+
+
 def main() -> None:
     """Measure each count of blocks in a process of its own."""
     parser = argparse.ArgumentParser(
@@ -182,12 +230,19 @@ def main() -> None:
         return
     place = sys.argv.index("--blocks")
     rest = sys.argv[:place] + sys.argv[place + 1 + len(options.blocks) :]
-    for blocks in options.blocks:
-        subprocess.run(
+    rows = []
+    for blocks in sorted(options.blocks):
+        run = subprocess.run(
             [sys.executable, *rest, "--blocks", str(blocks)],
             check=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        print(run.stdout, end="", flush=True)
+        rows.append(json.loads(run.stdout.splitlines()[-1]))
+    for name in ("1b", "3b", "8b", "70b"):
+        print(json.dumps(estimate(rows, name)))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def _one_by_one(coupling: Coupling, rows: Tensor, covariance: Tensor) -> Tensor:
         order.append(places[out])
         given = torch.linalg.solve(inverse[out][:, out], inverse[out][:, rest])
         best = best[:, rest] - best[:, out] @ given
-        inverse = inverse[rest][:, rest] - inverse[rest][:, out] @ given
+        across, inverse = inverse[rest[:, None], out], inverse[rest[:, None], rest]  # without a third copy
+        inverse -= across @ given
         places = places[rest]
     return torch.cat(order).flip(0)
 
@@ -132,12 +133,14 @@ def reader_losses(
         covariance: S, float64 `(N, N)`.
         basis: see `Between`.
     """
-    extended = extend(coupling, basis, coupling.width)
     inner = keep(coupling, basis, coupling.width, keep(coupling, basis, coupling.width, covariance).T)
     if coupling.padded:  # the first features of all heads stand first
         order = torch.arange(len(inner), device=inner.device).view(-1, coupling.width).T.flatten()
-        extended, inner = extended[:, order], inner[order][:, order]
-    terms = rows @ extended @ lower_root(inner)
+        inner = inner[order][:, order]
+        rows = rows @ extend(coupling, basis, coupling.width)[:, order]
+    else:
+        rows = keep(coupling, basis, coupling.width, rows)
+    terms = rows @ lower_root(inner)
     kept = features_kept(coupling)
     total = terms.square().sum()
     narrowed = torch.stack([total - terms[:, : one * coupling.heads].square().sum() for one in kept])
