@@ -3,8 +3,8 @@
     pip install pulp  # for torch's integer program
     python benchmarks/checkpointing.py [--models gpt2 llama sketched] [--turns 7] [--output docs/benchmarks]
 
-Every block of a model is a unit. "full" and "selective" are those of `activation_checkpointing=`; "program"
-is `get_optimal_checkpointing_policy_per_module` of torch.distributed._tools.sac_ilp at budgets
+Every block of a model is a unit. "full", "selective" and budgets are those of `activation_checkpointing=`;
+"program" is `get_optimal_checkpointing_policy_per_module` of torch.distributed._tools.sac_ilp at budgets
 of the bytes that a block's operations give. Its SACEstimator takes its costs from a GPU: on a CPU the cost
 model raises "Roofline estimation needs to access CUDA capabilities", the benchmark "Tried to instantiate
 dummy base class Event". So the program is given what each operation takes here. Memory is the peak of
@@ -34,12 +34,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from panther_compile import sketchify
 from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 
 ROWS, LENGTH, LAYERS = 2, 128, 3
-BUDGETS = (0.2, 0.4, 0.6)
+BUDGETS = (0.3, 0.5, 0.7)
 RUNS = 3  # of each operation, of which the fastest counts
 
 
@@ -148,16 +149,18 @@ def contexts(decisions: Sequence[int]) -> Any:
 def ways(model: nn.Module, find: Callable[[nn.Module], Any], ids: Tensor) -> dict[str, nn.Module]:
     """A copy of the model for each way."""
     found = {}
-    for name in ("all kept", "full", "selective", *BUDGETS):
-        made = copy.deepcopy(model)
+    modes: dict[str, str | float] = {"full": "full", "selective": "selective"}
+    modes |= {f"budget, {budget:.0%}": budget for budget in BUDGETS}
+    programs = {f"program, {budget:.0%}": budget for budget in BUDGETS}
+    for name in ("all kept", *modes, *programs):
+        found[name] = made = copy.deepcopy(model)
         blocks = list(find(made))
-        decided = choose(made, blocks, ids, name) if isinstance(name, float) else []
+        decided = choose(made, blocks, ids, programs[name]) if name in programs else []
         for block in blocks:
-            if name in ("full", "selective"):
-                checkpoint_unit(block, str(name))
-            elif name != "all kept":
+            if name in modes:
+                checkpoint_unit(block, modes[name])
+            elif name in programs:
                 checkpoint(block, context_fn=partial(contexts, decided))
-        found[f"program, {name:.0%}" if isinstance(name, float) else name] = made
     return found
 
 
@@ -180,6 +183,13 @@ def peak(model: nn.Module, ids: Tensor) -> int:
     return most
 
 
+def operations(model: nn.Module, ids: Tensor) -> int:
+    """Floating-point operations of products in a forward and a backward."""
+    with FlopCounterMode(display=False) as counted:
+        step(model, ids)
+    return counted.get_total_flops()
+
+
 def compare(name: str, turns: int) -> list[str]:
     """The lines of a model."""
     title, make, find = MODELS[name]
@@ -197,9 +207,10 @@ def compare(name: str, turns: int) -> list[str]:
             taken[way].append(time.process_time() - started)
     seconds = {way: statistics.median(times) for way, times in taken.items()}
     held = {way: peak(made, ids) for way, made in models.items()}
+    products = {way: operations(made, ids) for way, made in models.items()}
     lines = []
     for way in models:
-        times = f"{seconds[way] / seconds['all kept']:.2f}"
+        times = f"{products[way] / products['all kept']:.2f} | {seconds[way] / seconds['all kept']:.2f}"
         memory = f"{held[way] / 1e6:.1f} | {held[way] / held['all kept']:.2f}"
         lines.append(f"| {title} | {way} | {memory} | {times} |")
         print(lines[-1], flush=True)
@@ -217,8 +228,8 @@ seconds those of the CPU, medians of {turns} turns side by side. "program" is to
 of each operation as measured here: torch's `SACEstimator` needs CUDA for them ("Roofline estimation needs to
 access CUDA capabilities", "Tried to instantiate dummy base class Event").
 
-| model | kept | MB | of all | time of all |
-|---|---|--:|--:|--:|
+| model | kept | MB | of all | products of all | time of all |
+|---|---|--:|--:|--:|--:|
 {table}
 
 `"selective"` has one setting and no budget: results narrower than what they are computed from, and attention.

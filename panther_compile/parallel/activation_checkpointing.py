@@ -7,7 +7,6 @@ selective    and results that are narrower than what they are computed from, by 
              of the bytes that it would keep without checkpointing
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from panther_compile.factorization import cost
-from panther_compile.parallel.kept_results import contexts_keeping
+from panther_compile.parallel.kept_results import KeptByKind, contexts_keeping
 from panther_compile.parallel.kept_within_budget import KeptWithinBudget
 from panther_compile.partition.graph.hardware import CPU
 from panther_compile.partition.graph.narrowing import is_narrowing
@@ -39,8 +38,4 @@ def checkpoint_unit(unit: nn.Module, mode: str | float, device: cost.Device = CP
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one forward of a unit and of its recomputation, for `torch.utils.checkpoint`."""
-    return contexts_keeping(_narrows)
-
-
-def _narrows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    return is_narrowing(op, args, kwargs)
+    return contexts_keeping(KeptByKind(is_narrowing))

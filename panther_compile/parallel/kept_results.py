@@ -1,5 +1,6 @@
 """Results of a unit that are kept from its forward, and given back where it is computed again."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,47 +10,60 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from panther_compile.partition.graph.narrowing import storages, written_storages
 
-# Whether to keep the result of an operation: of it, its arguments and its result, once for each in a forward.
-Chooses = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], bool]
 
-
-def contexts_keeping(chooses: Chooses) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def contexts_keeping(policy: "Policy") -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one forward of a unit and of its recomputation, for `torch.utils.checkpoint`."""
-    policy = _Policy(chooses)
     forward, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     return forward, _Recomputation(policy, again)
 
 
-class _Policy:
-    """What to keep of one forward: what is chosen, and what is written into it in place.
+class Policy(ABC):
+    """What to keep of one forward.
+
+    Attributes:
+        holds: whether kept results are given back; otherwise the unit is computed again as a whole.
+        asked_again: operations of the recomputation so far.
+    """
+
+    def __init__(self) -> None:
+        self.holds = True
+        self.asked_again = 0
+        self._decided: list[bool] = []
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Whether to keep the result, as torch asks it."""
+        if ctx.is_recompute:  # torch before 2.13 asks again
+            keeps = self._decided[self.asked_again]
+            self.asked_again += 1
+        else:
+            keeps = self.decide(op, args, kwargs, ctx.op_output)
+            self._decided.append(keeps)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @abstractmethod
+    def decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Whether to keep the result of an operation of the forward; each is asked for once, in order."""
+
+
+class KeptByKind(Policy):
+    """Keeps what is chosen by its kind, and what is written into it in place.
 
     A kept result is given back as it is in the end: with what was written into it, which is not run again.
     That is wrong for an operation that read it before and is run again, and where what was written is random:
     the unit is then computed again as a whole.
 
     Args:
-        chooses: whether to keep the result of an operation.
+        chooses: whether to keep the result of an operation, of its arguments.
     """
 
-    def __init__(self, chooses: Chooses) -> None:
-        self.holds = True
-        self.asked_again = 0
+    def __init__(self, chooses: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool]) -> None:
+        super().__init__()
         self._chooses = chooses
         self._kept = set[int]()
         self._read = set[int]()
-        self._decided: list[bool] = []
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if ctx.is_recompute:  # torch before 2.13 asks again
-            keeps = self._decided[self.asked_again]
-            self.asked_again += 1
-        else:
-            keeps = self._decide(op, args, kwargs, ctx.op_output)
-            self._decided.append(keeps)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-        keeps = self._chooses(op, args, kwargs, result)
+    def decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Whether it is chosen, or writes into what is."""
         if not self.holds:
             return False
         written = written_storages(op, args, kwargs)
@@ -59,6 +73,7 @@ class _Policy:
                 self.holds = False
             return self.holds
         given, made = storages((args, kwargs)), storages(result)
+        keeps = self._chooses(op, args, kwargs)
         if keeps:
             self._kept |= made
         elif written or not made <= given:  # a view reads nothing
@@ -69,7 +84,7 @@ class _Policy:
 class _Recomputation:
     """The context of a recomputation, in which kept results are given back where the policy holds."""
 
-    def __init__(self, policy: _Policy, again: AbstractContextManager[Any]) -> None:
+    def __init__(self, policy: Policy, again: AbstractContextManager[Any]) -> None:
         self._policy, self._again = policy, again
 
     def __enter__(self) -> None:

@@ -5,11 +5,12 @@ of what they give, what the backward needs. `partition.graph.budget` chooses amo
 inputs of the same shapes keep those, by the number of the operation in the call.
 
 Never kept is a view, a random result, one that other devices take part in, and one that is written in place
-after it was read. What is written before counts with its result, which is kept as it is in the end.
+after it was read. What is written before is kept with it: a kept result is given back as it is in the end.
+A call that runs other operations than the first on inputs of the same shapes is computed again whole.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from panther_compile.factorization import cost
-from panther_compile.parallel.kept_results import contexts_keeping
+from panther_compile.parallel.kept_results import Policy, contexts_keeping
 from panther_compile.partition.graph.budget import choose_kept
 from panther_compile.partition.graph.narrowing import (
     is_attention,
@@ -40,7 +41,7 @@ class Choice:
 
     Attributes:
         operations: that ran in the call that was watched.
-        kept: numbers of those whose results are kept.
+        kept: numbers of those whose results are kept, and of those that write into them.
         limit: bytes to keep.
     """
 
@@ -106,29 +107,31 @@ class KeptWithinBudget:
             )
 
 
-class _Followed:
-    """Keeps what was chosen, while the operations are those that were watched and there is room."""
+class _Followed(Policy):
+    """Keeps what was chosen, as long as the operations are those that were watched, and there is room."""
 
-    def __init__(self, choice: Choice, warn: Any) -> None:
+    def __init__(self, choice: Choice, warn: Callable[[str], None]) -> None:
+        super().__init__()
         self._choice, self._warn = choice, warn
-        self._number, self._room = 0, choice.limit
-        self._follows = True
+        self._number, self._room = -1, choice.limit
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-        number, known = self._number, self._choice.operations
+    def decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Whether it was chosen."""
         self._number += 1
-        if self._follows and (number >= len(known) or known[number] is not op):
-            self._follows = False
-            self._warn("it runs other operations than before on inputs of the same shapes")
-        if not self._follows or number not in self._choice.kept:
+        if not self.holds:
             return False
-        size = _made_bytes(result)
-        fits = size <= self._room
-        self._room -= size * fits
-        return fits
+        known = self._choice.operations
+        is_known = self._number < len(known) and known[self._number] is op
+        keeps = is_known and self._number in self._choice.kept
+        if keeps and not op._schema.is_mutable:
+            self._room -= _made_bytes(result)
+        if not is_known or self._room < 0:
+            self.holds = False
+            self._warn("it runs other operations than before on inputs of the same shapes")
+        return keeps and self.holds
 
 
-class _Watched:
+class _Watched(Policy):
     """Keeps nothing, and takes notes of what could be kept.
 
     Args:
@@ -137,16 +140,19 @@ class _Watched:
     """
 
     def __init__(self, held: set[int], device: cost.Device) -> None:
+        super().__init__()
         self._held, self._device = held, device
         self._operations: list[Any] = []
         self._seconds: list[float] = []
         self._sizes: dict[int, int] = {}  # of results that can be kept
+        self._writes: dict[int, list[int]] = {}  # operations that write into them
         self._makers: dict[int, int] = {}  # the operation that made each storage
         self._read = set[int]()  # operations whose results were read
         self._saved: dict[tuple[int, int], int] = {}  # bytes of each result that the backward needs
         self._last = 0  # operations before this one run again
 
-    def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    def decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Whether it is kept: it is not."""
         number = len(self._operations)
         self._operations.append(op)
         self._seconds.append(self._estimate(op, args, kwargs, result))
@@ -156,6 +162,7 @@ class _Watched:
             maker = self._makers[key]
             if is_same and written == {key} and maker not in self._read and op._schema.returns:
                 self._seconds[maker] += self._seconds[number]
+                self._writes.setdefault(maker, []).append(number)
             else:
                 self._sizes.pop(maker, None)
         if written or not made or not made <= given:  # a view reads nothing
@@ -180,7 +187,12 @@ class _Watched:
             [self._sizes[number] for number in numbers],
             limit,
         )
-        return Choice(tuple(self._operations), frozenset(numbers[one] for one in chosen), limit)
+        kept = (numbers[one] for one in chosen)
+        return Choice(
+            tuple(self._operations),
+            frozenset(number for one in kept for number in (one, *self._writes.get(one, ()))),
+            limit,
+        )
 
     def _estimate(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
         """Seconds of an operation."""

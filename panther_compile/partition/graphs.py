@@ -53,7 +53,7 @@ class Graphs:
     _known: KnownRules = field(default_factory=KnownRules)
     _per_device_flows: dict[tuple[Ring, Prices], tuple[FlowGraph, ...]] = field(default_factory=dict)
     _shared: dict[tuple[object, ...], tuple[tuple[FlowGraph, int, int], ...]] = field(default_factory=dict)
-    _recomputed: dict[tuple[Ring, Prices, str], tuple[tuple[FlowGraph, int], ...]] = field(
+    _recomputed: dict[tuple[Ring, Prices, str | float], tuple[tuple[FlowGraph, int], ...]] = field(
         default_factory=dict
     )
 
@@ -102,7 +102,7 @@ class Graphs:
         """Where units end in each flow graph."""
         return tuple(find_units(flow) for flow in self.flows.values())
 
-    def recomputed_flows(self, ring: Ring, prices: Prices, kind: str) -> tuple[_Recomputed, ...]:
+    def recomputed_flows(self, ring: Ring, prices: Prices, kind: str | float) -> tuple[_Recomputed, ...]:
         """The flow graphs of a device with activation checkpointing, and the bytes of the largest unit."""
         key = ring, prices, kind
         if key not in self._recomputed:
@@ -113,7 +113,7 @@ class Graphs:
         return self._recomputed[key]
 
     def shared_flows(
-        self, ring: Ring, prices: Prices, kind: str, sharding: StateSharding
+        self, ring: Ring, prices: Prices, kind: str | float, sharding: StateSharding
     ) -> tuple[tuple[FlowGraph, int, int], ...]:
         """The same with what one replica holds, and bytes of units computed again and of units gathered."""
         key = ring, prices, kind, replace(sharding, replicas=1)

@@ -26,13 +26,13 @@ class Strategy:
 
     Attributes:
         sharding: of states, over the replicas.
-        recompute: of `units.RECOMPUTE`.
+        recompute: of `units.RECOMPUTE`, or a budget.
         schedule: its name.
         stages_per_device: 1 unless interleaved.
     """
 
     sharding: StateSharding
-    recompute: str
+    recompute: str | float
     schedule: str
     stages_per_device: int
 
@@ -52,7 +52,7 @@ class PlanOptions:
         schedule: its name, or "auto".
         stages_per_device: for "interleaved"; None for 2, or for what is faster with "auto".
         training: whether there is a backward.
-        recompute: of `units.RECOMPUTE`, or "auto".
+        recompute: of `units.RECOMPUTE`, a budget, or "auto".
         data_parallel: of `replicas.DATA_PARALLEL`, or "auto".
         shard_size: replicas that share states; None for what is faster.
         master_weights: whether float32 copies of the parameters are among the states.
@@ -68,7 +68,7 @@ class PlanOptions:
     schedule: str = "1f1b"
     stages_per_device: int | None = None
     training: bool = True
-    recompute: str = "none"
+    recompute: str | float = "none"
     data_parallel: str = AUTO
     shard_size: int | None = None
     master_weights: bool = False

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
 from panther_compile.partition.assemble import count_samples
+from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
 from panther_compile.partition.graphs import read_graphs, with_paces
@@ -42,7 +43,7 @@ def partition_model(
     stages_per_device: int | None = None,
     training: bool = True,
     optimizer: str = "adam",
-    recompute: bool | str | None = None,
+    recompute: bool | str | float | None = None,
     data_parallel: str = AUTO,
     shard_size: int | None = None,
     master_weights: bool = False,
@@ -79,8 +80,10 @@ def partition_model(
         optimizer: "adam", "momentum" or "sgd", for its states.
         recompute: activation checkpointing: True or "full" keeps what units of the model read and computes
             the rest again in the backward, "selective" also keeps results that are narrower than what they
-            are computed from (`graph.narrowing`), False or "none" keeps all, "auto" takes what is fastest
-            where it fits. None is "none" with mesh= and "auto" with devices=.
+            are computed from (`graph.narrowing`), a budget, as 0.6, results that take long to compute again,
+            at most that share of the bytes that a unit would keep without checkpointing (`graph.budget`).
+            False or "none" keeps all, "auto" takes what is fastest where it fits. None is "none" with mesh=
+            and "auto" with devices=.
         data_parallel: what replicas share: "ddp" nothing, "zero1" optimizer states, "zero2" gradients too,
             "zero3" parameters too; "auto" what is fastest where it fits.
         shard_size: replicas that share one set of states; None for what is faster of all and those in a node.
@@ -114,9 +117,9 @@ def partition_model(
         ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
         ("tied", tied, TIED),
         ("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL),
-        ("recompute", recompute, (None, AUTO, *RECOMPUTE)),
         ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
     )
+    check_mode("recompute", recompute, (None, AUTO, *RECOMPUTE))
     if compiled and profile:
         raise ConfigError(
             "profile= takes the seconds of single operations, which compiled=True fuses: give one"

@@ -37,7 +37,7 @@ class Partition:
         mesh: devices.
         hardware: they are; the slowest of `places`, where there are such.
         schedule: "gpipe", "1f1b" or "interleaved".
-        recompute: activation checkpointing, "none", "selective" or "full".
+        recompute: activation checkpointing, "none", "selective", "full" or a budget.
         data_parallel: how the replicas share states.
         microbatches: of a step, through each replica.
         stages: along the model; device d of the pp axis holds stages d, pp + d, ...
@@ -53,7 +53,7 @@ class Partition:
     mesh: Mesh
     hardware: Hardware
     schedule: str
-    recompute: str
+    recompute: str | float
     data_parallel: StateSharding
     microbatches: int
     stages: tuple[Stage, ...]

@@ -1,12 +1,15 @@
 """What replicas share of a model's states, and what is computed again, in memory and time."""
 
+import json
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
 from panther_compile.errors import ConfigError, MeshError, StageMemoryError
 from panther_compile.partition import Hardware, Link, partition_model
-from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
 from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graphs import read_graphs
 from panther_compile.partition.options import PlanOptions
@@ -189,6 +192,41 @@ def test_selective_is_between_none_and_full():
     assert memory == sorted(memory, reverse=True)
     assert len(set(memory)) == 3
     assert seconds == sorted(seconds)
+
+
+def test_budgets_are_between_full_and_none():
+    memory, seconds = [], []
+    for kind in ("full", 0.3, 0.9, "none"):
+        options = {"mesh": {}, "hardware": cluster(), "microbatches": 2, "recompute": kind}
+        part = partition_model(FeedForward(), torch.randn(256, WIDTH), **options)
+        assert part.recompute == kind
+        assert json.loads(part.to_json())["recompute"] == kind
+        stored = part.stages[0].memory
+        memory.append(stored.activations)
+        seconds.append(part.step_seconds)
+    assert memory == sorted(memory)
+    assert len(set(memory)) == 4
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 4
+
+
+def test_what_is_kept_within_a_budget_is_worth_most():
+    saved = {"a": (5.0, 60), "b": (4.0, 30), "c": (3.0, 30), "d": (9.0, 90)}
+    work = {
+        name: Work(seconds, 1.0, size, results=(Result(seconds, size),))
+        for name, (seconds, size) in saved.items()
+    }
+    values = [Value(f"x{n}", tail, (head,), 1) for n, (tail, head) in enumerate(pairwise([SOURCE, *work]))]
+    again, unit = recompute_units(FlowGraph(work, tuple(values)), (3, 4), 0.5)
+    assert [one.saved_bytes for one in again.work.values()] == [0 + 1, 30, 0, 0 + 1]
+    assert [one.backward_seconds for one in again.work.values()] == [6.0, 1.0, 4.0, 10.0]
+    assert unit == 90
+
+
+@pytest.mark.parametrize("given", [0.0, 1.0, 1.5, -0.1, float("nan"), 3])
+def test_what_is_no_budget_is_refused(given):
+    with pytest.raises(ConfigError, match=f"recompute={given} is none of .* and no budget"):
+        cut(recompute=given)
 
 
 def test_what_is_computed_again_is_chosen_by_the_memory():

@@ -68,6 +68,19 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """What an operation gives, which activation checkpointing within a budget may keep.
+
+    Attributes:
+        seconds: that the operation takes.
+        bytes: of its result.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a vertex costs, for one microbatch.
 
@@ -78,6 +91,7 @@ class Work:
         selective_bytes: of results that selective checkpointing keeps.
         selective_seconds: of the forward that it runs again.
         loss_bytes: of what is saved, the part that the loss of the model keeps, which is not computed again.
+        results: of its operations, those that can be kept.
     """
 
     forward_seconds: float = 0.0
@@ -86,6 +100,7 @@ class Work:
     selective_bytes: int = 0
     selective_seconds: float = 0.0
     loss_bytes: int = 0
+    results: tuple[Result, ...] = ()
 
     @property
     def seconds(self) -> float:

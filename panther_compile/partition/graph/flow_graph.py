@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from panther_compile.factorization import cost
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
-from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Value, Work
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
 from panther_compile.partition.graph.hardware import Hardware, Rate
 from panther_compile.partition.graph.measure import Measured
 from panther_compile.partition.graph.observe import Observed, Operation
@@ -248,28 +248,32 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
         forward = taken
     if not costs.training:
         return Work(forward, backward)
+    again = [one for one in note.operations if one.kept is None]
+    scale = forward / (_seconds(note.operations, costs, devices) or 1.0)
     return Work(
         forward,
         backward,
         note.saved_bytes // devices,
         sum(one.kept or 0 for one in note.operations) // devices,
-        forward * _share_again(note.operations, costs, devices),
+        scale * _seconds(again, costs, devices) if len(again) < len(note.operations) else forward,
+        results=tuple(
+            Result(scale * _seconds([one], costs, devices), one.result_bytes // devices)
+            for one in note.operations
+            if one.result_bytes
+        ),
     )
 
 
-def _share_again(operations: Sequence[Operation], costs: Costs, devices: int) -> float:
-    """The share of a forward that selective checkpointing runs again."""
-    again = [one for one in operations if one.kept is None]
-    if len(again) == len(operations):
-        return 1.0
-
-    def seconds(of: Sequence[Operation]) -> float:
-        if costs.hardware.rates:
-            return _by_rates(of, "forward", costs.hardware.rates, devices)
-        products = (cost.Product(one.macs / devices, one.bytes / devices, 0.0) for one in of if one.bytes)
-        return cost.seconds(tuple(products), costs.hardware.device, itemsize=1)
-
-    return seconds(again) / (seconds(operations) or 1.0)
+def _seconds(operations: Sequence[Operation], costs: Costs, devices: int) -> float:
+    """What operations take forward, whatever their node does besides."""
+    if costs.hardware.rates:
+        return _by_rates(operations, "forward", costs.hardware.rates, devices)
+    products = (
+        cost.Product(one.macs / devices, (one.bytes - one.weight_bytes) / devices, one.weight_bytes / devices)
+        for one in operations
+        if one.bytes
+    )
+    return cost.seconds(tuple(products), costs.hardware.device, itemsize=1)
 
 
 def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate], devices: int) -> float:
@@ -320,6 +324,7 @@ def add_work(first: Work, second: Work) -> Work:
         first.selective_bytes + second.selective_bytes,
         first.selective_seconds + second.selective_seconds,
         first.loss_bytes + second.loss_bytes,
+        first.results + second.results,
     )
 
 

@@ -23,7 +23,13 @@ from panther_compile.errors import CaptureError
 from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
-from panther_compile.partition.graph.narrowing import is_narrowing, storage, storages, written_storages
+from panther_compile.partition.graph.narrowing import (
+    is_narrowing,
+    is_same_again,
+    storage,
+    storages,
+    written_storages,
+)
 
 _SHAPE_READS = {
     "shape",
@@ -60,12 +66,16 @@ class Operation:
         macs: multiply-adds.
         bytes: read and written; 0 of a view.
         kept: bytes of its result, where selective checkpointing keeps it; None where it runs again.
+        weight_bytes: of the bytes, those of parameters and buffers.
+        result_bytes: of its result, where checkpointing within a budget may keep it.
     """
 
     kind: str
     macs: float
     bytes: float
     kept: int | None = None
+    weight_bytes: float = 0.0
+    result_bytes: int = 0
 
 
 @dataclass
@@ -165,7 +175,8 @@ class _Observer(fx.Interpreter):
             macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
             kept = None if _drops_out(n) else sum(map(_bytes, made))
-            note.operations = [Operation("attention", macs, note.products[0].activations, kept)]
+            moved = note.products[0].activations
+            note.operations = [Operation("attention", macs, moved, kept, result_bytes=kept or 0)]
             held = (*used[:3], *made) if note.gradients else ()
             note.saved_bytes = sum(map(_bytes, held))
             note.saves = {storage(tensor): _bytes(tensor) for tensor in held}
@@ -239,7 +250,11 @@ class _Operations(TorchDispatchMode):
             activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
             note.products.append(Product(flops / 2, activations, weights))
             kept = self._keep(func, args, kwargs, outputs)
-            note.operations.append(Operation(_kind(func, args), flops / 2, activations + weights, kept))
+            is_kept = outputs and not func._schema.is_mutable and is_same_again(func, args, kwargs)
+            result_bytes = sum(map(_bytes, outputs)) if is_kept else 0
+            note.operations.append(
+                Operation(_kind(func, args), flops / 2, activations + weights, kept, weights, result_bytes)
+            )
         return result
 
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> int | None:

@@ -11,11 +11,12 @@ equal shares of all that is saved.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph
+from panther_compile.partition.graph.budget import choose_kept
+from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Result, Work
 from panther_compile.partition.stages.cut import CutNetwork
 
 RECOMPUTE = ("none", "selective", "full")
@@ -60,40 +61,61 @@ def _fewest_bytes(alive: Sequence[float], saved: Sequence[int], most: int) -> tu
     return tuple(reversed(ends))
 
 
-def recompute_units(flow: FlowGraph, units: Sequence[int], kind: str) -> tuple[FlowGraph, int]:
+def recompute_units(flow: FlowGraph, units: Sequence[int], kind: str | float) -> tuple[FlowGraph, int]:
     """The same model with activation checkpointing, and the bytes of the unit that is computed again.
 
     What a unit reads of others is kept, once; with "selective" also the results of products that narrow and
-    of attention in it (`graph.narrowing`). The rest is computed again in the backward.
+    of attention in it (`graph.narrowing`), with a budget those that `graph.budget` chooses. The rest is
+    computed again in the backward.
 
     Args:
         flow: without checkpointing.
         units: of `find_units`.
-        kind: of RECOMPUTE.
+        kind: of RECOMPUTE, or a budget.
     """
     if kind == "none":
         return flow, 0
-    selective = kind == "selective"
     unit_of: dict[str, int] = {SOURCE: -1}
     vertices = tuple(flow.work)
     for number, (start, end) in enumerate(pairwise((0, *units))):
         unit_of |= dict.fromkeys(vertices[start:end], number)
-    kept = {vertex: work.loss_bytes + work.selective_bytes * selective for vertex, work in flow.work.items()}
-    again = [0] * len(units)
-    for vertex, one in flow.work.items():
-        again[unit_of[vertex]] += max(0, one.saved_bytes - kept[vertex])
+    inputs = dict.fromkeys(vertices, 0)  # what a unit reads of others, at the first vertex that does
     for value in flow.values:
         readers = (one for one in value.consumers if one != SINK and unit_of[one] != unit_of[value.producer])
         first = min(readers, key=unit_of.__getitem__, default=None)
         if first is not None:
-            kept[first] += value.local_bytes
+            inputs[first] += value.local_bytes
+    kept = {vertex: Result(0.0, 0) for vertex in vertices}
+    if kind == "selective":
+        for vertex, one in flow.work.items():
+            kept[vertex] = Result(one.forward_seconds - one.selective_seconds, one.selective_bytes)
+    elif kind != "full":
+        for start, end in pairwise((0, *units)):
+            unit = {vertex: flow.work[vertex] for vertex in vertices[start:end]}
+            kept |= _keep_within(float(kind), unit, sum(inputs[vertex] for vertex in unit))
+    again = [0] * len(units)
+    for vertex, one in flow.work.items():
+        again[unit_of[vertex]] += one.saved_bytes - one.loss_bytes - kept[vertex].bytes
     work = {
         vertex: replace(
             one,
-            backward_seconds=one.backward_seconds
-            + (one.selective_seconds if selective else one.forward_seconds),
-            saved_bytes=kept[vertex],
+            backward_seconds=one.backward_seconds + max(0.0, one.forward_seconds - kept[vertex].seconds),
+            saved_bytes=one.loss_bytes + kept[vertex].bytes + inputs[vertex],
         )
         for vertex, one in flow.work.items()
     }
-    return replace(flow, work=work, checkpoints=tuple(units)), max(again, default=0)
+    return replace(flow, work=work, checkpoints=tuple(units)), max(0, *again)
+
+
+def _keep_within(budget: float, unit: Mapping[str, Work], inputs: int) -> Iterator[tuple[str, Result]]:
+    """What is kept of each vertex of a unit within a share of the bytes that it saves besides its inputs."""
+    saved = sum(work.saved_bytes - work.loss_bytes for work in unit.values())
+    results = [(vertex, one) for vertex, work in unit.items() for one in work.results]
+    chosen = choose_kept(
+        [one.seconds for _, one in results],
+        [one.bytes for _, one in results],
+        int(budget * max(0, saved - inputs)),
+    )
+    for vertex in unit:
+        own = [one for number, (name, one) in enumerate(results) if number in chosen and name == vertex]
+        yield vertex, Result(sum(one.seconds for one in own), sum(one.bytes for one in own))
