@@ -11,8 +11,8 @@ device but for the sketched one. Writes partition.md, partition.png and partitio
     PipeDream          the best ends in the order of the graph (Narayanan et al., SOSP 2019)
     Kernighan-Lin      recursive bisection, then whatever flows backwards moved on
 
-With --uneven the second half of the pipeline is on devices of half the speed and memory: a line for each
-model is printed, and nothing written.
+With --uneven the second half of the pipeline is on devices of half the speed and memory, and
+partition_uneven.md is written.
 """
 
 import argparse
@@ -46,6 +46,7 @@ from stage_milp import milp_bound
 from zoo.handwritten import UNet
 
 META = torch.device("meta")
+BASELINES = ("equal layers", "equal parameters", "PipeDream", "Kernighan-Lin")
 HALF = replace(
     H100,
     name="half",
@@ -296,15 +297,35 @@ def compare(
     return found, spent, slowest
 
 
-def print_uneven(stages: int) -> None:
-    """A line for each model on devices that differ."""
+def write_uneven(stages: int, output: Path) -> None:
+    """Run every model on devices that differ, and write the table."""
+    head = ["model", "ours ms", *BASELINES, "minimum cuts as if alike", "CPU seconds to find"]
+    lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]
     hardware = [H100] * (stages - stages // 2) + [HALF] * (stages // 2)
     for subject in SUBJECTS:
         found, spent, slowest = compare(subject, stages, hardware)
         ours = found.bottleneck_seconds
         assert ours <= min(slowest.values()) * (1 + 1e-9), f"{subject.name}: a baseline is better"
         cells = (f"{seconds / ours:.3f}" for seconds in slowest.values())
-        print(f"| {subject.name} | {ours * 1e3:.3f} | {' | '.join(cells)} | {spent:.1f} |", flush=True)
+        lines.append(f"| {subject.name} | {ours * 1e3:.3f} | {' | '.join(cells)} | {spent:.1f} |")
+        print(lines[-1], flush=True)
+    text = (
+        f"# {stages} pipeline stages on devices that differ: the slowest stage, over that of the minimum "
+        "cuts\n\nMade by `benchmarks/partition.py --uneven`, as [partition.md](partition.md), but that the "
+        "second half of the pipeline is on devices of half the speed and memory. The last column but one is "
+        "the minimum cuts as if all devices were alike, on these.\n\n"
+        + "\n".join(lines)
+        + f"\n\n{found_with()}\n"
+    )
+    (output / "partition_uneven.md").write_text(text, encoding="utf-8")
+
+
+def found_with() -> str:
+    """The last line of a page."""
+    versions = (
+        f"torch {torch.__version__}, networkx {nx.__version__}, transformers {transformers.__version__}"
+    )
+    return f"Found with {versions} on one CPU core."
 
 
 def draw(results: Mapping[str, tuple[float, dict[str, float]]], path: Path) -> None:
@@ -334,21 +355,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--uneven", action="store_true", help="on devices that differ")
     arguments = parser.parse_args()
-    if arguments.uneven:
-        return print_uneven(arguments.stages)
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    head = [
-        "model",
-        "operations",
-        "ours ms",
-        "over the bound",
-        "bubble",
-        "cut MB",
-        "equal layers",
-        "equal parameters",
-    ]
-    head += ["PipeDream", "Kernighan-Lin", "CPU seconds to find"]
+    if arguments.uneven:
+        return write_uneven(arguments.stages, arguments.output)
+    head = ["model", "operations", "ours ms", "over the bound", "bubble", "cut MB", *BASELINES]
+    head.append("CPU seconds to find")
     lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]
     results = {}
     for subject in SUBJECTS:
@@ -381,8 +393,7 @@ def main() -> None:
         "can avoid, or that of a mixed-integer program (HiGHS, one minute); where every cut was compared the "
         "result is optimal.\n\n"
         + "\n".join(lines)
-        + f"\n\nFound with torch {torch.__version__}, networkx {nx.__version__}, transformers "
-        f"{transformers.__version__} on one CPU core.\n\n![slowest stages](partition.png)\n"
+        + f"\n\n{found_with()}\n\n![slowest stages](partition.png)\n"
     )
     (arguments.output / "partition.md").write_text(text, encoding="utf-8")
     draw(results, arguments.output / "partition.png")
