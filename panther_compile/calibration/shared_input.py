@@ -14,7 +14,7 @@ model: it is tried at equal numbers (`calibrate.py`).
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -79,9 +79,21 @@ class Stack:
     roots: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], metrics: Sequence[Tensor | None]) -> Self:
-        """From Wᵢ `(Oᵢ, I)` and the weights of their errors sᵢ Gᵢ, float64 `(Oᵢ, Oᵢ)`, or None."""
-        roots = tuple(None if one is None else torch.linalg.cholesky(one) for one in metrics)
+    def of(
+        cls,
+        weights: Sequence[Tensor],
+        metrics: Iterable[Tensor | None],
+        put: Callable[[Tensor], Tensor] = Tensor.contiguous,
+    ) -> Self:
+        """The stack of Wᵢ `(Oᵢ, I)`.
+
+        Args:
+            weights: Wᵢ.
+            metrics: the weights of their errors sᵢ Gᵢ, float64 `(Oᵢ, Oᵢ)`, or None; taken one by one.
+            put: what keeps a Kᵢ.
+        """
+        # Kᵢᵀ is what is contiguous.
+        roots = tuple(None if one is None else put(torch.linalg.cholesky(one).T).T for one in metrics)
         dense = [weight.detach().double() for weight in weights]
         rows = [one if root is None else root.T @ one for root, one in zip(roots, dense, strict=True)]
         return cls(torch.cat(rows), tuple(len(one) for one in rows), roots)

@@ -86,15 +86,17 @@ class Study:
         """The stack of some layers, None if gradients tell only of some what their errors do."""
         targets = list(targets)
         metrics = self.metrics(targets)
-        return None if metrics is None else Stack.of([one.weight_and_bias()[0] for one in targets], metrics)
+        if metrics is None:
+            return None
+        return Stack.of([one.weight_and_bias()[0] for one in targets], metrics, self.put)
 
-    def metrics(self, targets: Iterable[Target]) -> list[Tensor | None] | None:
+    def metrics(self, targets: Iterable[Target]) -> Iterator[Tensor | None] | None:
         """The weights of errors s G of some layers, None if gradients tell only of some; likewise."""
         names = [target.name for target in targets]
         known = [name in self.weights for name in names]
         if any(known) and not all(known):
             return None
-        return [self.sensitivity[one] * self.weights[one].double() if all(known) else None for one in names]
+        return (self.sensitivity[one] * self.weights[one].double() if all(known) else None for one in names)
 
 
 def study_layers(
@@ -223,7 +225,8 @@ def _study_parts(study: Study, targets: Sequence[Target], total: Tensor) -> None
     if metrics is None or not set(names) <= set(study.factors):
         return
     weights, key = [one.weight_and_bias()[0] for one in targets], stack_name(names)
-    study.values[key], left, right = best_of_parts(weights, metrics, total, targets[0].shared_scheme)
+    scheme = targets[0].shared_scheme
+    study.values[key], left, right = best_of_parts(weights, list(metrics), total, scheme)
     _keep_factors(study, key, left, right, torch.cat([study.factors[name][2] for name in names]))
     study.shared.append([tuple(names)])
 
