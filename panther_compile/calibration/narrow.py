@@ -158,11 +158,16 @@ def writer_losses(coupling: Coupling, left: Tensor, gradient: Tensor, basis: Ten
         basis: see `Between`.
     """
     kept = features_kept(coupling)
-    tails = []
-    for one in kept[:1] if coupling.padded else kept:
-        places = slice(None) if coupling.padded else basis[:one]
-        root = torch.linalg.cholesky(gradient[places][:, places])
-        tails.append(_tails(root.T @ left[places]))
+    if coupling.padded:
+        return _stacked([_tails(torch.linalg.cholesky(gradient).T @ left)], len(kept))
+    # The features kept are the first ones: their root is a corner of that of all.
+    root, rows = torch.linalg.cholesky(gradient[basis[:, None], basis]), left[basis]
+    terms, tails, before = torch.zeros_like(rows), [], 0
+    for one in reversed(kept):
+        terms[:one] += root[before:one, :one].T @ rows[before:one]
+        tails.append(_tails(terms[:one]))
+        before = one
+    tails.reverse()
     return _stacked(tails, len(kept))
 
 

@@ -148,31 +148,53 @@ def study_layers(
     parts = PartSums(targets)
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        inputs = InputGroups()
-        known: dict[str, MomentSums] = {}
-        for name, sums in _moments(side, group, calls, study, inputs, progress):
-            known[name] = sums
-            weight, _ = targets[name].weight_and_bias()
-            dense = weight.detach().double()
-            moments = sums.moments(centred=targets[name].view.has_mean, ridge=ridge)
-            gradient = study.weights[name].double() if name in study.weights else None
-            gradient = targets[name].view.metric(gradient)
-            left, right = best_low_rank(dense, moments, gradient, min(dense.shape))
-            study.values[name] = term_sizes(left, right, moments.covariance, gradient)
-            _keep_factors(study, name, left, right, moments.mean_x)
-            parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
-            if name in by_reader:
-                _study_reader(study, by_reader[name], dense, moments, gradient)
-        for sets in inputs.found(group):
-            _study_stacks(study, targets, sets, known[sets[0][0]])
-        for stack in stacks:
-            if set(stack) <= set(known) and stack_name(stack) not in study.values:
-                _study_stacks(study, targets, [stack], known[stack[0]])
+        _study_group(study, side, group, calls, by_reader, stacks, parts, progress=progress)
         for together, total in parts.complete(names):
             _study_parts(study, together, total)
     for coupling in couplings:
         _study_writers(study, coupling)
     return study
+
+
+def _study_group(
+    study: Study,
+    side: Side,
+    group: Mapping[str, Target],
+    calls: Sequence[Call],
+    by_reader: Mapping[str, Coupling],
+    stacks: Sequence[Sequence[str]],
+    parts: PartSums,
+    *,
+    progress: bool,
+) -> None:
+    """Add layers whose moments fit into memory together, and the stacks of them."""
+    inputs = InputGroups()
+    known: dict[str, MomentSums] = {}
+    for name, sums in _moments(side, group, calls, study, inputs, progress):
+        known[name] = sums
+        _study_layer(study, group[name], sums, parts, by_reader.get(name))
+    for sets in inputs.found(group):
+        _study_stacks(study, group, sets, known[sets[0][0]])
+    for stack in stacks:
+        if set(stack) <= set(known) and stack_name(stack) not in study.values:
+            _study_stacks(study, group, [stack], known[stack[0]])
+
+
+def _study_layer(
+    study: Study, target: Target, sums: MomentSums, parts: PartSums, coupling: Coupling | None
+) -> None:
+    """Add a layer; the coupling is that which it reads."""
+    name = target.name
+    weight = target.weight_and_bias()[0].detach().double()
+    moments = sums.moments(centred=target.view.has_mean, ridge=study.ridge)
+    gradient = study.weights[name].double() if name in study.weights else None
+    gradient = target.view.metric(gradient)
+    left, right = best_low_rank(weight, moments, gradient, min(weight.shape))
+    study.values[name] = term_sizes(left, right, moments.covariance, gradient)
+    _keep_factors(study, name, left, right, moments.mean_x)
+    parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
+    if coupling is not None:
+        _study_reader(study, coupling, weight, moments, gradient)
 
 
 def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call], first: int) -> None:
