@@ -9,7 +9,6 @@ picture is drawn beside the table.
 """
 
 import argparse
-import copy
 import platform
 import sys
 import time
@@ -21,11 +20,8 @@ HERE = Path(__file__).parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE.resolve()]
 
 import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from onnxruntime.quantization import QuantType, quantize_dynamic  # noqa: E402
-from onnxruntime.quantization.shape_inference import quant_pre_process  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
@@ -34,8 +30,9 @@ import panther_compile as pc  # noqa: E402
 
 sys.path.append(str(HERE))
 from accuracy_models.minilm import compare, embed, minilm, model_directory, tokenized  # noqa: E402
-from accuracy_models.subject import Subject  # noqa: E402
+from accuracy_models.subject import Subject, kept_sketch  # noqa: E402
 from accuracy_models.texts import english_paragraphs  # noqa: E402
+from onnx_files import session, write_int8  # noqa: E402
 
 # By the name of a row, the ratio and the objective of `sketchify`; None is the dense model.
 SKETCHES: dict[str, tuple[float, str] | None] = {
@@ -104,12 +101,8 @@ def make_files(subject: Subject, name: str, cache: Path) -> dict[str, Path]:
     cache.mkdir(parents=True, exist_ok=True)
     model, data = subject.model, subject.calibration("in", 0)
     if (sketch := SKETCHES[name]) is not None:
-        if folder.exists():
-            model = pc.load_sketched(copy.deepcopy(model), folder).eval()
-        else:
-            ratio, objective = sketch
-            model = pc.sketchify(model, ratio, data=data, objective=objective, **subject.options)
-            pc.save_sketched(model, folder)
+        ratio, objective = sketch
+        model = kept_sketch(subject, ratio, folder, objective=objective, **subject.options)
     ids = torch.randint(5, 1000, (2, 16), generator=torch.Generator().manual_seed(0))
     free = {0: torch.export.Dim("batch", max=512), 1: torch.export.Dim("tokens", max=512)}
     encoder, example = SentenceEncoder(model).eval(), (ids, torch.ones_like(ids))
@@ -128,17 +121,8 @@ def quantize_alone(encoder: nn.Module, example: tuple[Tensor, ...], free: object
     exported = path.with_suffix(".float.onnx")
     options = {"dynamic_shapes": free, "opset_version": 18, "dynamo": True, "external_data": False}
     torch.onnx.export(encoder, example, exported, **options)  # type: ignore[arg-type]
-    quant_pre_process(exported, path, skip_symbolic_shape=True)
-    products = ["MatMul", "Gemm"]
-    quantize_dynamic(path, path, op_types_to_quantize=products, per_channel=True, weight_type=QuantType.QInt8)
+    write_int8(exported, path, ["MatMul", "Gemm"])
     exported.unlink()
-
-
-def session(path: Path, threads: int) -> ort.InferenceSession:
-    """A session on the CPU."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def judge(path: Path, subject: Subject) -> dict[str, float]:

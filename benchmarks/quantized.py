@@ -3,10 +3,10 @@
     python benchmarks/quantized.py smollm2 --cache out/quantized      SmolLM2-135M; 20 minutes a sketch, 10 GB
     python benchmarks/quantized.py crepe-tiny --cache out/quantized   a CNN on sounds; minutes
 
-Models are fitted and judged as in accuracy.py. int8 and int4 of a decoder are of its weights alone, with a
-scale for each block of 64 (ONNX Runtime's MatMulNBits) or each row (torchao); those of the CNN are
-`quantize_dynamic`, convolutions too. All run in turns; the fastest turn of each counts, in processor seconds.
-MiniLM, whose activations are rounded too, is in frontier.py.
+Models are fitted to the data of accuracy.py with all defaults, and judged as there. int8 and int4 of a
+decoder are of its weights alone, with a scale for each block of 64 (ONNX Runtime's MatMulNBits) or each row
+(torchao); those of the CNN are `quantize_dynamic`, convolutions too. All run in turns; the fastest turn of
+each counts, in processor seconds. MiniLM, whose activations are rounded too, is in frontier.py.
 """
 
 import argparse
@@ -26,20 +26,19 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE.resolve()]
 
-import onnxruntime as ort  # noqa: E402
 import torch  # noqa: E402
-from onnxruntime.quantization import QuantType, quantize_dynamic  # noqa: E402
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer  # noqa: E402
-from onnxruntime.quantization.shape_inference import quant_pre_process  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 
 import panther_compile as pc  # noqa: E402
 
 sys.path.append(str(HERE))
 from accuracy_models.crepe import FRAME, crepe_tiny  # noqa: E402
 from accuracy_models.smollm2 import smollm2  # noqa: E402
-from accuracy_models.subject import Subject  # noqa: E402
+from accuracy_models.subject import Subject, kept_sketch  # noqa: E402
+from onnx_files import session, write_int8  # noqa: E402
 
 BLOCK = 64
 
@@ -80,12 +79,6 @@ def weights_in(bits: int) -> Callable[[Path, Path], None]:
     return write
 
 
-def all_in_int8(source: Path, path: Path) -> None:
-    """Write a file's products and convolutions in int8, ranges of activations measured at each call."""
-    quant_pre_process(source, path, skip_symbolic_shape=True)
-    quantize_dynamic(path, path, per_channel=True, weight_type=QuantType.QInt8)
-
-
 def tokens(count: int) -> Tensor:
     """(1, count), drawn."""
     return torch.randint(5, 40_000, (1, count), generator=torch.Generator().manual_seed(0))
@@ -106,9 +99,7 @@ class InFile(nn.Module):
 
     def __init__(self, path: Path, threads: int) -> None:
         super().__init__()
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = session(path, threads)
         self._name = self._session.get_inputs()[0].name  # exporters write it in small letters
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -129,8 +120,6 @@ class WithLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         """With `loss` (), nats a token."""
-        from transformers.modeling_outputs import CausalLMOutput
-
         logits = self._model(input_ids)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
@@ -151,7 +140,7 @@ CASES = {
         (0.75, 0.5),
         ("frames_BT", {"1 frame": sounds(1), "32 frames": sounds(32)}),
         {0: torch.export.Dim("frames", max=512)},
-        {"int8": all_in_int8},
+        {"int8": write_int8},
         in_torch=False,
         answers=lambda model: model,
     ),
@@ -177,35 +166,24 @@ def main() -> None:
     in_torch: dict[str, nn.Module] = {}
     for ratio in (None, *(options.ratios or case.ratios)):
         name = "dense" if ratio is None else f"{ratio:g}"
-        model = subject.model if ratio is None else sketch(subject, ratio, folder / name)
+        model = subject.model if ratio is None else kept_sketch(subject, ratio, folder / name)
+        ready = even(model, subject)
         if case.in_torch:
-            in_torch |= {f"{name}, torch": model, f"{name}, torch, int8": int8_in_torch(model, subject)}
-        files |= write(model, name, case, subject, folder)
+            in_torch |= {f"{name}, torch": model, f"{name}, torch, int8": int8_in_torch(ready)}
+        files |= write(model, ready, name, case, folder)
     print("\n".join(table(files, in_torch, case, subject, options.threads, options.rounds)))
 
 
-def sketch(subject: Subject, ratio: float, folder: Path) -> nn.Module:
-    """The sketch of a ratio with all defaults; what is in the folder is taken."""
-    if folder.exists():
-        return pc.load_sketched(copy.deepcopy(subject.model), folder).eval()
-    model = pc.sketchify(subject.model, ratio, data=subject.calibration("in", 0))
-    pc.save_sketched(model, folder)
-    return model
-
-
-def has_sketched_linear(model: nn.Module) -> bool:
-    """Whether there are factors of linear layers in it."""
-    return any(isinstance(one, pc.SketchedLinear) for one in model.modules())
-
-
 def even(model: nn.Module, subject: Subject) -> nn.Module:
-    """The model, its factors such that rounding costs them little."""
-    return pc.prepare_int8(model, subject.calibration("in", 0)[:2]) if has_sketched_linear(model) else model
+    """The model, its factors of linear layers such that rounding costs them little."""
+    if not any(isinstance(one, pc.SketchedLinear) for one in model.modules()):
+        return model
+    return pc.prepare_int8(model, subject.calibration("in", 0)[:2])
 
 
-def int8_in_torch(model: nn.Module, subject: Subject) -> nn.Module:
+def int8_in_torch(model: nn.Module) -> nn.Module:
     """A copy with torchao's int8 weights."""
-    result = copy.deepcopy(even(model, subject))
+    result = copy.deepcopy(model)
     quantize_(
         result,
         Int8WeightOnlyConfig(),
@@ -214,8 +192,8 @@ def int8_in_torch(model: nn.Module, subject: Subject) -> nn.Module:
     return result
 
 
-def write(model: nn.Module, name: str, case: Case, subject: Subject, folder: Path) -> dict[str, Path]:
-    """The files of a model by the names of their rows; what is there is taken."""
+def write(model: nn.Module, ready: nn.Module, name: str, case: Case, folder: Path) -> dict[str, Path]:
+    """The files of a model by row, the quantized ones made of `ready`; what is there is taken."""
     files = {name: folder / f"{name}.onnx"} | {
         f"{name}, {form}": folder / f"{name}-{form}.onnx" for form in case.quantized
     }
@@ -226,9 +204,9 @@ def write(model: nn.Module, name: str, case: Case, subject: Subject, folder: Pat
     missing = {form: files[f"{name}, {form}"] for form in case.quantized}
     missing = {form: path for form, path in missing.items() if not path.exists()}
     source = files[name]
-    if missing and has_sketched_linear(model):
+    if missing and ready is not model:
         source = folder / f"{name}-even.onnx"
-        pc.export_onnx(even(model, subject), (), source, kwargs=example, dynamic_shapes=free)
+        pc.export_onnx(ready, (), source, kwargs=example, dynamic_shapes=free)
     for form, path in missing.items():
         case.quantized[form](source, path)
     return files

@@ -1,11 +1,15 @@
 """What the benchmark needs to know of a model."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import panther_compile as pc
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,12 @@ class Subject:
 def classify(model: nn.Module, images: Tensor) -> Tensor:
     """Log-probabilities."""
     return torch.cat([model(batch).log_softmax(-1) for batch in images.split(200)])
+
+
+def kept_sketch(subject: Subject, ratio: float, folder: Path, **options: Any) -> nn.Module:
+    """The sketch that the folder holds, or else one fitted to the subject's data, which it holds then."""
+    if folder.exists():
+        return pc.load_sketched(copy.deepcopy(subject.model), folder).eval()
+    model = pc.sketchify(subject.model, ratio, data=subject.calibration("in", 0), **options)
+    pc.save_sketched(model, folder)
+    return model

@@ -10,7 +10,7 @@ The first is the best one where all G_e are alike, the second where all S_e are.
 """
 
 # O out_features, I in_features, R rank
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class PartSums:
 
 
 def best_of_parts(
-    weights: Sequence[Tensor], metrics: Sequence[Tensor | None], total: Tensor, scheme: str
+    weights: Sequence[Tensor], metrics: Iterable[Tensor | None], total: Tensor, scheme: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Singular values of some weights as one, in the metric of data, and its factors, float64.
 

@@ -247,8 +247,7 @@ def _study_parts(study: Study, targets: Sequence[Target], total: Tensor) -> None
     if metrics is None or not set(names) <= set(study.factors):
         return
     weights, key = [one.weight_and_bias()[0] for one in targets], stack_name(names)
-    scheme = targets[0].shared_scheme
-    study.values[key], left, right = best_of_parts(weights, list(metrics), total, scheme)
+    study.values[key], left, right = best_of_parts(weights, metrics, total, targets[0].shared_scheme)
     _keep_factors(study, key, left, right, torch.cat([study.factors[name][2] for name in names]))
     study.shared.append([tuple(names)])
 

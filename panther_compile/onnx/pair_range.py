@@ -67,7 +67,7 @@ def pair_rounded(weight: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _rounded(weight: np.ndarray) -> np.ndarray:
-    """The closest whole numbers (..., I, O) of which no pair is too large; an odd row has no neighbour."""
+    """The closest whole numbers (..., I, O) whose pairs fit; the last of odd rows has no pair."""
     rounded = np.clip(np.rint(weight), -_LARGEST, _LARGEST)
     even = weight.shape[-2] // 2 * 2
     first, second = rounded[..., 0:even:2, :], rounded[..., 1:even:2, :]

@@ -53,7 +53,7 @@ def is_same_again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def written_storages(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """Of what an operation writes in place; torch's own collectives do not say so."""
+    """The storages that an operation writes in place; the schemas of torch's collectives do not name them."""
     if op.namespace == "c10d":
         return storages((args, kwargs))
     if not op._schema.is_mutable or torch.Tag.inplace_view in op.tags:
@@ -74,6 +74,6 @@ def storage(tensor: Tensor) -> int:
 
 
 def storages(tree: Any) -> set[int]:
-    """Of all tensors in a tree, sparse ones left out."""
+    """The storages of all tensors in a tree but the sparse ones."""
     found = (one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor))
     return {storage(one) for one in found if one.layout is torch.strided}

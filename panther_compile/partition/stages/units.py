@@ -11,7 +11,7 @@ equal shares of all that is saved.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -107,8 +107,8 @@ def recompute_units(flow: FlowGraph, units: Sequence[int], kind: str | float) ->
     return replace(flow, work=work, checkpoints=tuple(units)), max(0, *again)
 
 
-def _keep_within(budget: float, unit: Mapping[str, Work], inputs: int) -> Iterator[tuple[str, Result]]:
-    """What is kept of each vertex of a unit within a share of the bytes that it saves besides its inputs."""
+def _keep_within(budget: float, unit: Mapping[str, Work], inputs: int) -> dict[str, Result]:
+    """What is kept, by vertex, within a share of the bytes that a unit saves besides its inputs."""
     saved = sum(work.saved_bytes - work.loss_bytes for work in unit.values())
     results = [(vertex, one) for vertex, work in unit.items() for one in work.results]
     chosen = choose_kept(
@@ -116,6 +116,8 @@ def _keep_within(budget: float, unit: Mapping[str, Work], inputs: int) -> Iterat
         [one.bytes for _, one in results],
         int(budget * max(0, saved - inputs)),
     )
-    for vertex in unit:
-        own = [one for number, (name, one) in enumerate(results) if number in chosen and name == vertex]
-        yield vertex, Result(sum(one.seconds for one in own), sum(one.bytes for one in own))
+    kept: dict[str, Result] = {}
+    for vertex, one in (results[number] for number in sorted(chosen)):
+        before = kept.get(vertex, Result(0.0, 0))
+        kept[vertex] = Result(before.seconds + one.seconds, before.bytes + one.bytes)
+    return kept
