@@ -23,7 +23,9 @@ OLDEST_TORCH  := 2.11
 
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A test that hangs where Python cannot interrupt it ends its worker, which says where it was.
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+          -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Python compiles what it imports; pip would compile all of torch, transformers and sympy.
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check
 
