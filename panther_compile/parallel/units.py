@@ -4,7 +4,8 @@
     of a stage's graph   consecutive nodes, cut where few values are alive, of even bytes
 
 A unit has the parameters that only it reads; those that several read (tied embeddings) stay with what holds
-the units. No unit writes a tensor that it is given: it may have to be computed again from it.
+the units. What is computed again finds what it was given, and what it kept, as they were: no such unit writes
+a tensor that others made, and nobody else writes, after it, one that it read or made.
 """
 
 import re
@@ -44,6 +45,21 @@ class Unit:
     bytes: int
     is_whole: bool
     is_repeatable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A tensor written in place.
+
+    Attributes:
+        base: place of the node that made it.
+        place: of the node that writes it.
+        readers: places of the nodes that read it, or a view of it.
+    """
+
+    base: int
+    place: int
+    readers: set[int]
 
 
 def find_module_units(
@@ -104,12 +120,16 @@ def find_module_units(
     return sorted(found, key=lambda unit: order[unit.name])
 
 
-def _unit(
-    name: str, size: int, places: set[int], writes: Sequence[tuple[int, int]], *, is_whole: bool
-) -> Unit:
-    first = min(places)
-    outside = any(place in places and base < first for base, place in writes)
+def _unit(name: str, size: int, places: set[int], writes: Sequence[_Write], *, is_whole: bool) -> Unit:
+    outside = any(_crosses(write, places) for write in writes)
     return Unit(name, size, is_whole, not outside)
+
+
+def _crosses(write: _Write, places: set[int]) -> bool:
+    """Whether a unit writes what others made, or others write, after it, what it read or made."""
+    if write.place in places:
+        return write.base not in places
+    return write.place > max(places) and (write.base in places or not places.isdisjoint(write.readers))
 
 
 def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:
@@ -162,9 +182,13 @@ def _reads(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, set[int]]:
     return reads
 
 
-def _writes(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """Places where a tensor in the graph was made, and where it is written in place."""
+def _writes(nodes: Sequence[fx.Node]) -> list[_Write]:
+    """What is written in place, parameters aside, in order."""
     places = {node: place for place, node in enumerate(nodes)}
+    readers: dict[fx.Node, set[int]] = {}
+    for node in nodes:
+        for given in node.all_input_nodes:
+            readers.setdefault(_viewed(given), set()).add(places[node])
     found = []
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
@@ -177,12 +201,17 @@ def _writes(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
                 or not isinstance(value, fx.Node)
             ):
                 continue
-            base = value
-            while _is_view(base) and isinstance(base.args[0], fx.Node):
-                base = base.args[0]
+            base = _viewed(value)
             if base.op != "get_attr":
-                found.append((places[base], places[node]))
+                found.append(_Write(places[base], places[node], readers[base]))
     return found
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node that made the tensor which a node is, or is a view of."""
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -282,8 +311,8 @@ def _choose_cuts(
     open_ = np.ones(len(calls) + 1, dtype=bool)
     for first, end in regions.items():
         open_[first + 1 : end] = False
-    for base, place in _writes(calls):
-        open_[base + 1 : place + 1] = False
+    for write in _writes(calls):
+        open_[write.base + 1 : write.place + 1] = False
     heavy = np.flatnonzero(weight > 0)
     found = set(forced)
     for first, last in pairwise(heavy.tolist()):

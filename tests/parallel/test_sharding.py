@@ -1,5 +1,7 @@
 """Units of fully_shard and of activation checkpointing: even, exact, and as little in memory as promised."""
 
+import copy
+
 import pytest
 import torch
 import zoo
@@ -8,6 +10,7 @@ from torch import nn
 
 from panther_compile import partition_model
 from panther_compile.errors import CaptureError
+from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 from panther_compile.parallel.units import divide_graph, find_module_units, graphs_within, unit_names
 
 DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
@@ -55,6 +58,58 @@ def test_what_runs_twice_is_no_unit_and_what_writes_its_input_is_not_repeated():
     assert not found["writing"].is_repeatable
     assert found["last"].is_repeatable
     assert "twice" not in {unit.name for unit in find_module_units(model, part.captured.graph_module)}
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x * 0.5
+
+
+class Narrowed(nn.Module):
+    """A narrow result, which selective checkpointing keeps, and something of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x):
+        z = self.down(x)
+        return z, torch.tanh(z * 2.0)
+
+
+class WrittenAfter(nn.Module):
+    """What one module was given, and what another made, is written after it; no backward needs either."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.read = nn.Linear(8, 8), nn.Sequential(Halved(), nn.Linear(8, 8))
+        self.made, self.last = Narrowed(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x += self.read(x)
+        z, gate = self.made(x)
+        z.view(-1).add_(1.0)
+        return self.last(z * gate)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_others_write_after_a_module_is_not_repeated(mode):
+    """Computed again, one ended in an error, and the other, selectively, in other gradients, unsaid."""
+    torch.manual_seed(0)
+    model, x = WrittenAfter().double(), torch.randn(5, 8, dtype=torch.float64)
+    part = partition_model(model, x, mesh={"dp": 2}, hardware="cpu")
+    names = ["first", "read", "made", "last"]
+    found = find_module_units(model, part.captured.graph_module, names)
+    assert [unit.is_repeatable for unit in found] == [False, False, False, True]
+    again = copy.deepcopy(model)
+    for unit in found:
+        if unit.is_repeatable:
+            checkpoint_unit(again.get_submodule(unit.name), mode)
+    for one in (model, again):
+        one(x).square().sum().backward()
+    for wanted, one in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, wanted.grad)
 
 
 @pytest.mark.parametrize(
