@@ -77,7 +77,7 @@ def by_latency(model, x):
     if refusal is not None:
         assert re.search(r"of the dense speed|no layer has a sketch", refusal)
         return
-    seconds = pc.sketch_report(small).seconds  # of the whole: layers that gain nothing alone may gain together
+    seconds = pc.sketch_report(small).seconds  # of the whole: what gains nothing alone may gain together
     assert seconds["dense"] >= PAYS * seconds["sketched"]
     assert small(x).shape == model(x).shape
 
