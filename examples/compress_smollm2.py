@@ -79,7 +79,7 @@ def tiny_model() -> tuple[LlamaForCausalLM, Tensor]:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval(), torch.randint(3, 256, (40 * LENGTH,))
+    return LlamaForCausalLM(config).eval(), torch.randint(3, 256, (80 * LENGTH,))
 
 
 @torch.inference_mode()
@@ -130,8 +130,11 @@ def onnx_perplexity(file: Path, pieces: Tensor) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def adapt(small: nn.Module, dense: nn.Module, pieces: Tensor, steps: int) -> LlamaForCausalLM:
-    """A LoRA adapter that starts as what the sketch left out, trained for a few steps and merged."""
+def adapt(small: nn.Module, dense: nn.Module, fit: Tensor, train: Tensor, steps: int) -> LlamaForCausalLM:
+    """A LoRA adapter that starts as what the sketch left out, trained for a few steps and merged.
+
+    Its pieces are others than those that the sketch was fitted to, where it lacks little.
+    """
     from peft import LoraConfig, get_peft_model
 
     from panther_compile.integrations.adapters import init_lora_from_dense
@@ -140,11 +143,11 @@ def adapt(small: nn.Module, dense: nn.Module, pieces: Tensor, steps: int) -> Lla
     tuned = get_peft_model(small, config)
     narrow = any(type(layer).__name__.startswith("Narrow") for layer in small.modules())
     if not narrow:
-        init_lora_from_dense(tuned, dense, data=[piece[None] for piece in pieces[:8]])
+        init_lora_from_dense(tuned, dense, data=[piece[None] for piece in fit])
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=2e-4)
     tuned.train()
     for step in range(steps):
-        piece = pieces[step % len(pieces)][None]
+        piece = train[step % len(train)][None]
         loss = tuned(input_ids=piece, labels=piece).loss
         loss.backward()
         optimizer.step()
@@ -157,7 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small random model")
     parser.add_argument("--ratio", type=float, default=0.8)
-    parser.add_argument("--pieces", type=int, default=24, help="of 128 tokens each, to fit the layers to")
+    parser.add_argument(
+        "--pieces", type=int, default=24, help="of 128 tokens each, that layers are fitted to"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of the adapter")
     parser.add_argument("--output", type=Path, help="where to keep the models")
     given = parser.parse_args()
@@ -166,7 +171,8 @@ def main() -> None:
     begin = time.perf_counter()
     model, tokens = tiny_model() if given.quick else load_smollm2()
     pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-    seen, unseen = pieces[: given.pieces], pieces[-len(pieces) // 5 :][:16]
+    seen, fresh, rest = pieces.split([given.pieces, given.pieces, len(pieces) - 2 * given.pieces])
+    train, unseen = rest[: -len(pieces) // 5], pieces[-len(pieces) // 5 :][:16]
     prompt = unseen[:1, :64]
     columns = ("model", "parameters", "MB", "perplexity", "tokens/s", "seconds")
     table = Table(*columns, title="SmolLM2-135M-Instruct")
@@ -210,7 +216,7 @@ def main() -> None:
         console.print('no adapter: pip install "panther-compile[integrations]"')
     else:
         start = time.perf_counter()
-        merged = adapt(again, model, seen, given.steps)
+        merged = adapt(again, model, fresh, train, given.steps)
         row("adapted and merged", merged, time.perf_counter() - start)
     if importlib.util.find_spec("onnxruntime") is None:
         console.print('no ONNX: pip install "panther-compile[onnx]"')

@@ -136,9 +136,10 @@ def init_lora_from_dense(
         model: a sketched model with adapters, changed in place.
         dense: the model that was sketched.
         data: inputs of the model, see `sketchify`: layer by layer the adapter is fitted to what the sketch
-            lacks of the dense model's outputs there, weighed by what the result minds. Where that brings
-            results no closer on a fifth of the data, which nothing is fitted to, adapters start at nothing,
-            and a warning says so. None takes what the weights lack, which suits a sketch that was made from
+            lacks of the dense model's outputs there, weighed by what the result minds. A fifth of the data,
+            to which no adapter is fitted, judges: where results come no closer there, adapters start as PEFT
+            started them, at nothing, and a warning says so. Give other data than the sketch was fitted to,
+            where it lacks little. None takes what the weights lack, which suits a sketch that was made from
             the weights alone: one that was fitted to data makes up for its own errors, and such an adapter
             would do so again.
         adapter: its name.
@@ -168,17 +169,19 @@ def init_lora_from_dense(
         for name, layer in layers.items():
             put(name, *_best(_residual(layer, twins[name]), layer.r[adapter]))
         return
-    factors = [layer.lora_B[adapter].weight for layer in layers.values()]
-    for one in factors:
-        nn.init.zeros_(one)
+    started = {}
+    for name, layer in layers.items():
+        nn.init.zeros_(layer.lora_B[adapter].weight)
+        started[name] = layer.lora_A[adapter].weight.detach().clone()
     ranks = {name: layer.r[adapter] for name, layer in layers.items()}
     before, after = fit_adapters(inside, layers, dense, twins, ranks, data, put)
     if not after < before:
-        for one in factors:
-            nn.init.zeros_(one)
+        for name, layer in layers.items():
+            put(name, torch.zeros_like(layer.lora_B[adapter].weight), started[name])
         warnings.warn(
             f"adapters fitted to this data bring the results no closer to the dense model's on others: "
-            f"{after:.3g} off, {before:.3g} without; they start at nothing. Give more data",
+            f"{after:.3g} off, {before:.3g} without; they start at nothing. Give more data, and other than "
+            "the sketch was fitted to",
             SketchQualityWarning,
             stacklevel=2,
         )

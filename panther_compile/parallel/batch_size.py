@@ -26,6 +26,7 @@ from panther_compile.parallel.agreement import find_timeout
 
 _FITS, _OVER, _FAILED, _STOPPED = 3, 2, 1, 0
 _SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_TO_END = 30.0  # of a process that has answered, before it is killed
 # What torch says for want of memory on a CPU, in a RuntimeError.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
@@ -160,7 +161,7 @@ class _Trials:
                     return _STOPPED, ""
             outcome, text = _answer(mine, process)
             if outcome == _FITS:
-                process.join()
+                process.join(_SECONDS_TO_END)
             elif self._is_many:
                 self._store.set(over, "")
             return outcome, text

@@ -163,13 +163,15 @@ def test_it_starts_nearer_than_a_sketch_that_was_fitted(build):
     assert error(logits(tuned), logits(model)) < 0.97 * error(logits(small), logits(model))
 
 
-def test_few_data_start_it_at_nothing():
+def test_few_data_start_it_as_peft_does():
     model, data = gpt2(), texts(5)
     small = sketch(model, 0.4, data=data, narrow=False)
     tuned = adapt(small, ("c_attn", "c_proj", "c_fc"), rank=8)
+    started = copy.deepcopy(tuned.state_dict())
     with pytest.warns(pc.SketchQualityWarning, match="no closer to the dense model's on others"):
         init_lora_from_dense(tuned, model, data=data)
     assert torch.equal(logits(tuned), logits(small))
+    assert all(torch.equal(value, started[name]) for name, value in tuned.state_dict().items())  # A learns
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
