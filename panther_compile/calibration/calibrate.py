@@ -31,7 +31,7 @@ from panther_compile.factorization.moments import RIDGE
 from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.cached import find_cached
-from panther_compile.models.divided import divided
+from panther_compile.models.divided import divided, first_samples
 from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import CouplingLosses
@@ -84,7 +84,8 @@ def study_model(
         study = folder.study(device, shelf)
     check_batches(watch(model, targets), targets, calls, 0)
     calls = divided(watch(model, {}).model, calls, _BATCHES)
-    residuals = find_residuals(watch(model, targets), calls)
+    looked_at = first_samples(watch(model, {}).model, calls)
+    residuals = find_residuals(watch(model, targets), looked_at)
     masks = [kept_positions(model, call) for call in calls]
     cached = _find_cached(model, targets, calls) if config.objective == "cache" else ()
 
@@ -94,7 +95,7 @@ def study_model(
         )
 
     if study is None:
-        couplings = find_couplings(watch(model, targets), targets, calls) if config.narrow else []
+        couplings = find_couplings(watch(model, targets), targets, looked_at) if config.narrow else []
         writers = {name for one in cached for name in one.names}
         couplings = [one for one in couplings if writers.isdisjoint(one.names)]
 

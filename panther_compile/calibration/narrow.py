@@ -358,7 +358,10 @@ def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int)
     """Factors of the best matrix of a rank, where errors count by the metric and M S Mᵀ = spread spreadᵀ."""
     root = lower_root(torch.eye(len(weight)).to(weight) if metric is None else metric)
     terms = root.T @ spread
-    vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)
+    if terms.shape[0] <= terms.shape[1]:
+        vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)
+    else:  # columns of T V are as long as singular values, and orthogonal but for rounding
+        vectors = torch.linalg.qr(terms @ torch.linalg.eigh(terms.T @ terms)[1][:, -rank:].flip(1)).Q
     return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.models.batches import Call
 from panther_compile.models.outputs import named_tensors
@@ -30,19 +30,57 @@ def divided(model: nn.Module, calls: Sequence[Call], wanted: int) -> list[Call]:
     return [part for call in calls for part in _parts_of(model, call, parts)]
 
 
+def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
+    """The first call whole, and of each other its first sample alone: enough to see which way a model takes.
+
+    A call is left whole where its tensors have other first dimensions, where it has another form than the
+    first one, or where the first one's results are not those of its samples.
+
+    Args:
+        model: in eval mode; runs twice on the first call.
+        calls: of it.
+    """
+    first, *others = calls
+    if not others:
+        return [first]
+    samples, form = _samples_of(first), _form_of(first)
+    if samples < 2 or not _are_alike(model, first, _cut(first, [1, samples - 1]), samples):
+        return list(calls)
+    alone = (_samples_of(call) > 1 and _form_of(call) == form for call in others)
+    return [first, *(_cut(call, [1])[0] if one else call for call, one in zip(others, alone, strict=True))]
+
+
 def _parts_of(model: nn.Module, call: Call, parts: int) -> list[Call]:
-    leaves, form = tree_flatten((call.args, call.kwargs))
-    sizes = {one.shape[0] if one.dim() else 0 for one in leaves if isinstance(one, Tensor)}
-    samples = sizes.pop() if len(sizes) == 1 else 0
+    samples = _samples_of(call)
     if samples < 2:
         return [call]
-    places = torch.arange(samples).tensor_split(min(parts, samples))
-    found = []
-    for some in places:
-        first, last = int(some[0]), int(some[-1]) + 1
-        part: list[Any] = [one[first:last] if isinstance(one, Tensor) else one for one in leaves]
-        found.append(Call(*tree_unflatten(part, form)))
+    sizes = [len(places) for places in torch.arange(samples).tensor_split(min(parts, samples))]
+    found = _cut(call, sizes)
     return found if _are_alike(model, call, found, samples) else [call]
+
+
+def _samples_of(call: Call) -> int:
+    """The first dimension of all its tensors; 0 if they have none in common."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    sizes = {one.shape[0] if one.dim() else 0 for one in leaves if isinstance(one, Tensor)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _form_of(call: Call) -> object:
+    """Where it has tensors, and what else it is given: flags and numbers may choose another way."""
+    leaves, form = tree_flatten((call.args, call.kwargs))
+    return form, [one if isinstance(one, bool | int | float | str) else type(one) for one in leaves]
+
+
+def _cut(call: Call, sizes: Sequence[int]) -> list[Call]:
+    """Calls of so many of its samples, one after the other."""
+    leaves, form = tree_flatten((call.args, call.kwargs))
+    found, first = [], 0
+    for size in sizes:
+        part: list[Any] = [one[first : first + size] if isinstance(one, Tensor) else one for one in leaves]
+        found.append(Call(*tree_unflatten(part, form)))
+        first += size
+    return found
 
 
 def _are_alike(model: nn.Module, call: Call, parts: Sequence[Call], samples: int) -> bool:

@@ -10,7 +10,7 @@ from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.models.batches import Call
-from panther_compile.models.divided import divided
+from panther_compile.models.divided import divided, first_samples
 
 OPTIONS = {"min_params": 1, "allow_slower": True, "include": "*"}
 
@@ -156,6 +156,29 @@ def test_batches_are_divided_where_samples_are_independent():
     attention = nn.MultiheadAttention(8, 2).eval()  # the length comes first
     sequence = torch.randn(6, 2, 8)
     assert len(divided(attention, [Call((sequence,) * 3, {})], 5)) == 1
+
+
+def test_the_first_samples_stand_for_batches_of_the_same_form():
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(8, 3).eval(), nn.BatchNorm1d(8).train()
+    x = torch.randn(10, 8)
+    calls = [Call((x,), {}), Call((x + 1,), {}), Call((), {"input": x + 2}), Call((x[:1] + 3,), {})]
+    assert [_rows(call) for call in first_samples(linear, calls)] == [10, 1, 10, 1]
+    assert torch.equal(first_samples(linear, calls)[1].args[0], x[:1] + 1)
+    assert [_rows(call) for call in first_samples(norm, calls[:2])] == [10, 10]  # samples see one another
+    assert first_samples(linear, calls[:1]) == calls[:1]
+    flags = [Call((x,), {"flag": flag}) for flag in (False, False, True)]
+
+    class Flagged(nn.Linear):
+        def forward(self, x, flag):
+            return super().forward(x).relu() if flag else super().forward(x)
+
+    found = first_samples(Flagged(8, 3).eval(), flags)  # another flag may lead another way
+    assert [_rows(call) for call in found] == [10, 1, 10]
+
+
+def _rows(call):
+    return len((call.args or tuple(call.kwargs.values()))[0])
 
 
 def test_a_sketched_model_that_runs_out_of_its_dtype_is_fitted_to_the_dense_one():
