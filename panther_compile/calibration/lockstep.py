@@ -16,7 +16,7 @@ in the order in which the model's own code calls them, whatever that code is, fo
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ class _Runner:
         value: the input of that layer.
         residual: what its output will be added to, if known.
         passed: what passed where the residuals of layers come from.
-        result: of the model, when it is through.
         error: that ended it.
     """
 
@@ -51,7 +50,6 @@ class _Runner:
         self.value: Tensor | None = None
         self.residual: Tensor | None = None
         self.passed: dict[Passage, Tensor] = {}
-        self.result: Any = None
         self.error: BaseException | None = None
         self.through = False
         self._stop = False
@@ -94,7 +92,7 @@ class _Runner:
             if not self._stop:
                 _current.runner = self
                 with torch.no_grad():  # grad mode is the thread's own
-                    self.result = call.run(model)
+                    call.run(model)  # logits of all batches would be larger than all else
         except _Stopped:
             pass
         # Whatever the model raises is raised again where the runner is driven.
@@ -157,6 +155,8 @@ def fit_in_lockstep(
                 del came
                 fitted[name] = None
                 bar.update()
+                if len(fitted) == len(sketched.watched):  # what comes behind the last layer tells nothing
+                    break
                 for runner in waiting:
                     if runner.at == name:
                         runner.go_on()

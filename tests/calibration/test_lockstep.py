@@ -103,13 +103,13 @@ def test_what_the_model_raises_is_raised_and_no_thread_stays():
     class Raises(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc = nn.Linear(4, 4)
+            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x):
             y = self.fc(x)
             if x.sum() > 100:
                 raise RuntimeError("too large")
-            return self.fc(y)
+            return self.out(y)
 
     model = Raises()
     dense, sketched = sides(model)
@@ -119,6 +119,31 @@ def test_what_the_model_raises_is_raised_and_no_thread_stays():
         fit_in_lockstep(
             dense, sketched, calls, lambda name, arrivals: doubled(model.fc), residuals={}, progress=False
         )
+    assert threading.active_count() == before
+
+
+def test_nothing_runs_behind_the_last_layer():
+    behind = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            behind.append(y)
+            return y
+
+    model = Model()
+    dense, sketched = sides(model)
+    before = threading.active_count()
+    calls = [Call((torch.ones(2, 4),), {})] * 3
+    order = fit_in_lockstep(
+        dense, sketched, calls, lambda *_: doubled(model.fc), residuals={}, progress=False
+    )
+    assert order == ["fc"]
+    assert not behind
     assert threading.active_count() == before
 
 
