@@ -11,7 +11,20 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: it has an onnx.py
 from accuracy_report import Result, Store, report
-from peers import PEERS, aa_svd, kfac_svd, mpifa, panther_copy, svd, svd_llm, swift_svd, two_four, zs_svd
+from peers import (
+    PEERS,
+    aa_svd,
+    corp,
+    kfac_svd,
+    mpifa,
+    panther_copy,
+    rocket,
+    svd,
+    svd_llm,
+    swift_svd,
+    two_four,
+    zs_svd,
+)
 from peers.budget import count_numbers, pivoted_numbers, spend
 from peers.calibration import collect, fisher, square_root
 from peers.job import Job, NotDefinedError
@@ -195,7 +208,7 @@ def test_unfolded_attention_gives_the_same_outputs(mixed_job):
 
 @pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])
 @pytest.mark.parametrize(
-    "name", [name for name, peer in PEERS.items() if peer.counted and "refined" not in name]
+    "name", [name for name, peer in PEERS.items() if peer.counted and name not in ("aa-svd-refined", "corp")]
 )
 def test_every_peer_stores_the_same(name, ratio, mixed_job):
     dense = count_numbers(mixed_job.model)
@@ -313,6 +326,76 @@ def test_zero_sum_balances_what_it_leaves_out():
     assert (layers["a"].kept, layers["b"].kept) == (2, 3)
     zs_svd._leave_out(layers, 40)
     assert (layers["a"].kept, layers["b"].kept) == (2, 2)
+
+
+def test_rocket_stores_few_coefficients_and_where_they_are():
+    matrix = draw(20, 30) * (draw(20, 30, seed=1) > 1)
+    layer = rocket.Sparse(matrix, convolution=False, bias=None)
+    torch.testing.assert_close(layer.matrix(), matrix.float(), rtol=0, atol=0)
+    assert count_numbers(layer) == int((matrix != 0).sum()) + 19
+    whole = rocket.Sparse(torch.ones(4, 16), convolution=True, bias=torch.zeros(4))
+    assert count_numbers(whole) == 64 + 2 + 4
+    torch.testing.assert_close(whole(torch.ones(1, 16, 2, 3)), torch.full((1, 4, 2, 3), 16.0))
+
+
+def test_rocket_is_exact_at_full_rank_and_its_dictionary_is_better_than_singular_vectors():
+    job = linear_job(uneven_inputs())
+    layer = rocket._Layer(job, "0")
+    left, right = layer.factors(OUTPUTS, OUTPUTS)
+    torch.testing.assert_close(left @ right, job.weight("0"))
+    left, right = layer.factors(16, 8)
+    assert bool((left.count_nonzero(1) == 8).all())
+    directions = layer.directions
+    errors = [
+        float((layer.target - found).norm())
+        for found in (left @ right @ torch.linalg.inv(layer.inverse), left @ directions[:16])
+    ]
+    assert errors[0] < errors[1]
+
+
+def encoder_job() -> Job:
+    """Two layers of an encoder, in which half and more of each kind of features repeat what others say."""
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, activation="gelu")
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        for one in model.layers:
+            for part in (one.linear1.weight, one.linear1.bias):
+                part[24:48], part[48:] = part[:24], part[:16]
+            one.linear2.weight[:, 24:] *= 0.2
+            for part in one.self_attn.in_proj_weight.unflatten(0, (3, 4, 8)).unbind():
+                part[:, 4:] = 0.2 * draw(4, 4, seed=3).float() @ part[:, :4]
+            one.self_attn.in_proj_bias.copy_(0.1 * draw(96, seed=4))
+    names = tuple(f"layers.{place}.{layer}" for place in range(2) for layer in corp.LAYERS)
+    return Job(model, names, list(draw(64, 10, 32).float().split(16)), (), "values", 0)
+
+
+def test_corp_is_exact_where_all_stays_and_where_the_rest_is_told():
+    job = encoder_job()
+    x = draw(8, 10, 32, seed=9).float()
+    with torch.inference_mode():
+        dense = job.model(x)
+        whole = PEERS["corp"].compress(job, 1.0)
+        torch.testing.assert_close(whole(x), dense, rtol=1e-4, atol=1e-4)
+        half = PEERS["corp"].compress(job, 0.5)
+        attention = half.layers[0].self_attn
+        assert attention.q_proj.out_features == attention.v_proj.out_features == 16
+        assert float((half(x) - dense).norm() / dense.norm()) < 1e-2
+        assert float((PEERS["corp"].compress(job, 0.25)(x) - dense).norm() / dense.norm()) > 5e-2
+
+
+@pytest.mark.parametrize("ratio", [0.75, 0.5, 0.35, 0.25])
+def test_corp_stores_what_the_others_do(ratio):
+    job = encoder_job()
+    dense = sum(count_numbers(job.dense.get_submodule(name)) for name in job.names)
+    small = PEERS["corp"].compress(job, ratio)
+    stored = sum(count_numbers(small.get_submodule(name)) for name in job.names)
+    assert ratio - 0.01 < stored / dense <= ratio
+
+
+def test_corp_asks_for_whole_blocks(mixed_job):
+    with pytest.raises(NotDefinedError, match="TransformerEncoderLayer"):
+        PEERS["corp"].compress(mixed_job, 0.5)
 
 
 @pytest.mark.parametrize("name", ["2:4", "int8", "int8-weights"])

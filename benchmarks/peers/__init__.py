@@ -8,12 +8,14 @@ from torch import nn
 from peers import (
     aa_svd,
     asvd,
+    corp,
     fwsvd,
     int8,
     int8_weights,
     kfac_svd,
     mpifa,
     panther_copy,
+    rocket,
     svd,
     svd_llm,
     svd_llm_v2,
@@ -61,4 +63,6 @@ PEERS = {
     "kfac-svd-lems": Peer("KFAC-SVD with LEMS", kfac_svd.compress, calibrated=True),
     "zs-svd": Peer("ZS-SVD", zs_svd.compress, calibrated=True),
     "mpifa": Peer("MPIFA", mpifa.compress, calibrated=True),
+    "rocket": Peer("ROCKET", rocket.compress, calibrated=True),
+    "corp": Peer("CORP", corp.compress, calibrated=True),
 }

@@ -31,8 +31,10 @@ class UnfoldedAttention(nn.Module):
         self.heads = attention.num_heads
         weights = attention.in_proj_weight.chunk(3)
         biases = attention.in_proj_bias.chunk(3)
-        self.q_proj, self.k_proj, self.v_proj = (_linear(*pair) for pair in zip(weights, biases, strict=True))
-        self.out_proj = _linear(attention.out_proj.weight, attention.out_proj.bias)
+        self.q_proj, self.k_proj, self.v_proj = (
+            linear_layer(*pair) for pair in zip(weights, biases, strict=True)
+        )
+        self.out_proj = linear_layer(attention.out_proj.weight, attention.out_proj.bias)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: object
@@ -116,7 +118,7 @@ def check_layers(model: nn.Module, names: Iterable[str]) -> None:
 def factored(layer: nn.Module, left_Or: Tensor, right_rI: Tensor) -> nn.Module:
     """The layer with the matrix left right, stored as the two; each gets half of every singular value."""
     balance = (left_Or.norm(dim=0) / right_rI.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-    first = _head(layer, right_rI * balance[:, None])
+    first = first_layer(layer, right_rI * balance[:, None])
     return Factored(first, _tail(layer, left_Or / balance, layer.bias))
 
 
@@ -130,7 +132,7 @@ def pivoted(layer: nn.Module, left_Or: Tensor, right_rI: Tensor) -> nn.Module:
     triangle, columns = scipy.linalg.qr(left_Or.T.numpy(), mode="r", pivoting=True)
     triangle_rO, order = torch.from_numpy(triangle), torch.from_numpy(columns).long()
     coefficients = torch.linalg.solve_triangular(triangle_rO[:, :rank], triangle_rO[:, rank:], upper=True).T
-    first = _head(layer, left_Or[order[:rank]] @ right_rI)
+    first = first_layer(layer, left_Or[order[:rank]] @ right_rI)
     return Pivoted(first, _tail(layer, coefficients, None), order.argsort(), layer.bias)
 
 
@@ -141,7 +143,8 @@ def with_matrix(layer: nn.Module, matrix_OI: Tensor) -> nn.Module:
     return layer
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """The layer of a weight (O, I) and a bias, in float32."""
     new = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
     with torch.no_grad():
         new.weight.copy_(weight)
@@ -150,9 +153,10 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return new
 
 
-def _head(layer: nn.Module, matrix_rI: Tensor) -> nn.Module:
+def first_layer(layer: nn.Module, matrix_rI: Tensor) -> nn.Module:
+    """What brings the layer's input to r channels."""
     if isinstance(layer, nn.Linear):
-        return _linear(matrix_rI, None)
+        return linear_layer(matrix_rI, None)
     geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     new = nn.Conv2d(layer.in_channels, len(matrix_rI), *geometry, bias=False)
     return with_matrix(new, matrix_rI)
@@ -160,7 +164,7 @@ def _head(layer: nn.Module, matrix_rI: Tensor) -> nn.Module:
 
 def _tail(layer: nn.Module, matrix: Tensor, bias: Tensor | None) -> nn.Module:
     if isinstance(layer, nn.Linear):
-        return _linear(matrix, bias)
+        return linear_layer(matrix, bias)
     new = nn.Conv2d(matrix.shape[1], matrix.shape[0], 1, bias=bias is not None)
     if bias is not None:
         new.bias = nn.Parameter(bias.detach().clone())
