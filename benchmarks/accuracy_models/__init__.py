@@ -12,6 +12,7 @@ from pathlib import Path
 from accuracy_models.crepe import crepe_full, crepe_tiny, crepe_trimmed
 from accuracy_models.denoiser import unet
 from accuracy_models.digits import resnet, vit
+from accuracy_models.e5 import e5
 from accuracy_models.efficientnet import efficientnet
 from accuracy_models.gpt import gpt
 from accuracy_models.minilm import minilm
@@ -32,6 +33,7 @@ GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "crepe-trimmed": crepe_trimmed,
     "crepe-full": crepe_full,
     "efficientnet": efficientnet,
+    "e5": e5,
     "smollm2": smollm2,
 }
 
