@@ -62,6 +62,7 @@ class Task:
         any_shape: whether other shapes than the example's can be run.
         dtype: of losses and norms.
         unread: parameters that the model's graph does not read.
+        in_step: whether replicas wait for each other in each microbatch.
     """
 
     form: CallForm
@@ -73,6 +74,7 @@ class Task:
     any_shape: bool
     dtype: torch.dtype
     unread: frozenset[str]
+    in_step: bool = False
 
 
 class ParallelEngine(nn.Module):
@@ -287,7 +289,9 @@ class ParallelEngine(nn.Module):
                 raise ParallelError("there is no target: give it as the last argument, or as target=")
             *args, target = args  # type: ignore[assignment]
         batch = self._read_batch(args, kwargs)
-        return batch, share_loss(batch, target, self.task.count_tokens, self.devices)
+        return batch, share_loss(
+            batch, target, self.task.count_tokens, self.devices, in_step=self.task.in_step
+        )
 
     def _read_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         task = self.task

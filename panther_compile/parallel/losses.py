@@ -39,7 +39,12 @@ def weighted_loss(loss_fn: Callable[[Any, Any], Tensor]) -> Loss:
 
 
 def share_loss(
-    batch: Batch, target: Any, count_tokens: Callable[[Any], int | Tensor] | None, devices: Devices
+    batch: Batch,
+    target: Any,
+    count_tokens: Callable[[Any], int | Tensor] | None,
+    devices: Devices,
+    *,
+    in_step: bool = False,
 ) -> list[Share]:
     """What the loss of each microbatch is taken of; every rank has to call this.
 
@@ -49,9 +54,11 @@ def share_loss(
         count_tokens: of a microbatch's target, the number that the sum of all losses is divided by; None
             where rows are averaged.
         devices: of the mesh.
+        in_step: whether replicas wait for each other in each microbatch.
 
     Raises:
-        BatchError: the target cannot be divided, or there are no tokens at all.
+        BatchError: the target cannot be divided, there are no tokens at all, or replicas in step have
+            different numbers of microbatches.
     """
     targets = divide_target(target, batch)
     rows = [size if batch.is_filled_up else None for size in batch.sizes]
@@ -59,12 +66,20 @@ def share_loss(
         weights = [size / batch.rows if batch.rows else 1 / len(batch.sizes) for size in batch.sizes]
     else:
         counts = [int(count_tokens(one)) for one in targets]
-        total = torch.tensor(float(sum(counts)), dtype=torch.float64, device=devices.device)
+        number = len(targets)
+        sums = torch.tensor([sum(counts), number, number**2], dtype=torch.float64, device=devices.device)
         if devices.shape.dp > 1:
-            dist.all_reduce(total, group=devices.group("dp"))
+            dist.all_reduce(sums, group=devices.group("dp"))
+        total, numbers, squares = sums.tolist()
+        if in_step and squares * devices.shape.dp != numbers**2:
+            raise BatchError(
+                f"replicas have different numbers of microbatches, {number} of {batch.rows} rows here and "
+                f"{numbers / devices.shape.dp:.4g} on average, and wait for each other in each of them "
+                "(fully_shard, sync_batchnorm); a replica needs a row for each microbatch"
+            )
         if not total > 0:
             raise BatchError("count_tokens gave 0 for the batches of all replicas: there is no loss to take")
-        weights = [devices.shape.dp / float(total)] * len(targets)
+        weights = [devices.shape.dp / total] * len(targets)
     return [Share(*one) for one in zip(targets, rows, weights, strict=True)]
 
 

@@ -31,6 +31,7 @@ class Options:
         offload_policy: for "fsdp".
         find_unused_parameters: for "ddp".
         activation_checkpointing: of `ACTIVATION_CHECKPOINTING`, or a budget.
+        sync_batchnorm: over the dp axis.
         broadcast: from rank 0.
     """
 
@@ -43,6 +44,7 @@ class Options:
     offload_policy: OffloadPolicy | None
     find_unused_parameters: bool | None
     activation_checkpointing: str | float
+    sync_batchnorm: bool
     broadcast: bool
 
     def as_record(self) -> dict[str, Any]:

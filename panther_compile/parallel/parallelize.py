@@ -17,6 +17,7 @@ from panther_compile.parallel.agreement import (
     find_timeout,
     named_failures,
 )
+from panther_compile.parallel.batch_norms import check_batch_norms, synchronize_batch_norms
 from panther_compile.parallel.crossing import CrossingTensors
 from panther_compile.parallel.devices import Devices, lay_out, place_stages
 from panther_compile.parallel.engine import ParallelEngine, Runner, Task
@@ -47,6 +48,7 @@ def parallelize_model(
     offload_policy: OffloadPolicy | None = None,
     find_unused_parameters: bool | None = None,
     activation_checkpointing: str | float | None = None,
+    sync_batchnorm: bool = False,
     broadcast: bool = True,
 ) -> ParallelEngine:
     """Give this rank its part of a model, replicated or sharded, as one module to train.
@@ -90,6 +92,8 @@ def parallelize_model(
             long to compute again are kept too, at most that share of the bytes that a unit would keep without
             checkpointing. As the plan has it if None. The user's own `torch.utils.checkpoint` calls are
             respected in any case.
+        sync_batchnorm: in train mode, batch norms take statistics over the microbatches of all replicas, on
+            any backend: BatchNorm1d, 2d and 3d of the model itself with dp alone, else those of its graph.
         broadcast: start with the parameters and buffers of rank 0; False if they are known to be equal.
 
     Raises:
@@ -124,6 +128,7 @@ def parallelize_model(
         offload_policy=offload_policy,
         find_unused_parameters=find_unused_parameters,
         activation_checkpointing=activation_checkpointing,
+        sync_batchnorm=sync_batchnorm,
         broadcast=broadcast,
     )
     with named_failures(f"rank {dist.get_rank()}, parallelize_model"):
@@ -134,12 +139,14 @@ def parallelize_model(
         graphs = list(cast(Iterable[fx.GraphModule], staged.stages))
         mixing = find_row_mixing(graphs)
         options.check(part, mixing)
+        is_own = part.mesh.pp == part.mesh.tp == 1
+        if sync_batchnorm:
+            check_batch_norms(model, graphs, is_own=is_own)
         _check_tensors(model, staged)
         devices = lay_out(part.mesh, device, find_timeout(device))
         if broadcast:
             broadcast_tensors([model])
         places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
-        is_own = part.mesh.pp == part.mesh.tp == 1
         shared = {parameter.name: parameter.stages for parameter in part.shared}
         names, dtype = _names(model, staged, is_own=is_own), _loss_dtype(model)
         stages: Mapping[int, nn.Module]
@@ -151,7 +158,7 @@ def parallelize_model(
             mode = find_graph_mode(graphs)
             divide = data_parallel == "fsdp" or activation_checkpointing != "none"
             stages = graph_stages = {
-                index: StageModule(_shard(graph, part, index, devices), mode, index, divide=divide)
+                index: StageModule(_of_rank(graph, part, index, options, devices), mode, index, divide=divide)
                 for index, graph in enumerate(graphs)
                 if places[index] == devices.pp
             }
@@ -191,6 +198,7 @@ def parallelize_model(
             any_shape=is_own,
             dtype=dtype,
             unread=frozenset(part.unused),
+            in_step=data_parallel == "fsdp" or sync_batchnorm,
         ),
         last_place=places[-1],
         shared=sums,
@@ -204,6 +212,8 @@ def parallelize_model(
 
 def _prepare_tree(model: nn.Module, part: Partition, options: Options, devices: Devices) -> None:
     """Shard the user's own modules, and let them be computed again, in place."""
+    if options.sync_batchnorm and part.mesh.dp > 1:
+        synchronize_batch_norms(model, devices.group("dp").group_name)
     sharded = options.data_parallel == "fsdp" and part.mesh.dp > 1
     mode = options.activation_checkpointing
     if not sharded and mode == "none":
@@ -243,13 +253,19 @@ def _shard_units(
     )
 
 
-def _shard(graph: fx.GraphModule, part: Partition, index: int, devices: Devices) -> fx.GraphModule:
+def _of_rank(
+    graph: fx.GraphModule, part: Partition, index: int, options: Options, devices: Devices
+) -> fx.GraphModule:
     """A stage with this rank's shards of its parameters, as plain tensors of its own.
 
     Everything behind this (DDP, `fully_shard`, sums over the dp axis and over stages) works on whatever
     parameters the graph holds.
     """
-    return shard_stage(graph, part, index, devices.group("tp")) if part.mesh.tp > 1 else graph
+    if part.mesh.tp > 1:
+        graph = shard_stage(graph, part, index, devices.group("tp"))
+    if options.sync_batchnorm and part.mesh.dp > 1:
+        synchronize_batch_norms(graph, devices.group("dp").group_name)
+    return graph
 
 
 def _find_device(model: nn.Module) -> torch.device:

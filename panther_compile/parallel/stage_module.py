@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import FSDPModule
 
 from panther_compile.errors import ParallelError
 from panther_compile.parallel.agreement import describe_tensor
+from panther_compile.parallel.batch_norms import BATCH_NORM, synchronized_batch_norm
 from panther_compile.parallel.units import divide_graph, graphs_within, unit_names
 from panther_compile.partition import TensorSpec
 
@@ -80,7 +82,8 @@ class _ModeArgument:
 
 def _find_mode_arguments(graph: fx.Graph) -> Iterator[_ModeArgument]:
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
+        schema = getattr(target, "_schema", None)
         if node.op != "call_function" or schema is None:
             continue
         if schema.name == "aten::add_" and "num_batches_tracked" in str(node.args[0]):
@@ -189,8 +192,20 @@ class StageModule(nn.Module):
                 for argument in found:
                     argument.set(mode)
                 if found:
-                    graph.recompile()
+                    _recompile(graph)
         return super().train(mode)
+
+
+def _recompile(graph: fx.GraphModule) -> None:
+    """Write the code of a graph anew, as of the class that it had before `fully_shard` made one of it.
+
+    On that of `fully_shard` torch.fx would put a call that calls itself.
+    """
+    sharded = type(graph)
+    if isinstance(graph, FSDPModule):
+        graph.__class__ = sharded.__mro__[2]  # behind its own class and FSDPModule
+    graph.recompile()
+    graph.__class__ = sharded
 
 
 def _held_by(graph: fx.GraphModule, held: Iterable[tuple[str, _Held]]) -> Iterator[tuple[str, _Held]]:
