@@ -14,6 +14,8 @@ from panther_compile.partition.stages.schedule import Action, count_in_flight, o
 from panther_compile.partition.stages.units import RECOMPUTE
 
 AUTO = "auto"
+# Of activation checkpointing, where the planner is to choose: shares of what a unit would keep.
+BUDGETS = tuple(number / 20 for number in range(1, 20))
 _MICROBATCHES_PER_STAGE = 4
 # Stages of fewer operations are not compared, where a device may have one or several.
 _OPERATIONS_OF_A_STAGE = 8

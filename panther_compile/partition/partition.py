@@ -82,8 +82,8 @@ def partition_model(
             the rest again in the backward, "selective" also keeps results that are narrower than what they
             are computed from (`graph.narrowing`), a budget, as 0.6, results that take long to compute again,
             at most that share of the bytes that a unit would keep without checkpointing (`graph.budget`).
-            False or "none" keeps all, "auto" takes what is fastest where it fits. None is "none" with mesh=
-            and "auto" with devices=.
+            False or "none" keeps all, "auto" takes what is fastest where it fits, budgets among it. None is
+            "none" with mesh= and "auto" with devices=.
         data_parallel: what replicas share: "ddp" nothing, "zero1" optimizer states, "zero2" gradients too,
             "zero3" parameters too; "auto" what is fastest where it fits.
         shard_size: replicas that share one set of states; None for what is faster of all and those in a node.

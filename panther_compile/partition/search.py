@@ -1,6 +1,6 @@
 """The best strategy and cuts for a mesh, and the best mesh for a number of devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from panther_compile.errors import MeshError, StageCountError, StageMemoryError
 from panther_compile.partition.assemble import DevicePlan, assemble, stages_of
+from panther_compile.partition.graph.budget import is_budget
 from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graphs import Graphs
-from panther_compile.partition.options import PlanOptions, Strategy
+from panther_compile.partition.options import AUTO, BUDGETS, PlanOptions, Strategy
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.replicas import share_states
 from panther_compile.partition.result import Partition
@@ -123,30 +124,68 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
 
 
 def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) -> Iterator[Candidate]:
-    """What is expected of each strategy, at the first price of memory at which it fits."""
+    """What is expected of each strategy; of activation checkpointing no more than helps."""
+    operations = max(len(flow.work) for flow in graphs.flows.values())
+    strategies = options.strategies(mesh, operations)
+    for _, of_schedule in groupby(strategies, key=lambda one: (one.schedule, one.stages_per_device)):
+        found: list[Candidate] = []
+        for _, alike in groupby(of_schedule, key=lambda one: one.recompute):
+            tried = [_expect_one(graphs, options, outline, mesh, strategy) for strategy in alike]
+            found += tried
+            if max(tried, key=lambda one: one.expected.per_second).expected.room >= 1.2:
+                break  # computing more again cannot help
+        yield from found
+        if options.recompute == AUTO and len(found) > len(tried):
+            yield from _expect_budgets(graphs, options, outline, found)
+
+
+def _expect_one(
+    graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh, strategy: Strategy
+) -> Candidate:
+    """What is expected of a strategy, at the first price of memory at which it fits."""
     ring = Ring(mesh.tp, options.shared_link(mesh))
     tried = graphs.prices(mesh.tp)
-    operations = max(len(flow.work) for flow in graphs.flows.values())
-    enough = set[tuple[str, int]]()  # schedules for which computing more again cannot help
-    for (schedule, per_device, _), strategies in groupby(
-        options.strategies(mesh, operations),
-        key=lambda one: (one.schedule, one.stages_per_device, one.recompute),
-    ):
-        if (schedule, per_device) in enough:
-            continue
-        found = []
-        for strategy in strategies:
-            for prices in dict.fromkeys((tried[0], tried[-1])):
-                plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
-                whole = options.memory_bytes - (plan.request.memory_bytes or 0) * per_device
-                pipeline = options.pipeline(mesh, strategy)
-                expected = outline.expect(plan.flow, pipeline, whole, len(plan.units))
-                if expected.room >= 1:
-                    break
-            found.append(Candidate(mesh, strategy, expected))
-        yield from found
-        if max(found, key=lambda one: one.expected.per_second).expected.room >= 1.2:
-            enough.add((schedule, per_device))
+    for prices in dict.fromkeys((tried[0], tried[-1])):
+        plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
+        whole = options.memory_bytes - (plan.request.memory_bytes or 0) * strategy.stages_per_device
+        expected = outline.expect(plan.flow, options.pipeline(mesh, strategy), whole, len(plan.units))
+        if expected.room >= 1:
+            break
+    return Candidate(mesh, strategy, expected)
+
+
+def _expect_budgets(
+    graphs: Graphs, options: PlanOptions, outline: Outline, found: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Of each way to share states, the largest budget of checkpointing that is expected to fit, and the next.
+
+    A larger budget keeps more and computes less again, so that it is found by bisection. The ways whose step
+    would be slower than one that fits, were nothing computed again, are passed over.
+
+    Args:
+        graphs: of `read_graphs`.
+        options: of the user.
+        outline: of the model.
+        found: of one mesh and schedule, for every kind of checkpointing.
+    """
+    reached = max((one.expected.per_second for one in found if one.expected.room >= 1), default=0.0)
+    dense = (one for one in found if one.strategy.recompute == "none" and one.expected.room < 1)
+    for most in sorted(dense, key=lambda one: one.expected.per_second, reverse=True):
+        fitting, over = 0, len(BUDGETS)
+        tried: dict[int, Candidate] = {}
+        while over - fitting > 0 and most.expected.per_second > reached:
+            middle = (fitting + over) // 2
+            strategy = replace(most.strategy, recompute=BUDGETS[middle])
+            one = tried[middle] = _expect_one(graphs, options, outline, most.mesh, strategy)
+            if one.expected.room >= 1:
+                fitting = middle + 1
+            elif one.expected.per_second <= reached:
+                break
+            else:
+                over = middle
+        fits = [one for one in tried.values() if one.expected.room >= 1]
+        reached = max((reached, *(one.expected.per_second for one in fits)))
+        yield from fits
 
 
 def _cut_candidates(
@@ -159,7 +198,7 @@ def _cut_candidates(
 ) -> Partition | None:
     """The fastest, of those worth cutting; of a mesh and schedule the first that fits."""
     best, reached = None, 0.0
-    done = set[tuple[Mesh, str, int]]()
+    done, narrowed = set[tuple[Mesh, str, int]](), set[tuple[Mesh, str, int]]()
     ranked = sorted(candidates, key=lambda one: one.rank, reverse=True)
     for one in _bar(ranked, "cuts", progress):
         close = _CLOSE if one.expected.room >= 1 else 1.0
@@ -168,11 +207,38 @@ def _cut_candidates(
         if lost or shape in done or (one.expected.hopeless and len(ranked) > 1):
             continue
         found = _partition(name, graphs, options, one.mesh, one.strategy)
+        if found is not None:
+            done.add(shape)
+        elif _may_keep_less(options, one) and shape not in narrowed:
+            narrowed.add(shape)
+            found = _with_smaller_budget(name, graphs, options, one)
         if found is None:
             continue
-        done.add(shape)
         if found.microbatches_per_second > reached:
             best, reached = found, found.microbatches_per_second
+    return best
+
+
+def _may_keep_less(options: PlanOptions, over: Candidate) -> bool:
+    """Whether a smaller budget of checkpointing may fit where a candidate was expected to, and did not."""
+    kind = over.strategy.recompute
+    return options.recompute == AUTO and over.expected.room >= 1 and (kind == "none" or is_budget(kind))
+
+
+def _with_smaller_budget(
+    name: str, graphs: Graphs, options: PlanOptions, over: Candidate
+) -> Partition | None:
+    """The best partition with the largest budget that fits, below one that did not."""
+    kind = over.strategy.recompute
+    best, fitting, failing = None, 0, BUDGETS.index(kind) if kind in BUDGETS else len(BUDGETS)
+    while fitting < failing:
+        middle = (fitting + failing) // 2
+        strategy = replace(over.strategy, recompute=BUDGETS[middle])
+        found = _partition(name, graphs, options, over.mesh, strategy)
+        if found is None:
+            failing = middle
+        else:
+            best, fitting = found, middle + 1
     return best
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from panther_compile import TrainingCheckpoints, parallelize_model, partition_model, sketchify
 from panther_compile.errors import ConfigError, ScheduleError
+from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 
 
 class Block(nn.Module):
@@ -124,14 +126,22 @@ def recomputed(rank, *, mesh, mode, name="deep", sketched=False, **options):
 
 
 def recompute_of_the_plan(rank):
-    """recompute=True of the plan is executed."""
-    kept = {}
+    """What the plan computes again is: all, nothing, or what the budget that it found leaves."""
+    kept, held = {}, {}
     for asked in (False, True):
         model, inputs = deep()
         plan = partition(model, inputs, {"pp": 2}, recompute=asked)
+        held[asked] = max(plan.held_bytes)
         engine = parallelize_model(model, plan, loss_fn=loss_fn)
         kept[asked] = trained(engine, inputs)[2]
     assert kept[True] < 0.6 * kept[False], kept
+    model, inputs = deep()
+    limit = (held[True] + 3 * held[False]) // 4
+    plan = partition(model, inputs, {"pp": 2}, recompute="auto", memory_per_device=limit)
+    assert isinstance(plan.recompute, float)
+    with mock.patch("panther_compile.parallel.parallelize.checkpoint_unit", wraps=checkpoint_unit) as called:
+        engine = parallelize_model(model, plan, loss_fn=loss_fn)
+    assert {call.args[1] for call in called.call_args_list} == {plan.recompute}
     model, inputs = build("resnet")
     plan = partition(model, inputs, {"pp": 2}, recompute=True)
     with pytest.raises(ConfigError, match=r"batch_norm.* would count each batch twice .*='none'"):

@@ -233,8 +233,47 @@ def test_what_is_computed_again_is_chosen_by_the_memory():
     free = cut(rows=256, mesh={}, recompute="auto")
     assert free.recompute == "none"
     tight = cut(rows=256, mesh={}, recompute="auto", memory_per_device=free.stages[0].memory_bytes - 1)
-    assert tight.recompute in ("selective", "full")
+    assert tight.recompute != "none"
     assert tight.stages[0].memory_bytes < free.stages[0].memory_bytes
+
+
+class Uneven(nn.Module):
+    """Blocks of products that widen, narrow and do neither."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [WIDTH, 4 * WIDTH, WIDTH, WIDTH, 2 * WIDTH, WIDTH]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for _ in range(LAYERS) for pair in pairwise(widths))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+@pytest.mark.parametrize(("mesh", "shares"), [({}, (0.3, 0.8)), ({"dp": 4}, (0.5,)), ({"pp": 2}, (0.3,))])
+def test_a_budget_is_found_between_selective_and_none(mesh, shares):
+    """Its step is faster than those of all other kinds that fit."""
+
+    def plan(recompute, memory=10**9):
+        options = {"mesh": mesh, "microbatches": 2, "data_parallel": "ddp", "recompute": recompute}
+        return partition_model(
+            Uneven(), torch.randn(256, WIDTH), hardware=cluster(), memory_per_device=memory, **options
+        )
+
+    kinds = {kind: plan(kind) for kind in ("full", "selective", "none")}
+    held = [max(part.held_bytes) for part in kinds.values()]
+    assert held == sorted(held)
+    for share in shares:
+        limit = int(held[1] + share * (held[2] - held[1]))
+        found = plan("auto", limit)
+        assert isinstance(found.recompute, float)
+        assert 0 < found.recompute < 1
+        assert max(found.held_bytes) <= limit
+        assert kinds["none"].step_seconds < found.step_seconds < 0.99 * kinds["selective"].step_seconds
+        assert kinds["selective"].step_seconds < kinds["full"].step_seconds
+        same = plan(found.recompute, limit)
+        assert (same.step_seconds, same.held_bytes) == (found.step_seconds, found.held_bytes)
 
 
 def line(saved, alive):

@@ -13,6 +13,7 @@ equal shares of all that is saved.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from panther_compile.partition.graph.budget import choose_kept
@@ -21,6 +22,7 @@ from panther_compile.partition.stages.cut import CutNetwork
 
 RECOMPUTE = ("none", "selective", "full")
 _MOST_UNITS = 256
+_choose_kept = lru_cache(maxsize=4096)(choose_kept)  # units of blocks that repeat are alike
 
 
 def find_units(flow: FlowGraph) -> tuple[int, ...]:
@@ -111,9 +113,9 @@ def _keep_within(budget: float, unit: Mapping[str, Work], inputs: int) -> dict[s
     """What is kept, by vertex, within a share of the bytes that a unit saves besides its inputs."""
     saved = sum(work.saved_bytes - work.loss_bytes for work in unit.values())
     results = [(vertex, one) for vertex, work in unit.items() for one in work.results]
-    chosen = choose_kept(
-        [one.seconds for _, one in results],
-        [one.bytes for _, one in results],
+    chosen = _choose_kept(
+        tuple(one.seconds for _, one in results),
+        tuple(one.bytes for _, one in results),
         int(budget * max(0, saved - inputs)),
     )
     kept: dict[str, Result] = {}
