@@ -27,6 +27,9 @@ def checkpoint_unit(unit: nn.Module, mode: str | float, device: cost.Device = CP
         unit: that writes nothing it is given.
         mode: "full", "selective" or a budget.
         device: that seconds are estimated for where there is a budget, as of `Hardware`.
+
+    The backward raises a `ParallelError` where what the unit has kept was written in place behind its
+    forward, and torch a RuntimeError where what it was given was.
     """
     if mode == "full":
         checkpoint(unit)

@@ -6,15 +6,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from panther_compile.errors import ParallelError
 from panther_compile.partition.graph.narrowing import storages, written_storages
 
 
 def contexts_keeping(policy: "Policy") -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one forward of a unit and of its recomputation, for `torch.utils.checkpoint`."""
     forward, again = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
-    return forward, _Recomputation(policy, again)
+    return _Forward(policy, forward), _Recomputation(policy, again)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The same memory and count of writes, without a place in autograd's graph."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class Policy(ABC):
@@ -29,6 +38,8 @@ class Policy(ABC):
         self.holds = True
         self.asked_again = 0
         self._decided: list[bool] = []
+        self._given_back: list[Tensor] = []
+        self._versions: list[int] = []
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Whether to keep the result, as torch asks it."""
@@ -38,7 +49,27 @@ class Policy(ABC):
         else:
             keeps = self.decide(op, args, kwargs, ctx.op_output)
             self._decided.append(keeps)
+            if keeps:
+                tensors = (one for one in pytree.tree_leaves(ctx.op_output) if isinstance(one, Tensor))
+                self._given_back += map(_detached, tensors)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def end(self) -> None:
+        """The forward is over: what is kept is given back as it is now."""
+        self._versions = [tensor._version for tensor in self._given_back]
+
+    def check(self) -> None:
+        """Refuse what somebody has written in place since then, as torch counts the writes.
+
+        Raises:
+            ParallelError: a kept result was written.
+        """
+        if self.holds and self._versions != [tensor._version for tensor in self._given_back]:
+            raise ParallelError(
+                "a module is computed again in the backward, and a result that it keeps was written in place "
+                "after its forward: the gradients would be of other values. Write a new tensor there "
+                "(x = x + y for x += y), or give activation_checkpointing='none' or 'full'"
+            )
 
     @abstractmethod
     def decide(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -81,6 +112,20 @@ class KeptByKind(Policy):
         return keeps
 
 
+class _Forward:
+    """The context of a forward."""
+
+    def __init__(self, policy: Policy, forward: AbstractContextManager[Any]) -> None:
+        self._policy, self._forward = policy, forward
+
+    def __enter__(self) -> None:
+        self._forward.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._policy.end()
+        return self._forward.__exit__(*error)
+
+
 class _Recomputation:
     """The context of a recomputation, in which kept results are given back where the policy holds."""
 
@@ -89,6 +134,7 @@ class _Recomputation:
 
     def __enter__(self) -> None:
         self._policy.asked_again = 0
+        self._policy.check()
         self._entered = self._again if self._policy.holds else nullcontext()
         self._entered.__enter__()
 

@@ -27,6 +27,14 @@ _SHARE = 1 / 8
 _TINY = 1 / 16
 # What a cut costs, and each value alive there beyond the fewest: against 8 times the sum of squared shares.
 _CUT, _ALIVE = 0.03, 0.01
+# What may give back what it was given, and does not say so: dropout of nothing, casts to what it is.
+_GIVES_BACK = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "type_as"),
+        *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors"),
+    )
+)
 _UNIT = re.compile(r"unit_\d+")
 
 
@@ -194,23 +202,24 @@ def _writes(nodes: Sequence[fx.Node]) -> list[_Write]:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if (
-                argument.alias_info is None
-                or not argument.alias_info.is_write
-                or not isinstance(value, fx.Node)
-            ):
+        for number, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            base = _viewed(value)
-            if base.op != "get_attr":
-                found.append(_Write(places[base], places[node], readers[base]))
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                base = _viewed(one) if isinstance(one, fx.Node) else None
+                if base is not None and base.op != "get_attr":
+                    found.append(_Write(places[base], places[node], readers[base]))
     return found
 
 
 def _viewed(node: fx.Node) -> fx.Node:
     """The node that made the tensor which a node is, or is a view of."""
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while _is_view(node):
+        given = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
+        if not isinstance(given, fx.Node):
+            break
+        node = given
     return node
 
 
@@ -220,7 +229,7 @@ def _is_view(node: fx.Node) -> bool:
         return False
     if schema is None:
         return "getitem" in str(node.target)
-    return any(result.alias_info is not None for result in schema.returns)
+    return schema.name in _GIVES_BACK or any(result.alias_info is not None for result in schema.returns)
 
 
 # ---------------------------------------------------------------------------------------- of a graph

@@ -46,6 +46,11 @@ class Candidate:
     expected: Expectation
 
     @property
+    def shape(self) -> tuple[Mesh, str, int]:
+        """The mesh, the schedule, and stages a device."""
+        return self.mesh, self.strategy.schedule, self.strategy.stages_per_device
+
+    @property
     def rank(self) -> tuple[bool, float]:
         """What fits before what does not, the fastest first."""
         return self.expected.room >= 1, self.expected.per_second
@@ -104,7 +109,8 @@ def expect_meshes(
         meshes.append(mesh)
     outline = Outline(next(iter(graphs.flows.values())))
     shown = _bar(meshes, "meshes", progress)
-    return [one for mesh in shown for one in _expect(graphs, options, outline, mesh)], left_out
+    found = [one for mesh in shown for one in _expect(graphs, options, outline, mesh)]
+    return found + list(_expect_budgets(graphs, options, outline, found)), left_out
 
 
 def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
@@ -116,6 +122,7 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
     """
     outline = Outline(next(iter(graphs.flows.values())))
     candidates = list(_expect(graphs, options, outline, mesh))
+    candidates += _expect_budgets(graphs, options, outline, candidates)
     best = _cut_candidates(name, graphs, options, candidates)
     if best is None:
         roomiest = max(candidates, key=lambda one: one.expected.room)
@@ -135,8 +142,6 @@ def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) 
             if max(tried, key=lambda one: one.expected.per_second).expected.room >= 1.2:
                 break  # computing more again cannot help
         yield from found
-        if options.recompute == AUTO and len(found) > len(tried):
-            yield from _expect_budgets(graphs, options, outline, found)
 
 
 def _expect_one(
@@ -157,35 +162,48 @@ def _expect_one(
 def _expect_budgets(
     graphs: Graphs, options: PlanOptions, outline: Outline, found: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Of each way to share states, the largest budget of checkpointing that is expected to fit, and the next.
+    """Of each way to share states, budgets of checkpointing that are expected to fit, up to the largest.
 
-    A larger budget keeps more and computes less again, so that it is found by bisection. The ways whose step
-    would be slower than one that fits, were nothing computed again, are passed over.
+    A larger budget keeps more and computes less again, so that it is found by bisection. Passed over are ways
+    that would be slower than one that fits of their mesh, or not close to that of any, were nothing computed
+    again.
 
     Args:
         graphs: of `read_graphs`.
         options: of the user.
         outline: of the model.
-        found: of one mesh and schedule, for every kind of checkpointing.
+        found: of all meshes and schedules, for every kind of checkpointing.
     """
-    reached = max((one.expected.per_second for one in found if one.expected.room >= 1), default=0.0)
-    dense = (one for one in found if one.strategy.recompute == "none" and one.expected.room < 1)
-    for most in sorted(dense, key=lambda one: one.expected.per_second, reverse=True):
-        fitting, over = 0, len(BUDGETS)
-        tried: dict[int, Candidate] = {}
-        while over - fitting > 0 and most.expected.per_second > reached:
-            middle = (fitting + over) // 2
-            strategy = replace(most.strategy, recompute=BUDGETS[middle])
-            one = tried[middle] = _expect_one(graphs, options, outline, most.mesh, strategy)
-            if one.expected.room >= 1:
-                fitting = middle + 1
-            elif one.expected.per_second <= reached:
-                break
-            else:
-                over = middle
-        fits = [one for one in tried.values() if one.expected.room >= 1]
-        reached = max((reached, *(one.expected.per_second for one in fits)))
-        yield from fits
+    if options.recompute != AUTO:
+        return
+    best = max((one.expected.per_second for one in found if one.expected.room >= 1), default=0.0) / _CLOSE
+    for _, group in groupby(found, key=lambda one: one.shape):
+        alike = list(group)
+        fits = (one.expected.per_second for one in alike if one.expected.room >= 1)
+        reached = max((best, *fits))
+        dense = (one for one in alike if one.strategy.recompute == "none" and one.expected.room < 1)
+        for most in sorted(dense, key=lambda one: one.expected.per_second, reverse=True):
+            fitting = list(_bisect_budgets(graphs, options, outline, most, reached))
+            reached = max((reached, *(one.expected.per_second for one in fitting)))
+            yield from fitting
+
+
+def _bisect_budgets(
+    graphs: Graphs, options: PlanOptions, outline: Outline, most: Candidate, reached: float
+) -> Iterator[Candidate]:
+    """Those that are expected to fit, on the way to the largest; none slower than what is reached."""
+    fitting, over = 0, len(BUDGETS)
+    while fitting < over and most.expected.per_second > reached:
+        middle = (fitting + over) // 2
+        strategy = replace(most.strategy, recompute=BUDGETS[middle])
+        one = _expect_one(graphs, options, outline, most.mesh, strategy)
+        if one.expected.room >= 1:
+            fitting = middle + 1
+            yield one
+        elif one.expected.per_second <= reached:
+            return
+        else:
+            over = middle
 
 
 def _cut_candidates(
@@ -202,15 +220,14 @@ def _cut_candidates(
     ranked = sorted(candidates, key=lambda one: one.rank, reverse=True)
     for one in _bar(ranked, "cuts", progress):
         close = _CLOSE if one.expected.room >= 1 else 1.0
-        shape = one.mesh, one.strategy.schedule, one.strategy.stages_per_device
         lost = one.expected.per_second * close < reached
-        if lost or shape in done or (one.expected.hopeless and len(ranked) > 1):
+        if lost or one.shape in done or (one.expected.hopeless and len(ranked) > 1):
             continue
         found = _partition(name, graphs, options, one.mesh, one.strategy)
         if found is not None:
-            done.add(shape)
-        elif _may_keep_less(options, one) and shape not in narrowed:
-            narrowed.add(shape)
+            done.add(one.shape)
+        elif _may_keep_less(options, one) and one.shape not in narrowed:
+            narrowed.add(one.shape)
             found = _with_smaller_budget(name, graphs, options, one)
         if found is None:
             continue

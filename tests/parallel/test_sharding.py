@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from parallel import sharding_jobs
 from torch import nn
 
 from panther_compile import partition_model
-from panther_compile.errors import CaptureError
+from panther_compile.errors import CaptureError, ParallelError
 from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 from panther_compile.parallel.units import divide_graph, find_module_units, graphs_within, unit_names
 
@@ -110,6 +111,61 @@ def test_what_others_write_after_a_module_is_not_repeated(mode):
         one(x).square().sum().backward()
     for wanted, one in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one.grad, wanted.grad)
+
+
+class Follows(nn.Module):
+    """Units, whose narrow result the parent writes: it is kept by selective checkpointing."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.units, self.last = nn.ModuleList([Narrowed(), Narrowed()]), nn.Linear(4, 3)
+        self.write = write
+
+    def forward(self, x):
+        for unit in self.units:
+            z, gate = unit(x)
+            self.write(z)
+            x = torch.cat([z, gate], -1)
+        return self.last(z * gate)
+
+
+def without_gradients(z):
+    with torch.no_grad():
+        z.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("write", "is_seen"),
+    [
+        (lambda z: F.dropout(z, 0.0).add_(1.0), True),
+        (lambda z: z.type_as(z).add_(1.0), True),
+        (lambda z: torch._foreach_add_([z], 1.0), True),
+        (lambda z: torch.add(z.detach(), 1.0, out=z.detach()), True),
+        (without_gradients, False),  # a graph within the graph
+    ],
+)
+def test_a_parent_that_writes_what_a_unit_gave(write, is_seen):
+    """Such a unit is not repeated, and refused where the graph does not tell of it: gradients were others."""
+    torch.manual_seed(0)
+    model, x = Follows(write).double(), torch.randn(5, 8, dtype=torch.float64)
+    part = partition_model(model, x, mesh={"dp": 2}, hardware="cpu")
+    found = find_module_units(model, part.captured.graph_module, ["units.0", "units.1"])
+    assert [unit.is_repeatable for unit in found] == [not is_seen] * 2
+    for unit in found:
+        checkpoint_unit(model.get_submodule(unit.name), "selective")
+    with pytest.raises(ParallelError, match="a result that it keeps was written in place after its forward"):
+        model(x).square().sum().backward()
+
+
+def test_a_parent_that_writes_what_a_unit_was_given():
+    torch.manual_seed(0)
+    first, unit = nn.Linear(8, 8), nn.Sequential(Halved(), nn.Linear(8, 8))
+    checkpoint_unit(unit, "full")
+    x = first(torch.randn(5, 8))
+    loss = unit(x).square().sum()
+    without_gradients(x)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
