@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.few_data import MADE_UP, has_few
 from panther_compile.calibration.held_out import Studied
-from panther_compile.calibration.inputs import Inputs, read_inputs, read_output
+from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_own_texts
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
@@ -216,8 +216,11 @@ def learn(
         calls = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
     prepared = replace(prepared, found=found)
-    doubted = inputs.source == "data"
-    studied = _study(prepared, config, calls, resume, doubted=doubted, shelf=shelf) if calls else None
+    doubted, fitted = inputs.source == "data", calls
+    if doubted and calls:
+        fitted, beside = with_own_texts(prepared.model, prepared.found, calls, config)
+        inputs = replace(inputs, what=inputs.what + beside)
+    studied = _study(prepared, config, fitted, resume, doubted=doubted, shelf=shelf) if calls else None
     if studied is not None:
         prepared = replace(prepared, found=studied.found)
     if first and config.objective == "latency" and example is None:

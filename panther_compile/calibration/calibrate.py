@@ -19,6 +19,7 @@ from panther_compile.calibration.held_out import (
     learnt_of,
     put_layers,
 )
+from panther_compile.calibration.inputs import LEAST
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
@@ -44,7 +45,6 @@ from panther_compile.shelf import Shelf
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
 WORTH_TRYING = 1.1
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, as there are many
-_BATCHES = 5  # at least, if samples of fewer can be divided, so that some can be held out
 
 
 def study_model(
@@ -83,7 +83,7 @@ def study_model(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
     check_batches(watch(model, targets), targets, calls, 0)
-    calls = divided(watch(model, {}).model, calls, _BATCHES)
+    calls = divided(watch(model, {}).model, calls, LEAST)
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
     masks = [kept_positions(model, call) for call in calls]

@@ -4,15 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.batches import Call
+from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
-from panther_compile.models.synthetic import MODEL, make_inputs
+from panther_compile.models.synthetic import MODEL, make_inputs, sample_texts
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found, without_head
@@ -20,6 +23,8 @@ from panther_compile.records import Closeness
 
 SMALLEST, LARGEST = 500_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
+MOST_TOKENS = 10 * 8 * 128  # of a model's own texts, beside data
+LEAST = 5  # parts of the data, if samples of fewer batches can be divided, so that some can be held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         return Inputs(data, (), "the data it was fitted to")
     if not asked and not config.synthetic:
         return Inputs(None, (), "no data was given, and synthetic=False")
-    numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
+    numbers = _numbers(found)
     if not asked and numbers < SMALLEST:
         return Inputs(
             None, (), f'no data was given; data="model" makes inputs up, as from {SMALLEST:,} numbers on'
@@ -108,6 +113,59 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False
     fit = made.calls[_JUDGE:] if asked or telling else None
     return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)
+
+
+def with_own_texts(
+    model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
+) -> tuple[list[Call], str]:
+    """Data, and of a causal language model as many tokens of its own texts in between; in words, how many.
+
+    Data shows what a model is asked for, its own texts what else it can do: fitted to the one alone, layers
+    forget the other. The most are as many as it would be fitted to without data.
+
+    Args:
+        model: the dense model; is not changed.
+        found: its sites.
+        calls: the data.
+        config: the options.
+    """
+    dense = all(ratio == 1.0 for _, ratio in config.ratios())
+    tokens = sum(_tokens(call) for call in calls)
+    if dense or not tokens or not config.synthetic or not SMALLEST <= _numbers(found) <= LARGEST:
+        return list(calls), ""
+    try:
+        own = sample_texts(
+            model, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_progress(config)
+        )
+    except (DataError, ConfigTypeError):  # of a model whose inputs are not known, data is all there is
+        return list(calls), ""
+    if not own:
+        return list(calls), ""
+    parts = divided(copy_sharing(model, {}), calls, LEAST)
+    texts = sum(max(len(one) for one in _integers(call)) for call in own)
+    return _interleaved(parts, own), f", beside {texts} texts that the model sampled"
+
+
+def _interleaved(one: Sequence[Call], other: Sequence[Call]) -> list[Call]:
+    """Both in their order, evenly mixed: whatever part is held out has some of each."""
+    places = [((place + 0.5) / len(some), call) for some in (one, other) for place, call in enumerate(some)]
+    return [call for _, call in sorted(places, key=lambda placed: placed[0])]
+
+
+def _tokens(call: Call) -> int:
+    """The largest number of integers in one of its tensors."""
+    return max((one.numel() for one in _integers(call)), default=0)
+
+
+def _integers(call: Call) -> list[Tensor]:
+    leaves = tree_leaves((call.args, call.kwargs))
+    kinds = (torch.int32, torch.int64)
+    return [one for one in leaves if isinstance(one, Tensor) and one.dim() and one.dtype in kinds]
+
+
+def _numbers(found: Found) -> int:
+    """Of what may be sketched."""
+    return sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
 
 
 def read_output(

@@ -94,15 +94,48 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     form = _form_of(quiet, generator)
     many = form.make(batches * _BATCH, generator)
     what, telling = f"made-up inputs ({form.kind} at random)", False
-    if form.kind == "tokens" and sample and text_logits(quiet, form.call, many[:2]) is not None:
+    if sample and _is_of_texts(quiet, form, many):
         many = own_texts(quiet, form.call, many, seed=seed, progress=progress)
         what, telling = f"made-up inputs ({len(many)} texts that the model sampled)", True
     if form.kind == "images":
         many, matched = match_batch_norms(quiet, form.call, many)
         statistics = " that give the statistics of its batch norms" if matched else ""
         what, telling = f"made-up inputs (images of natural spectra{statistics})", True
-    device = next((tensor.device for tensor in quiet.parameters()), torch.device("cpu"))
-    return Synthetic(tuple(form.call(one.to(device)) for one in many.split(_BATCH)), what, telling)
+    return Synthetic(_calls(quiet, form, many), what, telling)
+
+
+def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> tuple[Call, ...]:
+    """Calls with texts that a causal language model samples itself; none if the model is none.
+
+    Args:
+        model: see `make_inputs`.
+        tokens: how many, or somewhat more, as calls are of 8 texts each.
+        seed: of what is drawn.
+        progress: whether to show a bar.
+
+    Raises:
+        DataError: what the model takes is not known here, or it does not run on what was tried.
+        ConfigTypeError: the model cannot be copied.
+    """
+    quiet = copy_sharing(model, {}, own_buffers=True)
+    generator = torch.Generator().manual_seed(seed)
+    form = _form_of(quiet, generator)
+    few = form.make(2, generator)
+    if not _is_of_texts(quiet, form, few):
+        return ()
+    batches = math.ceil(tokens / few[0].numel() / _BATCH)
+    starts = form.make(batches * _BATCH, generator)
+    return _calls(quiet, form, own_texts(quiet, form.call, starts, seed=seed, progress=progress))
+
+
+def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
+    """Whether the model is a causal language model, which can go on with tokens."""
+    return form.kind == "tokens" and text_logits(model, form.call, many[:2]) is not None
+
+
+def _calls(model: nn.Module, form: _Form, many: Tensor) -> tuple[Call, ...]:
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    return tuple(form.call(one.to(device)) for one in many.split(_BATCH))
 
 
 def _form_of(model: nn.Module, generator: Generator) -> _Form:
