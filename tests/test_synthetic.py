@@ -8,11 +8,15 @@ from torch import nn
 from zoo import ZOO
 
 import panther_compile as pc
+from panther_compile.calibration import inputs
+from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.batches import Call
 from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.synthetic import Synthetic, make_inputs
+from panther_compile.planning.sites import find_sites
+from panther_compile.planning.trace import read_graph
 
 VOCABULARY, CONTEXT = 12, 24
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
@@ -179,6 +183,44 @@ def test_without_data_larger_models_fit_to_their_own_text(monkeypatch):
     alone = pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
     assert {row.method for row in pc.sketch_report(alone).sketched} == {"svd"}
     assert "synthetic=False" in str(pc.sketch_report(alone)).splitlines()[0]
+
+
+def test_a_language_model_fitted_to_data_keeps_what_data_does_not_show(monkeypatch):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    model, _ = chain()
+    some = list(range(4))  # data has these tokens alone
+    data = [torch.tensor(some)[torch.randint(0, 4, (8, 12))] for _ in range(8)]
+    others = torch.arange(4, VOCABULARY)[:, None].expand(-1, 2)
+
+    def distance(candidate):
+        return float((candidate(others) - model(others)).detach().norm())
+
+    beside = pc.sketchify(model, 0.3, data=data, **OPTIONS)
+    alone = pc.sketchify(model, 0.3, data=data, synthetic=False, **OPTIONS)
+    first = str(pc.sketch_report(beside)).splitlines()[0]
+    assert "on the data it was fitted to, beside 64 texts that the model sampled, 8 batches" in first
+    assert "sampled" not in str(pc.sketch_report(alone)).splitlines()[0]
+    assert distance(beside) < 0.5 * distance(alone)
+    again = pc.sketchify(model, 0.3, data=data, **OPTIONS)
+    assert torch.equal(again(others), beside(others))
+
+
+def test_own_texts_stand_evenly_between_data(monkeypatch):
+    monkeypatch.setattr(inputs, "SMALLEST", 1)
+    model, _ = chain()
+    found = find_sites(model, SketchConfig(min_params=1), read_graph(model))
+    calls = [Call((torch.zeros(64, 24, dtype=torch.long),), {})]
+    mixed, said = inputs.with_own_texts(model, found, calls, SketchConfig())
+    of_data = [given(call).shape[1] == 24 for call in mixed]
+    assert of_data.count(True) == 5  # parts, of which some is held out
+    tokens = [given(call).numel() for call in mixed]
+    assert sum(tokens) == 2 * 64 * 24  # as many of each kind
+    assert {True, False} == set(of_data[-5:])  # both in what is held out
+    assert f"{64 * 24 // VOCABULARY} texts" in said
+    images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    found = find_sites(images, SketchConfig(min_params=1), read_graph(images))
+    calls = [Call((torch.randn(2, 3, 8, 8),), {})]
+    assert inputs.with_own_texts(images, found, calls, SketchConfig()) == (calls, "")
 
 
 def test_small_models_are_left_to_their_weights():
