@@ -24,6 +24,8 @@ __all__ = [
     "ParallelEngine",
     "Partition",
     "RatioCurve",
+    "ResidualLinear",
+    "ResidualReport",
     "Resumed",
     "SketchConfig",
     "SketchPlan",
@@ -41,6 +43,8 @@ __all__ = [
     "SketchedMultiheadAttention",
     "TrainingCheckpoints",
     "TrainingMetrics",
+    "add_residual",
+    "add_residual_onnx",
     "check_layout",
     "densify",
     "export_onnx",
@@ -48,6 +52,7 @@ __all__ = [
     "heal",
     "heal_report",
     "import_panther",
+    "load_residual",
     "load_sketched",
     "measure_hardware",
     "parallelize_model",
@@ -56,6 +61,7 @@ __all__ = [
     "prepare_int8",
     "project_state_dict",
     "read_state_dict",
+    "residual_report",
     "save_sketched",
     "sketch_onnx",
     "sketch_report",
@@ -74,6 +80,8 @@ _HOME_OF = {
     "ParallelEngine": "panther_compile.parallel",
     "Partition": "panther_compile.partition",
     "RatioCurve": "panther_compile.reporting.ratio_curve",
+    "ResidualLinear": "panther_compile.layers",
+    "ResidualReport": "panther_compile.residual",
     "Resumed": "panther_compile.parallel",
     "SketchConfig": "panther_compile.config",
     "SketchPlan": "panther_compile.records",
@@ -91,6 +99,8 @@ _HOME_OF = {
     "SketchedMultiheadAttention": "panther_compile.layers",
     "TrainingCheckpoints": "panther_compile.parallel",
     "TrainingMetrics": "panther_compile.parallel",
+    "add_residual": "panther_compile.residual",
+    "add_residual_onnx": "panther_compile.onnx.residual",
     "check_layout": "panther_compile.parallel",
     "densify": "panther_compile.api",
     "export_onnx": "panther_compile.onnx.export",
@@ -98,6 +108,7 @@ _HOME_OF = {
     "heal": "panther_compile.healing.healer",
     "heal_report": "panther_compile.healing.report",
     "import_panther": "panther_compile.integrations.panther",
+    "load_residual": "panther_compile.residual",
     "load_sketched": "panther_compile.checkpoint",
     "measure_hardware": "panther_compile.partition",
     "parallelize_model": "panther_compile.parallel",
@@ -106,6 +117,7 @@ _HOME_OF = {
     "prepare_int8": "panther_compile.rounding",
     "project_state_dict": "panther_compile.integrations.dense_state",
     "read_state_dict": "panther_compile.parallel",
+    "residual_report": "panther_compile.residual",
     "save_sketched": "panther_compile.checkpoint",
     "sketch_onnx": "panther_compile.onnx.sketch",
     "sketch_report": "panther_compile.report",
@@ -137,6 +149,7 @@ if TYPE_CHECKING:
     from panther_compile.integrations.streamed import sketchify_checkpoint
     from panther_compile.layers import (
         NarrowLinear,
+        ResidualLinear,
         SketchedConv1d,
         SketchedConv2d,
         SketchedConvTranspose1d,
@@ -149,6 +162,7 @@ if TYPE_CHECKING:
         SketchedMultiheadAttention,
     )
     from panther_compile.onnx.export import export_onnx
+    from panther_compile.onnx.residual import add_residual_onnx
     from panther_compile.onnx.sketch import OnnxReport, sketch_onnx
     from panther_compile.parallel import (
         ParallelEngine,
@@ -164,6 +178,7 @@ if TYPE_CHECKING:
     from panther_compile.records import SketchPlan
     from panther_compile.report import SketchReport, sketch_report
     from panther_compile.reporting.ratio_curve import RatioCurve
+    from panther_compile.residual import ResidualReport, add_residual, load_residual, residual_report
     from panther_compile.rounding import prepare_int8
     from panther_compile.skeleton import sketch_skeleton
 else:

@@ -7,7 +7,7 @@ before it, once PEFT is imported: `get_peft_model`, `add_adapter` and saved adap
     merged: [L, s B] [R; A] x + b      of rank r + k, equal but for rounding; dense where that stores less
 
 An adapter usually starts at B = 0. It can start as the best one of its rank for what the sketch left out: of
-the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes, see adapter_fit.py.
+the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes, see calibration/branch_fit.py.
 """
 
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
@@ -20,22 +20,21 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
+from panther_compile.calibration.branch_fit import Branch, best_of_matrix, fit_branches
 from panther_compile.errors import (
     ConfigError,
     NoTargetError,
     SketchQualityWarning,
     TeacherMismatchError,
 )
-from panther_compile.integrations.adapter_fit import fit_adapters
 from panther_compile.layers.base import outermost, take_over
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.models.batches import Data
+from panther_compile.models.batches import Data, record_calls
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
 STARTS = (True, False, "gaussian", "eva")
-Factors = tuple[Tensor, Tensor]
 
 
 class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
@@ -167,14 +166,19 @@ def init_lora_from_dense(
 
     if data is None:
         for name, layer in layers.items():
-            put(name, *_best(_residual(layer, twins[name]), layer.r[adapter]))
+            put(name, *best_of_matrix(_residual(layer, twins[name]), layer.r[adapter]))
         return
     started = {}
     for name, layer in layers.items():
         nn.init.zeros_(layer.lora_B[adapter].weight)
         started[name] = layer.lora_A[adapter].weight.detach().clone()
     ranks = {name: layer.r[adapter] for name, layer in layers.items()}
-    before, after = fit_adapters(inside, layers, dense, twins, ranks, data, put)
+
+    def put_fitted(name: str, branch: Branch) -> None:
+        put(name, branch.up, branch.down)
+
+    calls = record_calls(inside, data)
+    before, after = fit_branches(inside, layers, dense, twins, ranks, calls, put_fitted)
     if not after < before:
         for name, layer in layers.items():
             put(name, torch.zeros_like(layer.lora_B[adapter].weight), started[name])
@@ -185,13 +189,6 @@ def init_lora_from_dense(
             SketchQualityWarning,
             stacklevel=2,
         )
-
-
-def _best(residual: Tensor, rank: int) -> Factors:
-    """The best factors (O, k) and (k, I) of a residual (O, I), each with half of the singular values."""
-    u, s, vh = torch.linalg.svd(residual, full_matrices=False)
-    half = s[:rank].sqrt()
-    return u[:, :rank] * half, half[:, None] * vh[:rank]
 
 
 def _twin(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> nn.Module:

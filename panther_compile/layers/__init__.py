@@ -18,6 +18,7 @@ narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
 parts            Layers that hold a linear layer for each of their weights
 recurrent        SketchedLSTM and SketchedGRU
+residual         ResidualLinear: a quantized layer and a low-rank branch beside it
 """
 
 from panther_compile.layers.attention import SketchedMultiheadAttention
@@ -30,10 +31,12 @@ from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
+from panther_compile.layers.residual import ResidualLinear
 
 __all__ = [
     "NarrowConv1D",
     "NarrowLinear",
+    "ResidualLinear",
     "SketchedConv1D",
     "SketchedConv1d",
     "SketchedConv2d",

@@ -58,22 +58,39 @@ def bias_of(use: Use, outputs: int) -> Bias | None:
     """
     node = use.node
     if node.op_type == "MatMul":
-        consumers = node.outputs[0].consumers()
-        if len(consumers) != 1 or node.outputs[0].is_graph_output() or not is_onnx(consumers[0], "Add"):
-            return None
-        node = consumers[0]
-        index = 1 if node.inputs[0] is use.node.outputs[0] else 0
-    else:
-        index = 2
+        return None if use.index == 0 else added_bias(node.outputs[0], outputs)
+    index = 2
     value = node.inputs[index] if index < len(node.inputs) else None
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if value is None or tensor is None or value.is_graph_input() or (use.index == 0 and not use.is_conv):
         return None
-    shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
-    if tensor.size != outputs or not shape or shape[-1] != outputs:
+    if not _is_row(tensor, outputs):
         return None
     scales = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
     return Bias(node, index, scales[0] / scales[1]) if scales[1] else None
+
+
+def added_bias(value: ir.Value, outputs: int) -> Bias | None:
+    """The bias that is added to a value by the one node that reads it; None if there is none.
+
+    Args:
+        value: made by a product.
+        outputs: O.
+    """
+    consumers = value.consumers()
+    if len(consumers) != 1 or value.is_graph_output() or not is_onnx(consumers[0], "Add"):
+        return None
+    index = 1 if consumers[0].inputs[0] is value else 0
+    other = consumers[0].inputs[index]
+    tensor = None if other is None else ir.convenience.get_const_tensor(other)
+    if other is None or tensor is None or other.is_graph_input() or not _is_row(tensor, outputs):
+        return None
+    return Bias(consumers[0], index, 1.0)
+
+
+def _is_row(tensor: ir.TensorProtocol, outputs: int) -> bool:
+    shape = [int(size) for size in tensor.shape]  # type: ignore[arg-type]
+    return tensor.size == outputs and bool(shape) and shape[-1] == outputs
 
 
 class GraphWriter:
@@ -112,16 +129,18 @@ class GraphWriter:
         op_type: str,
         inputs: Sequence[ir.Value | None],
         outputs: int = 1,
+        *,
+        after: bool = False,
         **attributes: object,
     ) -> Sequence[ir.Value]:
-        """The outputs of a new node, placed before another one and named after it."""
+        """The outputs of a new node, placed before another one, or right after it, and named after it."""
         # Not "_MatMul": so ONNX Runtime's quantizer calls what it makes of a Gemm, also where that is taken.
         name = unique_name(f"{before.name or before.outputs[0].name}/{op_type}", self._node_names)
         made = ir.node(op_type, inputs, attributes, num_outputs=outputs, name=name)  # type: ignore[arg-type]
         for output in made.outputs:
             output.name = unique_name(name, self._names)
         assert before.graph is not None
-        before.graph.insert_before(before, made)
+        (before.graph.insert_after if after else before.graph.insert_before)(before, made)
         return made.outputs
 
     def split(self, before: ir.Node, x: ir.Value | None, sizes: list[int], axis: int) -> Sequence[ir.Value]:
@@ -155,6 +174,11 @@ def shift_bias(use: Use, shift: Tensor, writer: GraphWriter) -> None:
     """Add to what a product makes (O,), by its bias."""
     bias = bias_of(use, len(shift))
     assert bias is not None
+    shift_constant(bias, shift, writer)
+
+
+def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
+    """Add to a bias (O,)."""
     old = bias.value
     tensor = to_torch(old.const_value or ir.convenience.get_const_tensor(old))  # type: ignore[arg-type]
     moved = (tensor.double() + bias.scale * shift.double().reshape(tensor.shape)).to(tensor.dtype)

@@ -94,7 +94,7 @@ def find_onnx_sites(model: ir.Model, config: SketchConfig) -> OnnxFound:
         SelectorError: a selector matches no weight that could be sketched.
         WeightError: a weight holds NaN or Inf.
     """
-    weights = list(_weights(model))
+    weights = list(constant_weights(model))
     _check_selectors(weights, config)
     head, factored = _output_head(weights), factored_weights(model)
     sites: list[tuple[Site, Kind]] = []
@@ -128,7 +128,7 @@ def to_torch(tensor: ir.TensorProtocol) -> Tensor:
     return torch.frombuffer(bytearray(tensor.tobytes()), dtype=dtype).reshape(_shape(tensor))
 
 
-def _weights(model: ir.Model) -> Iterator[OnnxWeight]:
+def constant_weights(model: ir.Model) -> Iterator[OnnxWeight]:
     """Every constant that is a weight somewhere, in the order of first use."""
     uses: dict[ir.Value, list[Use]] = {}
     for node in model.graph.all_nodes():

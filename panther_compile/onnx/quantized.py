@@ -1,0 +1,217 @@
+"""The products of an ONNX file by quantized weights, whoever quantized it, and the dense ones they stand for.
+
+    MatMulNBits                                             weights of a few bits in blocks, as ONNX Runtime's
+    DequantizeLinear ─► MatMul or Gemm                      QDQ, of weights alone or of activations too
+    DynamicQuantizeLinear ─► MatMulInteger ─► Cast ─► Mul   as `quantize_dynamic` writes
+
+What matrix a product multiplies by is not decoded: ONNX Runtime is asked what it makes of the unit vectors.
+"""
+
+# I in_features, O out_features
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from panther_compile.onnx.files import saved_copy
+from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.sites import constant_weights, to_torch
+from panther_compile.onnx.verify import load_session
+
+_LIKE = 0.5  # of the dense weight's size: a quantized weight is no further off
+_GIVEN = "unit vectors"
+_PROBE = 64  # rows and columns at most that are compared first
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product by one matrix.
+
+    Attributes:
+        name: of its node.
+        x: what it multiplies, before it is rounded itself.
+        y: what it makes.
+        matrix: `(I, O)`, float32.
+    """
+
+    name: str
+    x: ir.Value
+    y: ir.Value
+    matrix: Tensor
+
+
+def quantized_products(model: ir.Model, folder: Path) -> list[Product]:
+    """The quantized products of a graph, subgraphs left out, in its order.
+
+    Args:
+        model: is left as it is.
+        folder: where small models are written for a moment.
+
+    Raises:
+        OnnxMismatchError: ONNX Runtime cannot run one of them.
+    """
+    found = []
+    for node in model.graph:
+        ends = _ends(node)
+        if ends is None:
+            continue
+        start, x, y, features = ends
+        matrix = _matrix(model, start, y, features, folder)
+        found.append(Product(node.name or str(y.name), x, y, matrix))
+    return found
+
+
+def dense_products(model: ir.Model) -> list[Product]:
+    """The products by a constant matrix of a dense graph, in its order."""
+    found = {}
+    for weight in constant_weights(model):
+        if weight.uses[0].is_conv or len(weight.tensor.shape) != 2:
+            continue
+        for use in weight.uses:
+            x, y = use.node.inputs[0], use.node.outputs[0]
+            if use.index == 1 and x is not None and use.node.graph is model.graph:
+                matrix = to_torch(weight.tensor).float()
+                matrix = matrix.t() if use.transposed else matrix
+                found[use.node] = Product(use.node.name or str(y.name), x, y, matrix)
+    return [found[node] for node in model.graph if node in found]
+
+
+def twins_of(quantized: Sequence[Product], dense: Sequence[Product]) -> dict[int, Product]:
+    """The dense product that each quantized one stands for, by place: that of the closest weight.
+
+    Of several that are as close, the first that is not taken. Those without a weight like theirs are missing.
+    """
+    left, found = list(dense), {}
+    for place, product in enumerate(quantized):
+        alike = [one for one in left if one.matrix.shape == product.matrix.shape]
+        if not alike:
+            continue
+        best = min(alike, key=lambda one: _distance(product.matrix, one.matrix, probe=True))
+        if _distance(product.matrix, best.matrix) < _LIKE:
+            found[place] = best
+            left.remove(best)
+    return found
+
+
+def _distance(one: Tensor, other: Tensor, *, probe: bool = False) -> float:
+    """Of two matrices, relative to the other; of some of their rows and columns alone, as a probe."""
+    if probe:
+        rows, columns = (slice(None, None, max(1, size // _PROBE)) for size in one.shape)
+        one, other = one[rows, columns], other[rows, columns]
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30))
+
+
+def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
+    """Of a quantized product: what it reads, the same before any rounding, its result, and I; else None."""
+    x = node.inputs[0] if node.inputs else None
+    if x is None:
+        return None
+    if node.op_type == "MatMulNBits":
+        return x, x, node.outputs[0], node.attributes.get_int("K", 0)
+    if is_onnx(node, "MatMul", "Gemm"):
+        shape = _dequantized_shape(node)
+        if shape is None or node.attributes.get_int("transA", 0):
+            return None
+        features = shape[1] if node.attributes.get_int("transB", 0) else shape[0]
+        return x, _unrounded(x), node.outputs[0], features
+    if is_onnx(node, "MatMulInteger"):
+        maker, y = x.producer(), node.outputs[0]
+        tensor = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
+        for wanted in ("Cast", "Mul"):
+            readers = y.consumers()
+            if len(readers) != 1 or not is_onnx(readers[0], wanted):
+                return None
+            y = readers[0].outputs[0]
+        if maker is None or tensor is None or not is_onnx(maker, "DynamicQuantizeLinear"):
+            return None
+        source = maker.inputs[0]
+        if source is None or len(tensor.shape) != 2:
+            return None
+        return source, source, y, int(tensor.shape[0])
+    return None
+
+
+def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
+    """The shape of a product's matrix if DequantizeLinear makes it of a constant, transposed or not."""
+    value, turned = node.inputs[1], False
+    maker = None if value is None else value.producer()
+    if maker is not None and is_onnx(maker, "Transpose") and maker.inputs[0] is not None:
+        maker, turned = maker.inputs[0].producer(), True
+    if maker is None or not is_onnx(maker, "DequantizeLinear") or maker.inputs[0] is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(maker.inputs[0])
+    if tensor is None or len(tensor.shape) != 2:
+        return None
+    rows, columns = (int(size) for size in tensor.shape)
+    return (columns, rows) if turned else (rows, columns)
+
+
+def _unrounded(x: ir.Value) -> ir.Value:
+    """What QuantizeLinear and DequantizeLinear rounded to make a value; the value itself without them."""
+    maker = x.producer()
+    if maker is None or not is_onnx(maker, "DequantizeLinear") or maker.inputs[0] is None:
+        return x
+    rounder = maker.inputs[0].producer()
+    if rounder is None or not is_onnx(rounder, "QuantizeLinear") or rounder.inputs[0] is None:
+        return x
+    return rounder.inputs[0]
+
+
+def _matrix(model: ir.Model, x: ir.Value, y: ir.Value, features: int, folder: Path) -> Tensor:
+    """What the nodes from x to y make of the unit vectors, less what they make of zeros (I, O)."""
+    with saved_copy(_part(model, x, y), folder) as path:
+        session = load_session(path, "a quantized product")
+        dtype = np.float16 if "float16" in session.get_inputs()[0].type else np.float32
+        units, zeros = np.eye(features, dtype=dtype), np.zeros((1, features), dtype=dtype)
+        one, none = (session.run(None, {_GIVEN: rows})[0] for rows in (units, zeros))
+    return torch.from_numpy(one.astype(np.float32) - none.astype(np.float32))
+
+
+def _part(model: ir.Model, x: ir.Value, y: ir.Value) -> ir.Model:
+    """A model of the nodes that make y of x, and of constants."""
+    needed: set[ir.Node] = set()
+    left = [y]
+    while left:
+        maker = left.pop().producer()
+        if maker is not None and maker not in needed:
+            needed.add(maker)
+            left += [value for value in maker.inputs if value is not None and value is not x]
+    given = ir.Value(name=_GIVEN, type=x.type or ir.TensorType(ir.DataType.FLOAT))
+    new: dict[ir.Value, ir.Value] = {x: given}
+    weights: list[ir.Value] = []
+
+    def copied(value: ir.Value | None) -> ir.Value | None:
+        if value is None or value in new:
+            return None if value is None else new[value]
+        new[value] = ir.Value(
+            name=value.name, type=value.type, shape=value.shape, const_value=value.const_value
+        )
+        weights.append(new[value])
+        return new[value]
+
+    nodes = [node for node in model.graph if node in needed]
+    made = []
+    for node in nodes:
+        one = ir.Node(
+            node.domain,
+            node.op_type,
+            [copied(value) for value in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+            name=node.name,
+        )
+        for old, fresh in zip(node.outputs, one.outputs, strict=True):
+            fresh.name, fresh.type = old.name, old.type
+            new[old] = fresh
+        made.append(one)
+    end = new[y]
+    end.type = end.type or given.type
+    opsets: Mapping[str, int] = model.opset_imports
+    graph = ir.Graph(
+        [given], [end], nodes=made, initializers=weights, opset_imports=dict(opsets), name="product"
+    )
+    return ir.Model(graph, ir_version=model.ir_version)

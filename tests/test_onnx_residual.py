@@ -1,0 +1,175 @@
+"""Low-rank branches beside the quantized products of an ONNX file."""
+
+import logging
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+from onnx_models import make, run
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from onnxruntime.quantization.quant_utils import QuantFormat
+
+import panther_compile as pc
+from panther_compile.errors import ConfigTypeError, DataError, NoTargetError, OnnxFileError, RankError
+
+RNG = np.random.default_rng(1)
+
+
+def dense_file(path):
+    """Two layers with a sum around them; the second has no bias."""
+    node = helper.make_node
+    weights = {
+        "first": RNG.standard_normal((48, 64)).astype(np.float32) / 7,
+        "bias": RNG.standard_normal(64).astype(np.float32),
+        "second": RNG.standard_normal((64, 48)).astype(np.float32) / 8,
+    }
+    nodes = [
+        node("MatMul", ["x", "first"], ["a"], name="one"),
+        node("Add", ["a", "bias"], ["b"], name="plus"),
+        node("Relu", ["b"], ["c"], name="relu"),
+        node("MatMul", ["c", "second"], ["d"], name="two"),
+        node("Add", ["d", "x"], ["y"], name="sum"),
+    ]
+    return make(path, nodes, weights, x=("n", 48), y=("n", 48), opset=21, ir_version=10)
+
+
+def int4(source, path, form=QuantFormat.QOperator):
+    quantizer = MatMulNBitsQuantizer(
+        str(source), bits=4, block_size=16, is_symmetric=form is QuantFormat.QDQ, quant_format=form
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(path))
+    return path
+
+
+def int4_qdq(source, path):
+    return int4(source, path, QuantFormat.QDQ)
+
+
+def int8(source, path):
+    """One coarse scale for each weight."""
+    quantize_dynamic(source, path, per_channel=False, weight_type=QuantType.QInt8)
+    return path
+
+
+FORMS = {"MatMulNBits": int4, "QDQ": int4_qdq, "MatMulInteger": int8}
+
+
+def drawn(count=10, rows=64, seed=1):
+    """Batches whose features are of very different size."""
+    generator = np.random.default_rng(seed)
+    mix = np.random.default_rng(5).standard_normal((48, 48))
+    sizes = np.logspace(0, -2, 48)
+    return [
+        (generator.standard_normal((rows, 48)) * sizes @ mix).astype(np.float32) / 4 for _ in range(count)
+    ]
+
+
+def error(path, dense, x):
+    found, wanted = run(path, x)[0], run(dense, x)[0]
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.fixture
+def files(tmp_path):
+    logging.getLogger().setLevel(logging.ERROR)
+    dense = dense_file(tmp_path / "dense.onnx")
+    return dense, {name: make_low(dense, tmp_path / f"{name}.onnx") for name, make_low in FORMS.items()}
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("form", ["MatMulNBits", "QDQ"])
+def test_closer_on_held_out_data(files, tmp_path, form, sequential):
+    dense, lows = files
+    before, target = lows[form].read_bytes(), tmp_path / "out.onnx"
+    report = pc.add_residual_onnx(lows[form], dense, target, 8, data=drawn(), sequential=sequential)
+    x = np.concatenate(drawn(4, seed=9))
+    assert error(target, dense, x) < 0.6 * error(lows[form], dense, x)
+    assert lows[form].read_bytes() == before
+    assert report.kept
+    assert report.after.share < report.before.share
+    assert [row.rank for row in report.rows] == [8, 8]
+    assert report.branch_bytes == 2 * 4 * 8 * (48 + 64)
+    assert report.stored_bytes == target.stat().st_size > report.quantized_bytes == len(before)
+    assert str(report).startswith("outputs: ")
+    assert [one.name for one in onnx.load(target).graph.output] == ["y"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_at_full_rank(files, tmp_path, form):
+    """A branch of full rank puts back what the weights lack; activations may be rounded."""
+    dense, lows = files
+    x, target = drawn(1, seed=9)[0], tmp_path / "out.onnx"
+    pc.add_residual_onnx(lows[form], dense, target, 48)
+    most = 0.9 * error(lows[form], dense, x) if form == "MatMulInteger" else 1e-4
+    assert error(target, dense, x) < most
+
+
+def test_products_of_rounded_activations(files, tmp_path):
+    dense, lows = files
+    target = tmp_path / "out.onnx"
+    report = pc.add_residual_onnx(lows["MatMulInteger"], dense, target, 16, data=drawn())
+    assert len(report.rows) == 2
+    x = np.concatenate(drawn(4, seed=9))
+    assert error(target, dense, x) < error(lows["MatMulInteger"], dense, x)
+
+
+def test_data_is_closer_than_weights_alone(files, tmp_path):
+    dense, lows = files
+    x, found = np.concatenate(drawn(4, seed=9)), []
+    for data in (drawn(), None):
+        pc.add_residual_onnx(lows["MatMulNBits"], dense, tmp_path / "out.onnx", 8, data=data)
+        found.append(error(tmp_path / "out.onnx", dense, x))
+    assert found[0] < 0.9 * found[1]
+
+
+def test_a_product_that_is_an_output(tmp_path):
+    weights = {"w": RNG.standard_normal((48, 32)).astype(np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="one")]
+    dense = make(tmp_path / "dense.onnx", nodes, weights, y=("n", 32), opset=21, ir_version=10)
+    low, target = int4(dense, tmp_path / "low.onnx"), tmp_path / "out.onnx"
+    pc.add_residual_onnx(low, dense, target, 32)
+    assert error(target, dense, drawn(1)[0]) < 1e-5
+    assert [one.name for one in onnx.load(target).graph.output] == ["y"]
+
+
+def test_branches_that_bring_nothing_are_left_out(files, tmp_path):
+    """The bias makes up for the mean of what it is fitted to, and is judged by the opposite."""
+    weights = {
+        "w": RNG.standard_normal((48, 64)).astype(np.float32),
+        "b": np.zeros(64, np.float32),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="one"),
+        helper.make_node("Add", ["a", "b"], ["y"], name="plus"),
+    ]
+    dense = make(tmp_path / "d.onnx", nodes, weights, y=("n", 64), opset=21, ir_version=10)
+    low, target = int4(dense, tmp_path / "low.onnx"), tmp_path / "out.onnx"
+    mean, noise = 10 * RNG.standard_normal(48), RNG.standard_normal((5, 64, 48))
+    data = [(sign * mean + one).astype(np.float32) for sign, one in zip((1, 1, 1, 1, -1), noise, strict=True)]
+    with pytest.warns(pc.SketchQualityWarning, match="no closer"):
+        report = pc.add_residual_onnx(low, dense, target, 1, data=data)
+    assert not report.kept
+    assert report.branch_bytes == 0
+    assert np.array_equal(run(target, data[0])[0], run(low, data[0])[0])
+
+
+def test_bad_input(files, tmp_path):
+    dense, lows = files
+    low, target = lows["MatMulNBits"], tmp_path / "out.onnx"
+    with pytest.raises(NoTargetError, match="holds 0 quantized products"):
+        pc.add_residual_onnx(dense, dense, target, 8)
+    with pytest.raises(RankError, match=r"rank=49, wanted an integer in 1\.\.48"):
+        pc.add_residual_onnx(low, dense, target, 49)
+    with pytest.raises(NoTargetError, match="holds 2 quantized products"):
+        pc.add_residual_onnx(low, dense_file(tmp_path / "other.onnx"), target, 8)
+    with pytest.raises(OnnxFileError):
+        pc.add_residual_onnx(tmp_path / "none.onnx", dense, target, 8)
+    with pytest.raises(DataError, match="no batch"):
+        pc.add_residual_onnx(low, dense, target, 8, data=[])
+    with pytest.raises(ConfigTypeError):
+        pc.add_residual_onnx(low, dense, target, 8, data=torch.zeros(2, 48))
+    assert not target.exists()

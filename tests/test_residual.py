@@ -1,0 +1,276 @@
+"""Low-rank branches beside quantized layers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.errors import (
+    CheckpointMismatchError,
+    ConfigError,
+    ConfigTypeError,
+    NoTargetError,
+    RankError,
+    SelectorError,
+    TeacherMismatchError,
+)
+
+
+class Rounded(torch.Tensor):
+    """A weight in whole multiples of a scale for each row, as a quantizer has it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        weight = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        weight.codes, weight.scale = codes, scale
+        return weight
+
+    def __init__(self, codes, scale):
+        super().__init__()
+
+    def dequantize(self):
+        return self.codes * self.scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, meta, size, stride):
+        return cls(tensors["codes"], tensors["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].codes.clone(), args[0].scale.clone())
+        plain = [one.dequantize() if isinstance(one, cls) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Coded(nn.Module):
+    """A linear layer of its own class, whose weight has another shape."""
+
+    def __init__(self, dense, bits):
+        super().__init__()
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        codes, scale = codes_of(dense.weight, bits)
+        self.register_buffer("qweight", codes.flatten())
+        self.register_buffer("scale", scale)
+        self.bias = dense.bias
+
+    def forward(self, x):
+        weight = self.qweight.view(self.out_features, self.in_features) * self.scale
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def codes_of(weight, bits):
+    weight = weight.detach()
+    scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (weight / scale).round().to(torch.int8), scale
+
+
+def rounded(model, bits=3, form="tensor"):
+    """A copy whose linear layers are rounded, in one of three forms."""
+    low = copy.deepcopy(model)
+    for name, layer in list(low.named_modules()):
+        if type(layer) is not nn.Linear:
+            continue
+        if form == "module":
+            low.set_submodule(name, Coded(layer, bits))
+            continue
+        weight = Rounded(*codes_of(layer.weight, bits))
+        weight = weight if form == "tensor" else weight.dequantize()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return low
+
+
+class Blocks(nn.Module):
+    """Residual blocks, as a transformer's feed-forward part."""
+
+    def __init__(self, width=24, depth=2):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.ups = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(depth))
+        self.downs = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x):
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(norm(x))))
+        return x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Blocks().eval()
+
+
+def drawn(count=12, rows=64, seed=1):
+    """Batches whose features are of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(0, -2, 24)
+    mix = torch.randn(24, 24, generator=torch.Generator().manual_seed(5))
+    return [torch.randn(rows, 24, generator=generator) * sizes @ mix for _ in range(count)]
+
+
+def error(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def numbers(model):
+    return {name: value.clone() for name, value in model.state_dict().items() if type(value) is torch.Tensor}
+
+
+@pytest.mark.parametrize("form", ["tensor", "plain", "module"])
+@pytest.mark.parametrize("data", [True, False])
+def test_closer_on_held_out_data(model, form, data):
+    low = rounded(model, form=form)
+    before, dense_before = numbers(low), numbers(model)
+    better = pc.add_residual(low, model, rank=4, data=drawn() if data else None)
+    x = torch.cat(drawn(4, seed=9))
+    with torch.no_grad():
+        assert error(better(x), model(x)) < (0.7 if data else 0.95) * error(low(x), model(x))
+    assert type(better) is Blocks
+    assert isinstance(better.ups[0], pc.ResidualLinear)
+    assert not any(isinstance(layer, pc.ResidualLinear) for layer in low.modules())
+    for was, now in ((before, numbers(low)), (dense_before, numbers(model))):
+        assert all(torch.equal(was[name], now[name]) for name in was)
+    report = pc.residual_report(better)
+    assert [row.rank for row in report.rows] == [4] * 4
+    if data:
+        assert report.kept
+        assert report.after.share < report.before.share
+        assert str(report).startswith("outputs: ")
+    assert report.branch_bytes == sum(4 * (4 * (24 + 48) + bias) for bias in (48, 24, 48, 24))
+    assert report.stored_bytes == report.quantized_bytes + report.branch_bytes
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_exact_where_the_residual_has_the_rank(model, data):
+    """A weight that lacks a matrix of rank 2: a branch of rank 2 puts it back."""
+    low = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in low.ups:
+            layer.weight.add_(torch.randn(48, 2) @ torch.randn(2, 24))
+    better = pc.add_residual(low, model, rank=2, data=drawn() if data else None)
+    x = torch.cat(drawn(4, seed=9))
+    with torch.no_grad():
+        assert error(low(x), model(x)) > 0.1
+        assert error(better(x), model(x)) < (1e-3 if data else 1e-5)
+        assert error(better.ups[0].weight, model.ups[0].weight) < 1e-2
+    assert [row.name for row in pc.residual_report(better).rows] == ["ups.0", "ups.1"]
+
+
+def test_data_is_closer_than_weights_alone(model):
+    low, x = rounded(model), torch.cat(drawn(4, seed=9))
+    with torch.no_grad():
+        by_data, by_weights = (
+            error(pc.add_residual(low, model, rank=4, data=data)(x), model(x)) for data in (drawn(), None)
+        )
+    assert by_data < 0.9 * by_weights
+
+
+def test_budget_is_spread_by_what_layers_lose(model):
+    low = rounded(model, 3)
+    coarse = rounded(model, 2)
+    low.ups[1] = coarse.ups[1]
+    for data in (drawn(), None):
+        better = pc.add_residual(low, model, budget=1.0, data=data)
+        report = pc.residual_report(better)
+        ranks = {row.name: row.rank for row in report.rows}
+        assert ranks["ups.1"] == max(ranks.values()) > min(ranks.values())
+        factors = sum(row.branch_bytes for row in report.rows)
+        assert factors <= sum(row.quantized_bytes for row in report.rows) + 4 * (48 + 24) * 2
+
+
+def test_branches_that_bring_nothing_are_left_out():
+    """Their bias makes up for the mean of what they are fitted to, and they are judged by the opposite."""
+    model = nn.Sequential(nn.Linear(24, 24)).eval()
+    low, mean = rounded(model, 4), 10 * torch.randn(24)
+    data = [sign * mean + torch.randn(64, 24) for sign in (1, 1, 1, 1, -1)]
+    with pytest.warns(pc.SketchQualityWarning, match="no closer"):
+        same = pc.add_residual(low, model, rank=1, data=data)
+    assert not any(isinstance(layer, pc.ResidualLinear) for layer in same.modules())
+    assert torch.equal(same(data[0]), low(data[0]))
+    report = pc.residual_report(same)
+    assert not report.kept
+    assert report.stored_bytes == report.quantized_bytes
+    assert "left out" in str(report)
+
+
+def test_inplace_and_a_model_that_is_one_layer():
+    dense = nn.Linear(16, 8)
+    low = rounded(nn.Sequential(dense))[0]
+    better = pc.add_residual(low, dense, rank=8, inplace=True)
+    assert better.quantized is low
+    x = torch.randn(5, 16)
+    assert error(better(x), dense(x)) < 1e-5
+    model = nn.Sequential(dense)
+    low = rounded(model)
+    assert pc.add_residual(low, model, rank=2, data=[torch.randn(8, 16)] * 5, inplace=True) is low
+
+
+def test_layers_that_no_batch_reaches_stay(model):
+    model.unused = nn.Linear(24, 24)
+    low = rounded(model)
+    better = pc.add_residual(low, model, rank=4, data=drawn())
+    assert type(better.unused) is nn.Linear
+    assert {row.name: row.rank for row in pc.residual_report(better).rows}["unused"] == 0
+
+
+def test_state_dict_and_branches_alone(model):
+    low = rounded(model, form="module")
+    better = pc.add_residual(low, model, rank=4, data=drawn())
+    saved = better.state_dict()
+    branches = {name: one for name, one in saved.items() if ".up." in name or ".down." in name}
+    x = drawn(1)[0]
+    for state in (saved, branches):
+        again = pc.load_residual(low, state)
+        assert torch.equal(again(x), better(x))
+    again.load_state_dict(saved)
+    assert torch.equal(copy.deepcopy(again)(x), better(x))
+    with pytest.raises(NoTargetError):
+        pc.residual_report(again)
+
+
+def test_branches_can_be_trained_and_compiled(model):
+    low = rounded(model)
+    better = pc.add_residual(low, model, rank=4)
+    better(drawn(1)[0]).square().mean().backward()
+    assert better.ups[0].up.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "wanted", "says"),
+    [
+        (None, {}, ConfigError, "either rank= or budget="),
+        (None, {"rank": 4, "budget": 0.1}, ConfigError, "either rank= or budget="),
+        (None, {"budget": "0.1"}, ConfigTypeError, "a str"),
+        (None, {"budget": 0.0}, ConfigError, "above 0"),
+        (None, {"budget": 1e-4}, ConfigError, "holds no branch of rank 8"),
+        (None, {"rank": 25}, RankError, "ups.0: rank=25, wanted an integer in 1..24"),
+        (None, {"rank": 0}, RankError, "1..24"),
+        (None, {"rank": 2.5}, RankError, "1..24"),
+        (None, {"rank": 4, "include": "head"}, SelectorError, "include: 'head' matches none of the 4"),
+        (None, {"rank": 4, "exclude": "*"}, NoTargetError, "leave no quantized layer"),
+        ("same", {"rank": 4}, NoTargetError, "no linear layer of Blocks differs"),
+        ("wide", {"rank": 4}, TeacherMismatchError, r"ups\.0 is .* in the dense model"),
+        ("text", {"rank": 4}, ConfigTypeError, "a str, wanted an nn.Module"),
+    ],
+)
+def test_bad_input(model, change, options, wanted, says):
+    low = {"same": model, "wide": rounded(Blocks(32)), "text": "model"}.get(change, rounded(model))
+    with pytest.raises(wanted, match=says):
+        pc.add_residual(low, model, **options)
+
+
+def test_bad_state_dicts(model):
+    low = rounded(model)
+    saved = pc.add_residual(low, model, rank=2).state_dict()
+    with pytest.raises(CheckpointMismatchError, match="no branch"):
+        pc.load_residual(low, model.state_dict())
+    with pytest.raises(CheckpointMismatchError, match=r"no layer 'ups\.1'"):
+        pc.load_residual(rounded(Blocks(depth=1)), saved)
+    with pytest.raises(CheckpointMismatchError, match="24 inputs and 48 outputs"):
+        pc.load_residual(rounded(Blocks(32)), saved)
