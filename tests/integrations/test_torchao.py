@@ -98,6 +98,23 @@ def test_saved_loaded_and_counted_in_bytes(small, configuration):
     assert report.stored_numbers < report.stored_bytes < 0.6 * pc.sketch_report(small).stored_bytes
 
 
+@pytest.mark.parametrize("configuration", [quantization.Int8WeightOnlyConfig, int4])
+def test_branches_beside_quantized_weights(model, configuration):
+    """Closer than without, saved and loaded, and quantized themselves."""
+    low = quantized(model, configuration())
+    data = [torch.randn(64, 256) for _ in range(10)]
+    x = torch.randn(64, 256)
+    better = pc.add_residual(low, model, rank=32, data=data)
+    again = pc.load_residual(low, better.state_dict())
+    rounded = quantized(better, quantization.Int8WeightOnlyConfig())
+    with torch.no_grad():
+        without = error(low(x), model(x))
+        assert error(better(x), model(x)) < 0.97 * without
+        assert torch.equal(again(x), better(x))
+        assert error(rounded(x), model(x)) < 0.98 * without
+    assert type(rounded[0].up.weight) is not nn.Parameter
+
+
 def test_packed_int4_is_refused_by_torchao_without_its_kernels(small):
     if importlib.util.find_spec("mslk") is not None:
         pytest.skip("mslk is there")
