@@ -107,6 +107,7 @@ def serve(pipe):
                 world_size=count,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # a rank that ends before another has met it would break that one's start
             answer = None, getattr(importlib.import_module(module), name)(rank, **options)
         except BaseException:
             answer = traceback.format_exc(), None
