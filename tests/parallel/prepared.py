@@ -25,7 +25,7 @@ def prepares(function, options):
 def announce(items):
     """Tell the server, which is started with this environment, what the tests among these ask for."""
     calls = [
-        item.function.prepares(**item.callspec.params)
+        item.function.prepares(**(item.callspec.params if hasattr(item, "callspec") else {}))
         for item in items
         if hasattr(item.function, "prepares") and "slow" not in item.keywords
     ]
