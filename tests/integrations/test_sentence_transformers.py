@@ -8,15 +8,20 @@ import transformers
 
 import panther_compile as pc
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.integrations
 
 OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
 TEXTS = ["w5 w6 w7", "w11 w3 w90 w20 w8", "w1"]
 
 
+@pytest.fixture(scope="module")
+def sentence_transformers():
+    """Its import takes a second, which those who only collect its tests are spared."""
+    return pytest.importorskip("sentence_transformers")
+
+
 @pytest.fixture
-def encoder(tmp_path):
+def encoder(sentence_transformers, tmp_path):
     """A small sentence encoder: BERT, mean of the tokens, one linear layer."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[PAD]": 0, "[UNK]": 1} | {f"w{n}": n + 2 for n in range(97)}
@@ -49,7 +54,7 @@ def embed(model):
     return torch.as_tensor(model.encode(TEXTS, show_progress_bar=False))
 
 
-def test_a_sketched_encoder_comes_back(encoder, tmp_path):
+def test_a_sketched_encoder_comes_back(sentence_transformers, encoder, tmp_path):
     small = pc.sketchify(encoder, 0.5, exclude="2.*", **OPTIONS)
     sketched = [name for name, m in small.named_modules() if isinstance(m, pc.SketchedLinear)]
     assert len(sketched) > 8
@@ -60,7 +65,7 @@ def test_a_sketched_encoder_comes_back(encoder, tmp_path):
     assert not torch.allclose(embed(small), embed(encoder), atol=1e-3)
 
 
-def test_a_sketched_head_is_refused_by_name(encoder, tmp_path):
+def test_a_sketched_head_is_refused_by_name(sentence_transformers, encoder, tmp_path):
     small = pc.sketchify(encoder, 0.5, include="*", exclude="0.*", **OPTIONS)
     assert isinstance(small[2].linear, pc.SketchedLinear)
     small.save(str(tmp_path / "small"))
