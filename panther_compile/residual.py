@@ -184,7 +184,7 @@ def add_residual(
             logits = SketchConfig(output=recognize_output(dense, learnt_of(calls)).output).logits
         ranks = _ranks(quantized, dense, twins, rank, budget, calls, logits)
         given = copy_sharing(quantized, {})
-        result = quantized if inplace else copied(copy.deepcopy, quantized)
+        result = quantized if inplace else cast(Model, copied(copy.deepcopy, quantized))
         layers = {name: _branched(result, name, twins[name], rank) for name, rank in ranks.items()}
         result = _put(result, layers)
         if calls is None:
@@ -220,7 +220,7 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
             "the state dict holds no branch: wanted that of a model that add_residual made"
         )
     with undisturbed():
-        result = quantized if inplace else copied(copy.deepcopy, quantized)
+        result = quantized if inplace else cast(Model, copied(copy.deepcopy, quantized))
         layers = {}
         for name in names:
             saved = {part: state_dict[_key(name, part)] for part in ("up.weight", "up.bias", "down.weight")}
@@ -437,11 +437,13 @@ def _fitted(
     held_out = calls[len(learnt_of(calls)) :] or calls
     inputs = f"{len(held_out)} held-out batches" if len(calls) > len(held_out) else "the data fitted to"
     sides = [copy_sharing(one, {}) for one in (dense, quantized, model)]
-    close = [compare_models(sides[0], one, held_out, logits=logits, inputs=inputs) for one in sides[1:]]
+    without, with_branches = (
+        compare_models(sides[0], one, held_out, logits=logits, inputs=inputs) for one in sides[1:]
+    )
     left_out = [layer for name, layer in layers.items() if name not in reached or not kept]
     result = cast(Model, replace_inside(model, {layer: layer.quantized for layer in left_out}))
     there = {name: layer for name, layer in layers.items() if layer not in left_out}
-    report = _report(there, twins, dense, quantized, result, *close, kept)
+    report = _report(there, twins, dense, quantized, result, without, with_branches, kept)
     if not kept:
         warnings.warn(
             f"low-rank branches fitted to this data bring results no closer to the dense model's on others: "
