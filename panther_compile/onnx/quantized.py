@@ -111,7 +111,7 @@ def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
     if x is None:
         return None
     if node.op_type == "MatMulNBits":
-        return x, x, node.outputs[0], node.attributes.get_int("K", 0)
+        return x, x, node.outputs[0], node.attributes["K"].as_int()
     if is_onnx(node, "MatMul", "Gemm"):
         shape = _dequantized_shape(node)
         if shape is None or node.attributes.get_int("transA", 0):
@@ -131,7 +131,7 @@ def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
         source = maker.inputs[0]
         if source is None or len(tensor.shape) != 2:
             return None
-        return source, source, y, int(tensor.shape[0])
+        return source, source, y, tensor.shape.numpy()[0]
     return None
 
 
@@ -146,7 +146,7 @@ def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
     tensor = ir.convenience.get_const_tensor(maker.inputs[0])
     if tensor is None or len(tensor.shape) != 2:
         return None
-    rows, columns = (int(size) for size in tensor.shape)
+    rows, columns = tensor.shape.numpy()
     return (columns, rows) if turned else (rows, columns)
 
 
