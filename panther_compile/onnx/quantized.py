@@ -114,7 +114,7 @@ def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
         return x, x, node.outputs[0], node.attributes["K"].as_int()
     if is_onnx(node, "MatMul", "Gemm"):
         shape = _dequantized_shape(node)
-        if shape is None or node.attributes.get_int("transA", 0):
+        if shape is None or node.attributes.get_int("transA", False):
             return None
         features = shape[1] if node.attributes.get_int("transB", 0) else shape[0]
         return x, _unrounded(x), node.outputs[0], features
