@@ -37,8 +37,9 @@ NOTES = """\
   meet padding; `trim_kernels` (`docs/passes.md`) takes them out exactly, so that at .76 of its numbers the
   model is itself, and crepe-trimmed at .66 stores what crepe-tiny does at .5: the same pitch in .72 of the
   frames in place of .67, and .46 in place of .30 without data.
-- crepe-full is not measured (22 M numbers), nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD on CREPE: as written
-  here they take moments of all that a kernel reads, 8,192 squared in crepe-tiny and 65,536 in crepe-full.
+- crepe-full (22 M numbers), e5 and ocr-det are not measured, nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD on
+  CREPE: as written here they take moments of all that a kernel reads, 8,192 squared in crepe-tiny and 65,536
+  in crepe-full.
 - ocr-rec at .75 was asked for a CER of .05 without data and .005 with it, and to be 1.2 times as fast. It is
   not: about four fifths of its multiplications are in the layers replaced, so 1.26 is the most there can be
   if all are cut alike, and the cuts go to late layers, where maps are small.

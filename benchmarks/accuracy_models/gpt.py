@@ -219,8 +219,4 @@ def gpt(cache: Path, quick: bool) -> Subject:
         metrics={"over dense": False},
         outputs="classes",
         options={"allow_slower": True},
-        remark=(
-            "Without data ranks follow the spectra of the weights, which here is worse than equal shares: "
-            "nothing in the weights alone tells which spectrum matters."
-        ),
     )
