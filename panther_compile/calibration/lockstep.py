@@ -155,7 +155,7 @@ def fit_in_lockstep(
                 del came
                 fitted[name] = None
                 bar.update()
-                if len(fitted) == len(sketched.watched):  # what comes behind the last layer tells nothing
+                if sketched.watched.keys() <= fitted.keys():  # nothing behind the last layer tells more
                     break
                 for runner in waiting:
                     if runner.at == name:
