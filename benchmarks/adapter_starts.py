@@ -1,24 +1,31 @@
 """What LoRA adapters start from: what a sketch left out, beside zero, PiSSA, CorDA and EVA of PEFT.
 
     python benchmarks/adapter_starts.py [--ratio 0.25] [--weights]     ten minutes of a core
+    python benchmarks/adapter_starts.py --model smollm2 --ratio 0.8 --rank 16 --steps 20 --rates 2e-4 \
+        [--kept FOLDER] [--bases sketch]                               an hour and 6 GB; the sketch is kept
 
-The model is the small GPT of accuracy.py, which is trained first if it is not yet. Every row has adapters of
-the same rank on the same layers, sees the same batches in the same order, and is judged by text that neither
-the sketch nor the adapter has seen. Each start is trained at each of the rates; the one that ends best
-counts. PiSSA and CorDA change the weight of a layer, so they start on the sketch with its factors multiplied
-out, which is the same function. Rows of the dense model show what the sketch cost.
+The models are the small GPT of accuracy.py, which is trained first if it is not yet, and SmolLM2-135M, as
+examples/compress_smollm2.py has it: adapters start from and are trained on other pieces than those that the
+sketch was fitted to. Every row has adapters of the same rank on the same layers, sees the same batches in the
+same order, and is judged by text that neither the sketch nor the adapter has seen. Each start is trained at
+each of the rates; the one that ends best counts. PiSSA and CorDA change the weight of a layer, so they start
+on the sketch with its factors multiplied out, which is the same function. Rows of the dense model show what
+the sketch cost. Seconds are the processor's.
 """
 
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from accuracy_models import load_subject
 from accuracy_models.gpt import calibration as draw_calibration
 from accuracy_models.gpt import prepare
+from compress_smollm2 import LENGTH, PROJECTIONS, load_smollm2
 from peft import EvaConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
@@ -29,8 +36,11 @@ from torch.nn.functional import cross_entropy
 import panther_compile as pc
 from panther_compile.integrations.adapters import init_lora_from_dense
 
-ON_SKETCH = ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data")
-ON_DENSE = ("zero", "eva", "pissa", "corda")
+STARTS = {
+    "sketch": ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data"),
+    "dense": ("zero", "eva", "pissa", "corda"),
+}
+PIECES = 24  # of SmolLM2, that the sketch is fitted to, and as many that adapters start from
 
 
 @dataclass(frozen=True)
@@ -40,16 +50,22 @@ class Subject:
     Attributes:
         model: dense; ids (B, T) to logits.
         targets: names of the layers with adapters, as PEFT takes them.
-        seen: ids (N, T) to fit and to train on.
+        fitted: ids (N, T) that the sketch is fitted to.
+        start: ids that adapters start from.
+        train: ids that they are trained on.
         unseen: ids to be judged by.
         batch: rows of a training step.
+        options: of `sketchify` with data.
     """
 
     model: nn.Module
     targets: str
-    seen: Tensor
+    fitted: Tensor
+    start: Tensor
+    train: Tensor
     unseen: Tensor
     batch: int
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def loss(self, model: nn.Module, ids: Tensor) -> Tensor:
         """Mean cross-entropy of the next token, in nats."""
@@ -72,7 +88,21 @@ def small_gpt() -> Subject:
     seen = torch.cat(draw_calibration(texts, "in", 0, 1024))
     # In full: the factors of a sketched layer are called up and down as well.
     targets = r"blocks\.\d+\.(attention\.(query|key|value|out)|up|down)"
-    return Subject(model, targets, seen, texts["held out"][:64, :-1], 8)
+    return Subject(model, targets, seen[:64], seen[:64], seen, texts["held out"][:64, :-1], 8)
+
+
+def smollm2() -> Subject:
+    """SmolLM2-135M, in the pieces of examples/compress_smollm2.py."""
+    model, tokens = load_smollm2()
+    rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+    fitted, start, rest = rows.split([PIECES, PIECES, len(rows) - 2 * PIECES])
+    targets = rf".*\.({'|'.join(PROJECTIONS)})"
+    unseen = rows[-len(rows) // 5 :][:16]
+    options = {"objective": "cache"}  # the sketch that the example makes
+    return Subject(model, targets, fitted, start, rest[: -len(rows) // 5], unseen, 1, options)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"gpt": small_gpt, "smollm2": smollm2}
 
 
 def with_adapters(
@@ -116,7 +146,7 @@ def with_adapters(
 def train(subject: Subject, tuned: nn.Module, rate: float, checked: list[int]) -> Iterator[float]:
     """AdamW on the adapters, dropout off; the loss on unseen text after each number of steps."""
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=rate, weight_decay=0)
-    batches = subject.seen.split(subject.batch)
+    batches = subject.train.split(subject.batch)
     for step in range(checked[-1] + 1):
         if step in checked:
             yield subject.judge(tuned)
@@ -127,30 +157,46 @@ def train(subject: Subject, tuned: nn.Module, rate: float, checked: list[int]) -
             optimizer.step()
 
 
+def sketch(subject: Subject, given: argparse.Namespace) -> nn.Module:
+    """The model at the ratio; kept in the folder given, if one is."""
+    kept = (
+        given.kept and given.kept / f"{given.model}-{given.ratio:g}-{'weights' if given.weights else 'data'}"
+    )
+    if kept and kept.exists():
+        return pc.load_sketched(copy.deepcopy(subject.model), kept).eval()
+    fitted = list(subject.fitted.split(subject.batch))
+    options = {"data": fitted, "narrow": False, **subject.options}
+    if given.weights:
+        options = {"synthetic": False}
+    small = pc.sketchify(subject.model, given.ratio, progress=False, **options)
+    if kept:
+        pc.save_sketched(small, kept)
+    return small
+
+
 def table(
     subject: Subject, given: argparse.Namespace, checked: list[int], show: Callable[[str], None]
 ) -> None:
     """Sketch the model, then a row for each start on it, and on the dense model."""
-    calibration = list(subject.seen[: 8 * subject.batch].split(subject.batch))
-    begin = time.perf_counter()
-    data = {"synthetic": False} if given.weights else {"data": calibration, "narrow": False}
-    small = pc.sketchify(subject.model, given.ratio, progress=False, **data)
-    took = time.perf_counter() - begin
-    dense, sketch = (subject.judge(model) for model in (subject.model, small))
-    show(f"loss: dense {dense:.4f}, sketch {sketch:.4f}, made in {took:.0f} s\n")
+    calibration = list(subject.start.split(subject.batch))
+    begin = time.process_time()
+    small = sketch(subject, given)
+    took = time.process_time() - begin
+    dense, sketched = (subject.judge(model) for model in (subject.model, small))
+    show(f"loss: dense {dense:.4f}, sketch {sketched:.4f}, made in {took:.0f} s\n")
     heads = [f"after {count}" for count in checked[1:]]
     show(f"| base | start | before | {' | '.join(heads)} | rate | seconds to start |")
     show(f"|---|---|{'--:|' * (len(heads) + 3)}")
-    for base, starts in (("sketch", ON_SKETCH), ("dense", ON_DENSE)):
-        for start in starts:
+    for base in given.bases:
+        for start in STARTS[base]:
             model = small if base == "sketch" else subject.model
             if base == "sketch" and start in ("pissa", "corda"):
                 model = pc.densify(small)
             ends = []
             torch.manual_seed(0)
-            begin = time.perf_counter()
+            begin = time.process_time()
             tuned = with_adapters(start, given.rank, subject, copy.deepcopy(model), calibration)
-            took = time.perf_counter() - begin
+            took = time.process_time() - begin
             for rate in given.rates:
                 losses = list(train(subject, copy.deepcopy(tuned), rate, checked))
                 ends.append((losses[-1], rate, losses))
@@ -162,14 +208,24 @@ def table(
 def main() -> None:
     """Measure, and print a table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SUBJECTS, default="gpt")
     parser.add_argument("--ratio", type=float, default=0.25)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3])
     parser.add_argument("--weights", action="store_true", help="a sketch of the weights alone, without data")
+    parser.add_argument(
+        "--bases", nargs="+", choices=STARTS, default=list(STARTS), help="that adapters are on"
+    )
+    parser.add_argument("--kept", type=Path, help="a folder to keep the sketch in")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    table(small_gpt(), given, [0, given.steps // 4, given.steps], lambda line: print(line, flush=True))
+    table(
+        SUBJECTS[given.model](),
+        given,
+        [0, given.steps // 4, given.steps],
+        lambda line: print(line, flush=True),
+    )
 
 
 if __name__ == "__main__":
