@@ -37,7 +37,7 @@ import panther_compile as pc
 from panther_compile.integrations.adapters import init_lora_from_dense
 
 STARTS = {
-    "sketch": ("zero", "eva", "pissa", "corda", "ours, weights", "ours, data"),
+    "sketch": ("zero", "ours, data", "pissa", "eva", "corda", "ours, weights"),
     "dense": ("zero", "eva", "pissa", "corda"),
 }
 PIECES = 24  # of SmolLM2, that the sketch is fitted to, and as many that adapters start from
