@@ -274,3 +274,9 @@ def test_bad_state_dicts(model):
         pc.load_residual(rounded(Blocks(depth=1)), saved)
     with pytest.raises(CheckpointMismatchError, match="24 inputs and 48 outputs"):
         pc.load_residual(rounded(Blocks(32)), saved)
+
+
+def test_a_branch_without_a_device_is_on_the_default_one() -> None:
+    layer = pc.ResidualLinear(nn.Linear(6, 4), 6, 4, 2)
+    assert {one.device.type for one in layer.parameters()} == {"cpu"}
+    assert torch.equal(layer(torch.ones(3, 6)), layer.quantized(torch.ones(3, 6)))

@@ -44,7 +44,7 @@ class ResidualLinear(nn.Module):
         check_rank(rank, min(in_features, out_features), f"a branch beside {out_features} x {in_features}")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.quantized = quantized
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device or torch.get_default_device(), "dtype": dtype}
         self.down = nn.utils.skip_init(nn.Linear, in_features, rank, bias=False, **options)
         self.up = nn.utils.skip_init(nn.Linear, rank, out_features, **options)
         for parameter in (*self.down.parameters(), *self.up.parameters()):
