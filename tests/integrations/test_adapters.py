@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import transformers
+from packaging import version
 
 import panther_compile as pc
+from panther_compile.calibration import branch_fit
 
 peft = pytest.importorskip("peft")
 init_lora_from_dense = pytest.importorskip("panther_compile.integrations.adapters").init_lora_from_dense
@@ -103,6 +105,9 @@ def test_adapters_are_saved_and_loaded(way, tmp_path):
         tuned.save_pretrained(tmp_path)
         again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path)
     else:
+        least = transformers.integrations.peft.MIN_PEFT_VERSION  # the library's own demand
+        if version.parse(peft.__version__) < version.parse(least):
+            pytest.skip(f"add_adapter of transformers {transformers.__version__} wants peft {least}")
         tuned = copy.deepcopy(small)
         tuned.add_adapter(config)
         disturb(tuned).eval().save_pretrained(tmp_path)
@@ -172,6 +177,22 @@ def test_few_data_start_it_as_peft_does():
         init_lora_from_dense(tuned, model, data=data)
     assert torch.equal(logits(tuned), logits(small))
     assert all(torch.equal(value, started[name]) for name, value in tuned.state_dict().items())  # A learns
+
+
+def test_few_data_start_a_share_of_what_they_would(monkeypatch):
+    model, data = gpt2(), texts(40)
+    small = sketch(model, 0.4, data=data, narrow=False)
+    starts = []
+    for shares in (branch_fit._SHARES, (1.0,)):
+        monkeypatch.setattr(branch_fit, "_SHARES", shares)
+        tuned = adapt(small, ("c_attn", "c_proj", "c_fc"), rank=8)
+        init_lora_from_dense(tuned, model, data=data)
+        starts.append(tuned)
+    sizes = [[v.norm() for name, v in one.state_dict().items() if "lora_B" in name] for one in starts]
+    taken = {round(float(some / whole), 4) for some, whole in zip(*sizes, strict=True)}
+    assert len(taken) == 1
+    assert taken <= {0.25, 0.5, 0.75}
+    assert error(logits(starts[0]), logits(model)) < error(logits(small), logits(model))
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
