@@ -62,24 +62,25 @@ def share_loss(
     """
     targets = divide_target(target, batch)
     rows = [size if batch.is_filled_up else None for size in batch.sizes]
-    if count_tokens is None:
-        weights = [size / batch.rows if batch.rows else 1 / len(batch.sizes) for size in batch.sizes]
-    else:
-        counts = [int(count_tokens(one)) for one in targets]
-        number = len(targets)
-        sums = torch.tensor([sum(counts), number, number**2], dtype=torch.float64, device=devices.device)
-        if devices.shape.dp > 1:
-            dist.all_reduce(sums, group=devices.group("dp"))
-        total, numbers, squares = sums.tolist()
-        if in_step and squares * devices.shape.dp != numbers**2:
+    counts = [0] * len(targets) if count_tokens is None else [int(count_tokens(one)) for one in targets]
+    number, dp = len(targets), devices.shape.dp
+    sums = torch.tensor([sum(counts), number, number**2], dtype=torch.float64, device=devices.device)
+    if dp > 1 and (in_step or count_tokens is not None):
+        dist.all_reduce(sums, group=devices.group("dp"))
+        _, numbers, squares = sums.tolist()
+        if in_step and squares * dp != numbers**2:
             raise BatchError(
                 f"replicas have different numbers of microbatches, {number} of {batch.rows} rows here and "
-                f"{numbers / devices.shape.dp:.4g} on average, and wait for each other in each of them "
+                f"{numbers / dp:.4g} on average, and wait for each other in each of them "
                 "(fully_shard, sync_batchnorm); a replica needs a row for each microbatch"
             )
-        if not total > 0:
-            raise BatchError("count_tokens gave 0 for the batches of all replicas: there is no loss to take")
-        weights = [devices.shape.dp / total] * len(targets)
+    total = float(sums[0])
+    if count_tokens is None:
+        weights = [size / batch.rows if batch.rows else 1 / number for size in batch.sizes]
+    elif total > 0:
+        weights = [dp / total] * number
+    else:
+        raise BatchError("count_tokens gave 0 for the batches of all replicas: there is no loss to take")
     return [Share(*one) for one in zip(targets, rows, weights, strict=True)]
 
 

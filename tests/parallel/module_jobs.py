@@ -207,6 +207,10 @@ def uneven_replicas(rank):
     x, target = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)), torch.arange(8.0)
     with pytest.raises(BatchError, match="different sizes"):
         engine.step(x[:rows], target[:rows])
+    _, _, engine = make(mesh={"dp": 2}, data_parallel="fsdp", loss_fn=row_loss)
+    few = (8, 2)[rank]  # no row for two of the microbatches, in which the other replica gathers parameters
+    with pytest.raises(BatchError, match="different numbers of microbatches"):
+        engine.step(x[:few], target[:few])
     _, _, engine = make(
         mesh={"dp": 2},
         data_parallel="ddp",
