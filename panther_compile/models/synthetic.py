@@ -5,19 +5,20 @@ first form that the model runs on is taken, of images the first on which no conv
 than 4 x 4, if there is one.
 
     tokens   of a causal language model: texts that it samples itself, a random token first, at temperature 1;
-             else tokens drawn evenly
+             of an encoder whose tokenizer is at hand: words at random, see `word_texts.py`; else tokens drawn
+             evenly
     images   with the spectrum of natural ones, see `natural.py`; where there are batch norms, of the colours
              and contrasts that give their statistics
     sounds   noise of the spectrum 1 / f
     vectors  normal numbers
 
-Texts that the model sampled, and images, are near enough to what the model is used for to fit layers to; the
-other kinds show whether two models differ, and are no good for that.
+Texts that the model sampled or of words, and images, are near enough to what the model is used for to fit
+layers to; the other kinds show whether two models differ, and are no good for that.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +32,13 @@ from panther_compile.models.natural import match_batch_norms, natural_images, pi
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.watched import copy_sharing
+from panther_compile.models.word_texts import Vocabulary, find_vocabulary
 
 MODEL = "model"
 """Given as data: inputs that are made up."""
 
 _BATCH = 8
+_TEXTS = 32  # of a batch, where they cost nothing
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -68,11 +71,13 @@ class _Form:
         kind: "tokens", "images", "sounds" or "vectors".
         make: a number of inputs.
         call: the model's call with them.
+        alone: whether the model is given nothing else.
     """
 
     kind: str
     make: Callable[[int, Generator], Tensor]
     call: Callable[[Tensor], Call]
+    alone: bool = True
 
 
 def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool) -> Synthetic:
@@ -80,7 +85,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
 
     Args:
         model: runs in eval mode in a copy that shares its parameters; is not changed.
-        batches: how many, of 8 inputs each.
+        batches: how many, of 8 inputs each, or of 32 texts of words.
         seed: of what is drawn.
         sample: whether a language model may sample texts, a call for each token; else tokens are drawn.
         progress: whether to show a bar.
@@ -97,6 +102,10 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     if sample and _is_of_texts(quiet, form, many):
         many = own_texts(quiet, form.call, many, seed=seed, progress=progress)
         what, telling = f"made-up inputs ({len(many)} texts that the model sampled)", True
+    elif form.kind == "tokens" and form.alone and (vocabulary := _vocabulary(quiet)) is not None:
+        texts = vocabulary.batches(batches, _TEXTS, many.shape[1], generator)
+        what = f"made-up inputs ({batches * _TEXTS} texts of words at random)"
+        return Synthetic(_placed(quiet, form, texts), what, telling=True)
     if form.kind == "images":
         many, matched = match_batch_norms(quiet, form.call, many)
         statistics = " that give the statistics of its batch norms" if matched else ""
@@ -133,9 +142,18 @@ def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
     return form.kind == "tokens" and text_logits(model, form.call, many[:2]) is not None
 
 
+def _vocabulary(model: nn.Module) -> Vocabulary | None:
+    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    return None if embedding is None else find_vocabulary(model, embedding.num_embeddings)
+
+
 def _calls(model: nn.Module, form: _Form, many: Tensor) -> tuple[Call, ...]:
+    return _placed(model, form, many.split(_BATCH))
+
+
+def _placed(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return tuple(form.call(one.to(device)) for one in many.split(_BATCH))
+    return tuple(form.call(one.to(device)) for one in batches)
 
 
 def _form_of(model: nn.Module, generator: Generator) -> _Form:
@@ -228,9 +246,9 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
         more = {"pixel_values": lambda n: natural_images(n, channels, side, torch.Generator().manual_seed(0))}
         for length in _lengths(model, embedding):
             make = _tokens(embedding.num_embeddings, length)
-            yield _Form("tokens", make, lambda ids: with_others(ids, others))
+            yield _Form("tokens", make, lambda ids: with_others(ids, others), alone=not others)
             if "pixel_values" in parameters:
-                yield _Form("tokens", make, lambda ids: with_others(ids, others | more))
+                yield _Form("tokens", make, lambda ids: with_others(ids, others | more), alone=False)
     elif main == "pixel_values":
         yield _Form(
             "images",
@@ -271,6 +289,7 @@ def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
     if isinstance(layer, nn.Embedding):
         for length in _lengths(model, layer):
             yield _Form("tokens", _tokens(layer.num_embeddings, length), call)
+            yield _Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif isinstance(layer, nn.Conv2d):
         for size in _SIZES:
             yield _Form("images", _images(layer.in_channels, size, dtype), call)
@@ -284,6 +303,11 @@ def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
         yield _Form("vectors", _vectors(dtype, _STEPS, layer.input_size), call)
     elif isinstance(layer, nn.MultiheadAttention):
         yield _Form("vectors", _vectors(dtype, _STEPS, layer.embed_dim), call)
+
+
+def _features(ids: Tensor) -> Call:
+    """What sentence-transformers calls its models with."""
+    return Call(({"input_ids": ids, "attention_mask": torch.ones_like(ids)},), {})
 
 
 def _lengths(model: nn.Module, embedding: nn.Embedding) -> list[int]:

@@ -1,0 +1,111 @@
+"""Texts of words at random, as frequent as words are, for encoders that read tokens and write none.
+
+Which tokens begin and end a text and which are words is known to the tokenizer alone. Vocabularies list words
+by how often they were seen, so that the r-th is taken to come up as by the law of Zipf and Mandelbrot, with
+1 / (r + 20): the tail is what shows how many words there are. Signs, digits and single letters are a seventh
+of all. Tokens at random, without those that begin and end a text, are no good: attention goes to them.
+"""
+
+import sys
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+_FIRST = 20.0  # added to the rank of a word
+_SIGNS, _STOPS = 0.15, ".,"  # share of single characters, and which of them come up ten times as often
+_LEAST = 100  # words that tell anything
+_MARKS = ("##", "\u2581", "\u0120")  # of pieces inside words, or behind a space
+_SHORTEST = 1 / 8  # of the length
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a tokenizer knows of texts.
+
+    Attributes:
+        before: tokens that each text begins with.
+        after: tokens that it ends with.
+        words: tokens (W,) between them.
+        chances: of each (W,).
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    words: Tensor
+    chances: Tensor
+
+    def texts(self, count: int, length: int, generator: Generator) -> Tensor:
+        """Tokens (count, length)."""
+        inside = length - len(self.before) - len(self.after)
+        drawn = torch.multinomial(self.chances, count * inside, replacement=True, generator=generator)
+        before, after = (
+            torch.tensor(one, dtype=torch.long).expand(count, -1) for one in (self.before, self.after)
+        )
+        return torch.cat([before, self.words[drawn].view(count, inside), after], 1)
+
+    def batches(self, count: int, size: int, length: int, generator: Generator) -> list[Tensor]:
+        """So many batches of texts, of lengths drawn evenly from an eighth of the longest on."""
+        least = max(round(length * _SHORTEST), len(self.before) + len(self.after) + 1)
+        lengths = torch.randint(min(least, length), length + 1, (count,), generator=generator)
+        return [self.texts(size, int(one), generator) for one in lengths]
+
+
+def find_vocabulary(model: nn.Module, size: int) -> Vocabulary | None:
+    """What the tokenizer of a model knows; None if there is none on this machine, or it knows few words.
+
+    Args:
+        model: holds its tokenizer, as those of sentence-transformers do, or was loaded by transformers from a
+            folder or name at which the tokenizer is too.
+        size: of the model's embedding.
+    """
+    tokenizer = getattr(model, "tokenizer", None) or _beside(model)
+    return None if tokenizer is None else read_vocabulary(tokenizer, size)
+
+
+def read_vocabulary(tokenizer: Any, size: int) -> Vocabulary | None:
+    """See `find_vocabulary`; of a tokenizer of transformers."""
+    special = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    usual = [(place, str(name)) for place, name in enumerate(names) if place not in special]
+    words = [place for place, name in usual if _is_word(name)]
+    if len(words) < _LEAST:
+        return None
+    signs = [place for place, name in usual if len(name) == 1 and name.isascii()]
+    ranked = 1 / (torch.arange(len(words)) + _FIRST)
+    often = torch.tensor([10.0 if names[place] in _STOPS else 1.0 for place in signs])
+    share = _SIGNS if signs else 0.0
+    chances = torch.cat([ranked / ranked.sum() * (1 - share), often / often.sum().clamp_min(1.0) * share])
+    before, after = _ends(tokenizer, names[words[0]])
+    return Vocabulary(before, after, torch.tensor(words + signs), chances)
+
+
+def _ends(tokenizer: Any, word: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What stands before and after any text."""
+    empty, some = (list(tokenizer(text)["input_ids"]) for text in ("", word))
+    before = tuple(
+        one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(empty, some, strict=False))
+    )
+    return before, tuple(empty[len(before) :])
+
+
+def _is_word(name: str) -> bool:
+    """Whether a token is two letters or more, but for its mark."""
+    for mark in _MARKS:
+        name = name.removeprefix(mark)
+    return len(name) > 1 and name.isalpha()
+
+
+def _beside(model: Any) -> Any:
+    """The tokenizer where a Hugging Face model was loaded from; nothing is downloaded."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not name or "transformers" not in sys.modules:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError):  # none is there, or what reads it is not installed
+        return None

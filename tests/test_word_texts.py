@@ -1,0 +1,103 @@
+"""Texts of words at random, for encoders whose tokenizer is at hand."""
+
+import string
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import panther_compile as pc
+from panther_compile.models.synthetic import make_inputs
+from panther_compile.models.word_texts import find_vocabulary, read_vocabulary
+
+WORDS = [a + b for a in string.ascii_lowercase for b in "aeiou"]
+VOCABULARY = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[unused0]", *".,a1", *WORDS, "##ing", "\u00e9"]
+CLS, SEP = 1, 2
+
+
+def tokenizer(words=VOCABULARY):
+    one = Tokenizer(models.WordPiece({name: place for place, name in enumerate(words)}, unk_token="[UNK]"))
+    one.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    one.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=one, **names)
+
+
+def bert(layers=2):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+    )
+    return transformers.BertModel(config).eval()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    bert().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_texts_are_of_words_between_the_tokens_that_texts_have():
+    known = read_vocabulary(tokenizer(), len(VOCABULARY))
+    assert (known.before, known.after) == ((CLS,), (SEP,))
+    assert {VOCABULARY[place] for place in known.words} == {*WORDS, *".,a1", "##ing"}
+    assert abs(float(known.chances.sum()) - 1) < 1e-6
+    texts = known.texts(200, 50, torch.Generator().manual_seed(0))
+    assert texts.shape == (200, 50)
+    assert set(texts[:, 0].tolist()) == {CLS}
+    assert set(texts[:, -1].tolist()) == {SEP}
+    seen = Counter(texts[:, 1:-1].flatten().tolist())
+    assert set(seen) == set(known.words.tolist())
+    first, last = VOCABULARY.index(WORDS[0]), VOCABULARY.index(WORDS[-1])
+    assert seen[first] > 3 * seen[last]  # the words seen most often come first
+    signs = sum(seen[VOCABULARY.index(one)] for one in ".,a1")
+    assert abs(signs / (200 * 48) - 0.15) < 0.02
+
+
+def test_a_model_that_was_loaded_beside_its_tokenizer(folder):
+    model = transformers.AutoModel.from_pretrained(folder)
+    made = make_inputs(model, 3, seed=0, sample=True, progress=False)
+    assert made.telling
+    assert made.what == "made-up inputs (96 texts of words at random)"
+    ids = [call.kwargs["input_ids"] for call in made.calls]
+    assert len({batch.shape[1] for batch in ids}) > 1  # of several lengths
+    assert all((batch[:, 0] == CLS).all() and (batch[:, -1] == SEP).all() for batch in ids)
+    again = make_inputs(model, 3, seed=0, sample=True, progress=False)
+    assert all(torch.equal(a, b.kwargs["input_ids"]) for a, b in zip(ids, again.calls, strict=True))
+
+
+def test_layers_are_fitted_to_them(folder):
+    model = transformers.AutoModel.from_pretrained(folder)
+    small = pc.sketchify(model, 0.5, data="model", min_params=256, allow_slower=True, progress=False)
+    assert "texts of words at random" in str(pc.sketch_report(small))
+
+
+def test_without_a_tokenizer_tokens_are_random_as_before(folder, tmp_path):
+    model = bert()
+    assert find_vocabulary(model, len(VOCABULARY)) is None
+    model.config.name_or_path = str(tmp_path / "nowhere")
+    assert find_vocabulary(model, len(VOCABULARY)) is None
+    assert not make_inputs(model, 1, seed=0, sample=True, progress=False).telling
+
+
+def test_a_model_that_holds_its_tokenizer():
+    model = bert()
+    model.tokenizer = tokenizer()
+    assert find_vocabulary(model, len(VOCABULARY)).before == (CLS,)
+
+
+def test_few_words_tell_nothing():
+    few = VOCABULARY[:60]
+    assert read_vocabulary(tokenizer(few), len(few)) is None
+
+
+def test_words_beyond_the_embedding_are_left_out():
+    known = read_vocabulary(tokenizer(), 120)
+    assert int(known.words.max()) < 120
