@@ -118,10 +118,10 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
 def with_own_texts(
     model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
 ) -> tuple[list[Call], str]:
-    """Data, and of a causal language model as many tokens of its own texts in between; in words, how many.
+    """Data, and for a language model as many tokens of made-up texts in between; in words, how many.
 
-    Data shows what a model is asked for, its own texts what else it can do: fitted to the one alone, layers
-    forget the other. The most are as many as it would be fitted to without data.
+    Data shows what a model is asked for, its own texts, or words at random, what else it can do: fitted to
+    the one alone, layers forget the other. The most are as many as it would be fitted to without data.
 
     Args:
         model: the dense model; is not changed.
@@ -139,11 +139,9 @@ def with_own_texts(
         )
     except (DataError, ConfigTypeError):  # of a model whose inputs are not known, data is all there is
         return list(calls), ""
-    if not own:
+    if own is None:
         return list(calls), ""
-    parts = divided(copy_sharing(model, {}), calls, LEAST)
-    texts = sum(max(len(one) for one in _integers(call)) for call in own)
-    return _interleaved(parts, own), f", beside {texts} texts that the model sampled"
+    return _interleaved(divided(copy_sharing(model, {}), calls, LEAST), own.calls), f", beside {own.what}"
 
 
 def _interleaved(one: Sequence[Call], other: Sequence[Call]) -> list[Call]:

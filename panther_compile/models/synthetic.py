@@ -20,7 +20,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,13 +32,14 @@ from panther_compile.models.natural import match_batch_norms, natural_images, pi
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.watched import copy_sharing
-from panther_compile.models.word_texts import Vocabulary, find_vocabulary
+from panther_compile.models.word_texts import find_vocabulary
 
 MODEL = "model"
 """Given as data: inputs that are made up."""
 
 _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
+_MEAN_LENGTH = 9 / 16  # of the longest
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -98,27 +99,27 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     many = form.make(batches * _BATCH, generator)
-    what, telling = f"made-up inputs ({form.kind} at random)", False
+    texts = None
     if sample and _is_of_texts(quiet, form, many):
-        many = own_texts(quiet, form.call, many, seed=seed, progress=progress)
-        what, telling = f"made-up inputs ({len(many)} texts that the model sampled)", True
-    elif form.kind == "tokens" and form.alone and (vocabulary := _vocabulary(quiet)) is not None:
-        texts = vocabulary.batches(batches, _TEXTS, many.shape[1], generator)
-        what = f"made-up inputs ({batches * _TEXTS} texts of words at random)"
-        return Synthetic(_placed(quiet, form, texts), what, telling=True)
+        texts = _own_texts(quiet, form, many, seed, progress)
+    elif sample:
+        texts = _word_texts(quiet, form, batches, many[0].numel(), generator)
+    if texts is not None:
+        return replace(texts, what=f"made-up inputs ({texts.what})")
+    what, telling = f"made-up inputs ({form.kind} at random)", False
     if form.kind == "images":
         many, matched = match_batch_norms(quiet, form.call, many)
         statistics = " that give the statistics of its batch norms" if matched else ""
         what, telling = f"made-up inputs (images of natural spectra{statistics})", True
-    return Synthetic(_calls(quiet, form, many), what, telling)
+    return Synthetic(_calls(quiet, form, many.split(_BATCH)), what, telling)
 
 
-def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> tuple[Call, ...]:
-    """Calls with texts that a causal language model samples itself; none if the model is none.
+def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
+    """Texts for a language model: that a causal one samples itself, or of words; None if it reads none.
 
     Args:
         model: see `make_inputs`.
-        tokens: how many, or somewhat more, as calls are of 8 texts each.
+        tokens: how many, or somewhat more, as calls are of several texts each.
         seed: of what is drawn.
         progress: whether to show a bar.
 
@@ -130,11 +131,33 @@ def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) ->
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     few = form.make(2, generator)
-    if not _is_of_texts(quiet, form, few):
-        return ()
-    batches = math.ceil(tokens / few[0].numel() / _BATCH)
-    starts = form.make(batches * _BATCH, generator)
-    return _calls(quiet, form, own_texts(quiet, form.call, starts, seed=seed, progress=progress))
+    length = few[0].numel()
+    if _is_of_texts(quiet, form, few):
+        starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
+        return _own_texts(quiet, form, starts, seed, progress)
+    count = math.ceil(tokens / (length * _MEAN_LENGTH) / _TEXTS)
+    return _word_texts(quiet, form, count, length, generator)
+
+
+def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
+    texts = own_texts(model, form.call, starts, seed=seed, progress=progress)
+    return Synthetic(
+        _calls(model, form, texts.split(_BATCH)), f"{len(texts)} texts that the model sampled", True
+    )
+
+
+def _word_texts(
+    model: nn.Module, form: _Form, count: int, length: int, generator: Generator
+) -> Synthetic | None:
+    """So many batches of them; None where the model reads none, or its words are not known."""
+    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    if form.kind != "tokens" or not form.alone or embedding is None:
+        return None
+    vocabulary = find_vocabulary(model, embedding.num_embeddings)
+    if vocabulary is None:
+        return None
+    texts = vocabulary.batches(count, _TEXTS, length, generator)
+    return Synthetic(_calls(model, form, texts), f"{count * _TEXTS} texts of words at random", True)
 
 
 def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
@@ -142,16 +165,7 @@ def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
     return form.kind == "tokens" and text_logits(model, form.call, many[:2]) is not None
 
 
-def _vocabulary(model: nn.Module) -> Vocabulary | None:
-    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
-    return None if embedding is None else find_vocabulary(model, embedding.num_embeddings)
-
-
-def _calls(model: nn.Module, form: _Form, many: Tensor) -> tuple[Call, ...]:
-    return _placed(model, form, many.split(_BATCH))
-
-
-def _placed(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
+def _calls(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     return tuple(form.call(one.to(device)) for one in batches)
 
