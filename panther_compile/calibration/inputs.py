@@ -118,10 +118,10 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
 def with_own_texts(
     model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
 ) -> tuple[list[Call], str]:
-    """Data, and for a language model as many tokens of made-up texts in between; in words, how many.
+    """Data, and of a causal language model as many tokens of its own texts in between; in words, how many.
 
-    Data shows what a model is asked for, its own texts, or words at random, what else it can do: fitted to
-    the one alone, layers forget the other. The most are as many as it would be fitted to without data.
+    Data shows what a model is asked for, its own texts what else it can do: fitted to the one alone, layers
+    forget the other. The most are as many as it would be fitted to without data.
 
     Args:
         model: the dense model; is not changed.

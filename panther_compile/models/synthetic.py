@@ -39,7 +39,6 @@ MODEL = "model"
 
 _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
-_MEAN_LENGTH = 9 / 16  # of the longest
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -115,11 +114,11 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
 
 
 def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
-    """Texts for a language model: that a causal one samples itself, or of words; None if it reads none.
+    """Texts that a causal language model samples itself; None if the model is none.
 
     Args:
         model: see `make_inputs`.
-        tokens: how many, or somewhat more, as calls are of several texts each.
+        tokens: how many, or somewhat more, as calls are of 8 texts each.
         seed: of what is drawn.
         progress: whether to show a bar.
 
@@ -131,12 +130,10 @@ def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) ->
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     few = form.make(2, generator)
-    length = few[0].numel()
-    if _is_of_texts(quiet, form, few):
-        starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
-        return _own_texts(quiet, form, starts, seed, progress)
-    count = math.ceil(tokens / (length * _MEAN_LENGTH) / _TEXTS)
-    return _word_texts(quiet, form, count, length, generator)
+    if not _is_of_texts(quiet, form, few):
+        return None
+    starts = form.make(math.ceil(tokens / few[0].numel() / _BATCH) * _BATCH, generator)
+    return _own_texts(quiet, form, starts, seed, progress)
 
 
 def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
