@@ -37,7 +37,7 @@ NOTES = """\
   meet padding; `trim_kernels` (`docs/passes.md`) takes them out exactly, so that at .76 of its numbers the
   model is itself, and crepe-trimmed at .66 stores what crepe-tiny does at .5: the same pitch in .72 of the
   frames in place of .67, and .46 in place of .30 without data.
-- crepe-full (22 M numbers) and ocr-det are not measured, nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD on
+- crepe-full (22 M numbers) is not measured, nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD on
   CREPE: as written here they take moments of all that a kernel reads, 8,192 squared in crepe-tiny and 65,536
   in crepe-full.
 - ocr-rec at .75 was asked for a CER of .05 without data and .005 with it, and to be 1.2 times as fast. It is
