@@ -26,6 +26,7 @@ from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.trials import pick
+from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.moments import RIDGE
@@ -67,7 +68,8 @@ def study_model(
         route: how the sites were found.
         calls: the data.
         resume: a folder to keep the work in, and to take up what an earlier call has kept there.
-        doubted: whether it is tried how far the data is to be believed, if it is few.
+        doubted: whether it is tried how far the data is to be believed, if it is few; of made-up inputs it
+            is known by how far they are off the statistics of batch norms.
         shelf: where large tensors are kept; None keeps them in memory.
 
     Raises:
@@ -113,7 +115,9 @@ def study_model(
                 shelf=shelf,
             )
 
-        study = study_with(RIDGE)
+        # Images that were made up show the moments of real ones no nearer than what batch norms know of them.
+        off = 0.0 if doubted else off_batch_norms(watch(model, {}).model, calls)
+        study = study_with(max(RIDGE, off))
         if doubted:
             study = best_study(studied_with(study), config, study_with)
         if folder is not None:

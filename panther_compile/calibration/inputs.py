@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import compare_outputs
-from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
+from panther_compile.calibration.unlike import MADE_UP_UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.batches import Call
@@ -109,7 +109,8 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         return Inputs(None, (), f"no data was given, and {error}")
     dense = all(ratio == 1.0 for _, ratio in config.ratios())
     what, telling = made.what, made.telling and not dense
-    if telling and not asked and (off := off_batch_norms(copy_sharing(model, {}), made.calls)) > UNLIKE:
+    off = off_batch_norms(copy_sharing(model, {}), made.calls) if telling and not asked else 0.0
+    if off > MADE_UP_UNLIKE:
         what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False
     fit = made.calls[_JUDGE:] if asked or telling else None
     return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from panther_compile.models.batches import Call, run_dense
 
 UNLIKE = 0.3  # off by more, data tells less of the model's use than no data
+MADE_UP_UNLIKE = 0.7  # likewise of images that were made up: without them there is nothing to go by
 _SMALLEST, _LARGEST = 1e-6, 25.0
 
 

@@ -59,7 +59,7 @@ def match_batch_norms(
     Returns:
         The images, and whether there were batch norms to go by; without they are as given.
     """
-    norms = [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
+    norms = batch_norms(model)
     if not norms:
         return images, False
     device = norms[0].running_mean.device  # type: ignore[union-attr]
@@ -69,17 +69,22 @@ def match_batch_norms(
     optimizer = torch.optim.Adam([shift, scale], _RATE)
     for _ in range(_STEPS):
         with torch.enable_grad():
-            loss = _misfit(model, call(some * scale.exp() + shift), norms)
-            gradients = torch.autograd.grad(loss, [shift, scale], allow_unused=True)
-        if any(one is None or not bool(one.isfinite().all()) for one in gradients):
+            tuned = (some * scale.exp() + shift).to(images.dtype)
+            gradients = gradients_of(misfit(model, call(tuned), norms), [shift, scale])
+        if gradients is None:
             return images, False
         shift.grad, scale.grad = gradients
         optimizer.step()
     return images * scale.exp().detach().to(images) + shift.detach().to(images), True
 
 
-def _misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
-    """How far means and deviations of what reaches the norms are from those that they keep."""
+def batch_norms(model: nn.Module) -> list[Norm]:
+    """Those that keep statistics."""
+    return [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
+
+
+def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
+    """How far means and deviations of what reaches the norms are from those that they keep, a number."""
     parts: list[Tensor] = []
 
     def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -100,6 +105,14 @@ def _misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
         for handle in handles:
             handle.remove()
     return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
+
+
+def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """Of a loss, for each tensor; None if one does not arrive or is not finite."""
+    if not loss.requires_grad:
+        return None
+    found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found
 
 
 def _pink_images(count: int, size: int, generator: Generator) -> Tensor:

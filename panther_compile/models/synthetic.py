@@ -28,6 +28,7 @@ from torch import Generator, Tensor, nn
 
 from panther_compile.errors import DataError
 from panther_compile.models.batches import Call
+from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
@@ -108,6 +109,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     what, telling = f"made-up inputs ({form.kind} at random)", False
     if form.kind == "images":
         many, matched = match_batch_norms(quiet, form.call, many)
+        many = matched_images(quiet, form.call, many, seed=seed, progress=progress)
         statistics = " that give the statistics of its batch norms" if matched else ""
         what, telling = f"made-up inputs (images of natural spectra{statistics})", True
     return Synthetic(_calls(quiet, form, many.split(_BATCH)), what, telling)
