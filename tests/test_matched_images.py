@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from panther_compile.calibration.calibrate import study_model
 from panther_compile.calibration.unlike import off_batch_norms
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.moments import RIDGE
 from panther_compile.models.batches import Call
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import natural_images
 from panther_compile.models.synthetic import make_inputs
+from panther_compile.planning.sites import find_sites
+from panther_compile.planning.trace import read_graph
 
 DRAWN = {"seed": 0, "sample": True, "progress": False}
 
@@ -113,3 +118,14 @@ def test_where_gradients_tell_nothing_images_are_as_given(model, spoil):
 
     found = matched(Spoilt(), start())
     assert torch.equal(found, start())
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+def test_images_made_up_are_believed_the_less_the_further_they_are_off(model, doubted):
+    config = SketchConfig(min_params=256, allow_slower=True, progress=False)
+    found, calls = find_sites(model, config, read_graph(model)), [call(one) for one in start().split(4)]
+    off = off_batch_norms(model, calls)
+    assert off > 0.1
+    studied = study_model(model, found, config, "", calls, doubted=doubted)
+    ridges = [RIDGE, 0.1, 1.0] if doubted else [off]  # of data, what held-out batches ask for
+    assert min(abs(studied.study.ridge - ridge) for ridge in ridges) < 1e-9
