@@ -1,11 +1,14 @@
 """Images whose statistics are those that a model's batch norms keep."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
+import panther_compile as pc
+from panther_compile.calibration import inputs
 from panther_compile.calibration.calibrate import study_model
 from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.config import SketchConfig
@@ -129,3 +132,20 @@ def test_images_made_up_are_believed_the_less_the_further_they_are_off(model, do
     studied = study_model(model, found, config, "", calls, doubted=doubted)
     ridges = [RIDGE, 0.1, 1.0] if doubted else [off]  # of data, what held-out batches ask for
     assert min(abs(studied.study.ridge - ridge) for ridge in ridges) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("off", "says"),
+    [(0.1, ""), (0.5, "off them by 0.5: outputs may be further off"), (0.9, "too far to fit")],
+)
+def test_images_that_are_off_are_told_of(model, monkeypatch, off, says):
+    monkeypatch.setattr(inputs, "off_batch_norms", lambda *_: off)
+    monkeypatch.setattr(inputs, "SMALLEST", 1)
+    config = SketchConfig(ratio=0.5, progress=False, min_params=1)
+    found = find_sites(model, config, read_graph(model))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        read = inputs.read_inputs(model, found, None, config)
+    assert says in read.what
+    assert [one.category for one in told] == [pc.SketchQualityWarning] * (off == 0.5)
+    assert (read.fit is None) == (off == 0.9)

@@ -1,5 +1,6 @@
 """What layers are fitted to, and what a sketch is compared with its model on: data, or inputs made up."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import compare_outputs
-from panther_compile.calibration.unlike import MADE_UP_UNLIKE, off_batch_norms
+from panther_compile.calibration.unlike import MADE_UP_UNLIKE, UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, DataError
+from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
 from panther_compile.models.batches import Call
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
@@ -112,6 +113,9 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     off = off_batch_norms(copy_sharing(model, {}), made.calls) if telling and not asked else 0.0
     if off > MADE_UP_UNLIKE:
         what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False
+    elif off > UNLIKE:
+        what = f"{what}, which are off them by {off:.2g}: outputs may be further off on real ones"
+        warnings.warn(f"layers are fitted to {what}; give data", SketchQualityWarning, stacklevel=4)
     fit = made.calls[_JUDGE:] if asked or telling else None
     return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)
 
