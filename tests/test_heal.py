@@ -143,6 +143,19 @@ def test_absurd_rate_changes_nothing():
     assert "nothing was changed" in str(report)
 
 
+def test_a_rate_that_leads_astray_is_lowered():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    reports = [
+        pc.heal_report(pc.heal(small, teacher=teacher, data=batches(), steps=60, lr=lr)) for lr in (0.05, 1.0)
+    ]
+    assert reports[0].lr == 0.05
+    assert reports[1].lr < 1.0
+    assert "at last at a rate of" in str(reports[1])
+    for report in reports:
+        assert report.after["output"] < 0.3 * report.before["output"]
+
+
 def test_loss_that_overflows_while_healing_is_reported_and_reverted():
     teacher = encoder()
     small = sketched_encoder(teacher)

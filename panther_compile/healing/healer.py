@@ -38,6 +38,8 @@ OUTPUTS = {"auto": None, "logits": True, "features": False}
 _NOTE = "healed since, the errors are those before"
 _BESIDE_LOGITS = 0.1  # weight of the hidden states where the result is judged by its divergence
 _EVALUATIONS = 10  # of the held-out batches, while healing
+_ASTRAY = 1.25  # times the loss before the first step: the rate is too high
+_SLOWER, _SLOWEST = 0.25, 0.01  # factor of such a rate, and the least share of the one given
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
 
@@ -61,7 +63,7 @@ def heal(
     No labels are used. Both models run in eval mode, so without dropout; on a GPU float32 models run under
     bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
     that is kept, the one given if no other does better, and a block of it that does better as it was before
-    is put back. `heal_report(model)` tells what came of it.
+    is put back. Where steps lead astray, the best state is gone back to, and the rate is quartered. `heal_report(model)` tells what came of it.
 
     Args:
         small: a model with sketched layers.
@@ -70,7 +72,7 @@ def heal(
         steps: to take, each on one batch.
         method: "kl" matches the results of the models (logits by their Kullback-Leibler divergence, others by
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
-        lr: change of a factor in one step, relative to its size (`healing.descent`).
+        lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with.
         output: what the results are: "logits", "features", or "auto", to see for oneself.
         held_out: share of the batches to judge by.
         inplace: change the model given, in place of a copy.
@@ -145,7 +147,7 @@ class _Healer:
         parameters = [factor.parameter for factor in factors]
         start = kept = [parameter.detach().clone() for parameter in parameters]
         reverted: list[str] = []
-        descent = Descent(factors, self.lr, self.steps)
+        rate, descent = self.lr, Descent(factors, self.lr, self.steps)
         places = self._places()
         every = max(1, self.steps // _EVALUATIONS)
         stopped, step = f"all {self.steps} steps taken", 0
@@ -171,6 +173,11 @@ class _Healer:
                 if now < best:
                     best, after, kept_step = now, found, step
                     kept = [parameter.detach().clone() for parameter in parameters]
+                elif now > _ASTRAY * self._objective(before) and rate > _SLOWEST * self.lr:
+                    _restore(parameters, kept)
+                    rate *= _SLOWER
+                    descent = Descent(factors, rate, self.steps - step)
+                    last, worse = best, 0
                 elif worse == _PATIENCE:
                     stopped = f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
                     break
@@ -191,6 +198,7 @@ class _Healer:
             kept_step=kept_step,
             stopped=stopped,
             batches=(len(self.trained_on), len(self.judged_by)),
+            lr=rate,
             blocks_reverted=tuple(reverted),
         )
 

@@ -22,6 +22,7 @@ class HealReport:
             what was kept.
         stopped: why healing ended.
         batches: trained on, and held out.
+        lr: the rate of the last steps, see `heal`.
         blocks_reverted: landmarks whose layers are as they were, as the model does better with them so.
     """
 
@@ -31,6 +32,7 @@ class HealReport:
     kept_step: int
     stopped: str
     batches: tuple[int, int]
+    lr: float
     blocks_reverted: tuple[str, ...] = ()
 
     @property
@@ -42,7 +44,8 @@ class HealReport:
         """A table: one line for each landmark and the result."""
         rows = [(name, f"{self.before[name]:.5f}", f"{self.after[name]:.5f}") for name in self.before]
         footer = (
-            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out; {self.stopped}",
+            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out, at last at a rate of {self.lr:g}; "
+            f"{self.stopped}",
             "no step improved on the start: nothing was changed"
             if self.reverted
             else f"kept: the state after step {self.kept_step}",
