@@ -54,6 +54,15 @@ def test_names_are_believed():
     assert (kind.why, kind.output, kind.head) == (NAMED, "auto", "lm_head")
 
 
+def test_a_layer_as_wide_as_num_classes_makes_logits():
+    model = classifier(sure=False)
+    assert recognize_output(model, calls(CLASSES)).output == "auto"
+    model.num_classes = CLASSES  # as models of timm say
+    kind = recognize_output(model, calls(CLASSES))
+    assert (kind.output, kind.head) == ("logits", "2")
+    assert "num_classes" in kind.why
+
+
 def test_a_layer_as_wide_as_the_vocabulary_makes_logits():
     model = Characters()
     kind = recognize_output(model, [Call((ids,), {}) for ids in texts()])

@@ -1,7 +1,8 @@
 """What a model's result is: logits, whose rows are compared by their divergence, or something else.
 
 A result that names its logits is taken at its word. One tensor without a name is taken for logits if a
-linear layer makes it that is as wide as the vocabulary of an embedding or as a configuration's labels; if its
+linear layer makes it that is as wide as the vocabulary of an embedding, as a configuration's labels or as the
+model's num_classes, which those of timm have; if its
 rows are log-probabilities; or if its rows, as logits, would be sure of choices that differ from row to row,
 which those of a trained classifier are, and features are not. What is uncertain is taken for features.
 """
@@ -89,6 +90,8 @@ def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
         for option in ("vocab_size", "num_labels"):
             if getattr(config, option, None) == width:
                 return OutputKind("logits", f"{head} is as wide as config.{option}", head)
+        if getattr(model, "num_classes", None) == width:
+            return OutputKind("logits", f"{head} is as wide as the model's num_classes", head)
     chances = rows.log_softmax(-1)
     mean = chances.logsumexp(0) - math.log(len(rows))
     information = float((chances.exp() * chances).sum(-1).mean() - (mean.exp() * mean).sum())
