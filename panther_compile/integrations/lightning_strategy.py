@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import ConfigError, ParallelError
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
 from panther_compile.partition import partition_model
-from panther_compile.partition.records import AXES
+from panther_compile.partition.records import RUN_AXES
 
 
 class PantherStrategy(DDPStrategy):
@@ -73,9 +73,9 @@ class PantherStrategy(DDPStrategy):
             ConfigError: an axis is unknown.
         """
         super().__init__(**options)
-        if set(mesh) - set(AXES):
-            raise ConfigError(f"mesh={dict(mesh)}; its axes are {', '.join(AXES)}")
-        self._mesh = {axis: int(mesh.get(axis, 1)) for axis in AXES}
+        if set(mesh) - set(RUN_AXES):
+            raise ConfigError(f"mesh={dict(mesh)}; its axes are {', '.join(RUN_AXES)}")
+        self._mesh = {axis: int(mesh.get(axis, 1)) for axis in RUN_AXES}
         self._name = model
         self._example = example_inputs
         self._partition = dict(partition or {})

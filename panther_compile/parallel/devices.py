@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from panther_compile.partition.records import AXES, Mesh
+from panther_compile.errors import ParallelError
+from panther_compile.partition.records import RUN_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,20 @@ class Devices:
         return mesh["dp_replicate", "dp_shard"]
 
 
+def check_axes(shape: Mesh) -> None:
+    """Refuse a mesh with an axis that is planned alone.
+
+    Raises:
+        ParallelError: devices divide a sequence.
+    """
+    if shape.cp > 1:
+        raise ParallelError(
+            f"cp={shape.cp} is planned and cannot be run: torch {torch.__version__} has "
+            "torch.distributed.tensor.experimental.context_parallel, whose attention has no sharding "
+            "strategy for CPUs, and which graphs in stages and shards cannot call; plan with cp=1"
+        )
+
+
 def lay_out(shape: Mesh, device: torch.device, timeout: timedelta) -> Devices:
     """Make the device mesh and its groups; every rank has to call this.
 
@@ -78,7 +93,7 @@ def lay_out(shape: Mesh, device: torch.device, timeout: timedelta) -> Devices:
         device: of this rank.
         timeout: of the user's process group.
     """
-    mesh = _make_mesh(device, (shape.dp, shape.pp, shape.tp), AXES)
+    mesh = _make_mesh(device, (shape.dp, shape.pp, shape.tp), RUN_AXES)
     rank = dist.get_rank()
     rest, tp = divmod(rank, shape.tp)
     dp, pp = divmod(rest, shape.pp)

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from panther_compile.errors import ParallelError
+from panther_compile.parallel.devices import check_axes
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Partition, Stage, TensorSpec
 from panther_compile.partition.shards.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -66,8 +67,10 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
         part: for any mesh, of any model, also on the meta device.
 
     Raises:
-        ParallelError: a rank does not do what the plan says, or this process is in a process group.
+        ParallelError: a rank does not do what the plan says, this process is in a process group, or the mesh
+            divides sequences (cp), which is planned alone.
     """
+    check_axes(part.mesh)
     if dist.is_initialized():
         raise ParallelError("check_layout makes a process group of its own, and this process is in one")
     staged, checked = part.split(), []

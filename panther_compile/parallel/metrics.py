@@ -33,7 +33,7 @@ from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.partition import Partition
 from panther_compile.partition.graph.observe import observe
-from panther_compile.partition.records import AXES
+from panther_compile.partition.records import RUN_AXES
 from panther_compile.reporting.tables import render_table
 
 # By the beginning of the names of torch's operators, without their underscores.
@@ -204,7 +204,7 @@ class TrainingMetrics:
     def measured(self) -> dict[str, float]:
         """Figures by name; of those that need tokens or a peak, those that were given."""
         found = self._figures(self.step_seconds, self._peak_bytes)
-        for axis in AXES:
+        for axis in RUN_AXES:
             sent = sum(
                 one.sent_bytes for one in self.communication if one.axis == axis and one.kind != "recv"
             )
@@ -284,7 +284,7 @@ class _Collectives(TorchDispatchMode):
 
     def __init__(self, devices: Devices) -> None:
         super().__init__()
-        groups = {axis: dist.get_process_group_ranks(devices.group(axis)) for axis in AXES}
+        groups = {axis: dist.get_process_group_ranks(devices.group(axis)) for axis in RUN_AXES}
         self._axes = {axis: frozenset(ranks) for axis, ranks in groups.items()}
         self.calls: list[tuple[tuple[str, str, int], int, str]] = []
 

@@ -19,7 +19,7 @@ from panther_compile.parallel.agreement import (
 )
 from panther_compile.parallel.batch_norms import check_batch_norms, synchronize_batch_norms
 from panther_compile.parallel.crossing import CrossingTensors
-from panther_compile.parallel.devices import Devices, lay_out, place_stages
+from panther_compile.parallel.devices import Devices, check_axes, lay_out, place_stages
 from panther_compile.parallel.engine import ParallelEngine, Runner, Task
 from panther_compile.parallel.losses import weighted_loss
 from panther_compile.parallel.model_state import Names, held_parameters
@@ -102,11 +102,13 @@ def parallelize_model(
         ConfigError: an option is unknown, or does not go with another.
         ScheduleError: the schedule cannot run these stages or microbatches.
         CommunicationError: another rank did not answer in time.
+        ParallelError: the mesh divides sequences (cp), which is planned alone.
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     if not isinstance(part, Partition):
         raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
+    check_axes(part.mesh)
     device = _find_device(model)
     check_process_group(device)
     if activation_checkpointing is None:

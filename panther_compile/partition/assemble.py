@@ -1,6 +1,6 @@
 """Cuts become records: what each stage holds, sends and takes, and one simulated step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,23 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
+from panther_compile.partition.graph.context import gathered_nodes
 from panther_compile.partition.graph.flow import FlowGraph, Holding
 from panther_compile.partition.graph.hardware import NO_LINK, Link
+from panther_compile.partition.graph.observe import Observed
 from panther_compile.partition.options import PlanOptions, Strategy
-from panther_compile.partition.records import Mesh, SharedParameter, Stage, StageMemory, TensorSpec
+from panther_compile.partition.records import (
+    Collective,
+    Mesh,
+    SharedParameter,
+    Stage,
+    StageMemory,
+    TensorSpec,
+)
 from panther_compile.partition.replicas import count_replica_seconds, find_replica_links
 from panther_compile.partition.result import Partition
 from panther_compile.partition.shards.describe import Sharding
+from panther_compile.partition.shards.problem import ALL_GATHER, REDUCE_SCATTER
 from panther_compile.partition.stages.chains import StageRequest
 from panther_compile.partition.stages.ends import StageCuts
 from panther_compile.partition.stages.schedule import Timeline, simulate
@@ -71,6 +81,7 @@ def assemble(
     *,
     constants: tuple[fx.Node, ...],
     persistent: frozenset[str],
+    notes: Mapping[fx.Node, Observed],
     sharding: Sharding | None = None,
 ) -> Partition:
     """The records of chosen cuts, and a simulated step.
@@ -84,6 +95,7 @@ def assemble(
         mesh: of the devices.
         constants: nodes that are no vertices.
         persistent: names in the model's state dict.
+        notes: on the graph, as a device sees it.
         sharding: over the tp axis, whose work the flow graph has divided already.
     """
     flow = plan.flow
@@ -117,6 +129,7 @@ def assemble(
         constants=constants,
         persistent=persistent,
         sharding=sharding,
+        context=tuple(_gathers(notes, stage_of, sharding, training=options.training)),
     )
 
 
@@ -130,6 +143,26 @@ def stages_of(flow: FlowGraph, cuts: StageCuts) -> tuple[dict[str, int], dict[st
         if inside
     }
     return of_vertex, {node: stage for vertex, stage in of_vertex.items() for node in flow.members[vertex]}
+
+
+def _gathers(
+    notes: Mapping[fx.Node, Observed],
+    stage_of: Mapping[str, int],
+    sharding: Sharding | None,
+    *,
+    training: bool,
+) -> Iterator[Collective]:
+    """What the devices that divide a sequence send for each attention, in the order of the graph."""
+    for node, note in notes.items():
+        if not note.gathered_bytes:
+            continue
+        divided = sharding is not None and node.name in sharding.plan.steps
+        size = note.gathered_bytes // (sharding.plan.tp if sharding is not None and divided else 1)
+        name = " and ".join(one.name for one in gathered_nodes(node))
+        yield Collective(stage_of[node.name], name, ALL_GATHER, "forward", size)
+        if training:
+            yield Collective(stage_of[node.name], name, ALL_GATHER, "backward", size)
+            yield Collective(stage_of[node.name], name, REDUCE_SCATTER, "backward", size)
 
 
 def _timeline(

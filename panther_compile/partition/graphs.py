@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from panther_compile.partition.graph.capture import Captured, capture, example_arguments
+from panther_compile.partition.graph.context import count_positions, divide_sequence
 from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graph.flow_graph import (
     Costs,
@@ -16,7 +17,7 @@ from panther_compile.partition.graph.flow_graph import (
     shared_parameters,
 )
 from panther_compile.partition.graph.fused import fuse
-from panther_compile.partition.graph.hardware import Hardware
+from panther_compile.partition.graph.hardware import Context, Hardware
 from panther_compile.partition.graph.measure import Measured, measure_nodes
 from panther_compile.partition.graph.observe import Observed, fold_shapes, observe, observe_backward
 from panther_compile.partition.options import AUTO
@@ -27,6 +28,7 @@ from panther_compile.partition.shards.label import find_sharding_plan
 from panther_compile.partition.shards.problem import ALL_REDUCE, Prices, Problem, Ring, build_problem
 from panther_compile.partition.shards.rules import KnownRules
 from panther_compile.partition.shards.sharding_plan import ShardingPlan
+from panther_compile.partition.stages.mesh_search import Outline
 from panther_compile.partition.stages.units import find_units, recompute_units
 
 # What the memory of the whole model costs when shards are chosen, in times of what all its work and an
@@ -41,7 +43,18 @@ _Recomputed = tuple[FlowGraph, int]
 
 @dataclass(frozen=True)
 class Graphs:
-    """The model, and its flow graph with tied parameters free or kept together; of `read_graphs`."""
+    """The model, and its flow graph with tied parameters free or kept together; of `read_graphs`.
+
+    Attributes:
+        captured: the model.
+        notes: of `observe`, fused where asked for; of this device, where devices divide a sequence.
+        costs: how seconds and bytes are counted.
+        constants: nodes that are no vertices.
+        persistent: names in the model's state dict.
+        flows: by what is done with tied parameters.
+        sequence_parallel: see `partition_model`.
+        positions: of a device, where devices divide a sequence.
+    """
 
     captured: Captured
     notes: Mapping[fx.Node, Observed]
@@ -50,12 +63,38 @@ class Graphs:
     persistent: frozenset[str]
     flows: Mapping[str, FlowGraph]
     sequence_parallel: bool | str = "auto"
+    positions: int | None = None
     _known: KnownRules = field(default_factory=KnownRules)
     _per_device_flows: dict[tuple[Ring, Prices], tuple[FlowGraph, ...]] = field(default_factory=dict)
+    _in_context: dict[Context, "Graphs"] = field(default_factory=dict)
     _shared: dict[tuple[object, ...], tuple[tuple[FlowGraph, int, int], ...]] = field(default_factory=dict)
     _recomputed: dict[tuple[Ring, Prices, str | float], tuple[tuple[FlowGraph, int], ...]] = field(
         default_factory=dict
     )
+
+    def in_context(self, context: Context) -> "Graphs":
+        """The model as one of the devices that divide its sequences sees it; read once.
+
+        Raises:
+            MeshError: there is no sequence that can be divided so.
+        """
+        if context == self.costs.context:
+            return self
+        if context not in self._in_context:
+            self._in_context[context] = reweigh(
+                replace(
+                    self,
+                    notes=divide_sequence(self.captured, self.notes, context.devices),
+                    positions=count_positions(self.captured, context.devices) // context.devices,
+                ),
+                replace(self.costs, context=context),
+            )
+        return self._in_context[context]
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Of the model, to know what to expect of meshes."""
+        return Outline(next(iter(self.flows.values())))
 
     def prices(self, tp: int) -> tuple[Prices, ...]:
         """Prices of memory when sharding, in the order to be tried."""
@@ -91,7 +130,7 @@ class Graphs:
             ring,
             self.constants,
             stage_of,
-            sequence=bool(self.sequence_parallel),
+            sequence=bool(self.sequence_parallel) and (self.positions or 0) % ring.tp == 0,
             prices=Prices(*(price * seconds / max(memory, 1) for price in (prices.kept, prices.held))),
             known=self._known,
         )
@@ -176,6 +215,7 @@ def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
         graphs.persistent,
         flows,
         graphs.sequence_parallel,
+        graphs.positions,
         graphs._known,
     )
 

@@ -58,6 +58,7 @@ class PlanOptions:
         data_parallel: of `replicas.DATA_PARALLEL`, or "auto".
         shard_size: replicas that share states; None for what is faster.
         master_weights: whether float32 copies of the parameters are among the states.
+        context_parallel: sizes of cp to compare, where devices are divided.
         scattered: whether each device of a stage sends a part of what the next stage gathers, as other
             runtimes do; ours sends all of it from each.
     """
@@ -74,6 +75,7 @@ class PlanOptions:
     data_parallel: str = AUTO
     shard_size: int | None = None
     master_weights: bool = False
+    context_parallel: tuple[int, ...] = (1,)
     scattered: bool = False
     places: tuple[Hardware, ...] = ()
     spare_bytes: tuple[int, ...] = ()
@@ -105,8 +107,9 @@ class PlanOptions:
                 f"interleaved runs microbatches in groups of pp={mesh.pp}, on at least one stage a "
                 f"device; microbatches={count} and stages_per_device={per_device or 2} do not fit"
             )
-        if self.shard_size is not None and (self.shard_size < 1 or mesh.dp % self.shard_size):
-            raise MeshError(f"shard_size={self.shard_size} does not divide dp={mesh.dp}")
+        if self.shard_size is not None and (self.shard_size < 1 or mesh.replicas % self.shard_size):
+            over = f"dp={mesh.dp}" + (f" x cp={mesh.cp}" if mesh.cp > 1 else "")
+            raise MeshError(f"shard_size={self.shard_size} does not divide {over}")
 
     def strategies(self, mesh: Mesh, operations: int) -> Iterator[Strategy]:
         """Those that a mesh and the user's choices leave.
@@ -180,6 +183,7 @@ class PlanOptions:
             * strategy.stages_per_device,
             microbatches=microbatches,
             devices=mesh.pp,
+            replicas=mesh.dp,
             sharding=strategy.sharding,
             replica_links=find_replica_links(self.hardware, mesh, strategy.sharding.sharers),
         )

@@ -16,7 +16,7 @@ from panther_compile.partition.graph.hardware import Hardware, find_hardware, re
 from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
-from panther_compile.partition.replicas import DATA_PARALLEL
+from panther_compile.partition.replicas import DATA_PARALLEL, find_context
 from panther_compile.partition.result import Partition
 from panther_compile.partition.search import partition_mesh, search_meshes
 from panther_compile.partition.stages.schedule import SCHEDULES
@@ -26,6 +26,7 @@ TIED = (AUTO, "shared", "together")
 SEQUENCE_PARALLEL = (AUTO, True, False)
 # Of a step over all replicas, where devices are divided and no global batch is asked for.
 MICROBATCHES_PER_DEVICE = 2
+_CONTEXTS = (1, 2, 4, 8)  # devices that divide a sequence, where the planner is to choose
 
 
 def partition_model(
@@ -52,6 +53,7 @@ def partition_model(
     profile: bool | Mapping[str, float] = False,
     boundaries: Sequence[str] = (),
     sequence_parallel: bool | str = AUTO,
+    context_parallel: int | str = 1,
     progress: bool | None = None,
 ) -> Partition:
     """Cut a model into pipeline stages, and the layers of a stage into shards, by minimum cuts.
@@ -62,9 +64,11 @@ def partition_model(
     Args:
         model: any model whose graph can be read, also on the meta device.
         example_inputs: of one microbatch of one replica: a tensor, a tuple, or a mapping of keywords.
-        mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp".
+        mesh: {"dp": 2, "pp": 4, "tp": 2}; axes not named are 1. Layers are sharded over "tp". "cp" divides
+            the sequences of each replica (context parallelism), which is planned and cannot be run.
         devices: without a mesh, the devices to divide into dp x pp x tp, as is predicted to be fastest at the
-            global batch; tp is at most 8, and stays within a node.
+            global batch; tp is at most 8, and stays within a node. They divide sequences where
+            `context_parallel` says so.
         hardware: a preset, "cpu", "h100" or "h200", or your own; or one for each place along the pipeline,
             where devices differ: faster ones get more of the model, larger ones what needs more memory.
         memory_per_device: as "40GiB" or in bytes; all the hardware has if None.
@@ -101,10 +105,13 @@ def partition_model(
         sequence_parallel: whether norms, sums and the like run on shards of the sequence over "tp", between
             layers that are sharded: "auto" where that is predicted to be faster, or where nothing else fits;
             True wherever it saves memory; False nowhere.
+        context_parallel: with devices=, how many divide each sequence, the cp of the mesh; "auto" is 1, 2, 4
+            or 8, as is predicted to be fastest.
 
     Raises:
         CaptureError: no graph can be read; the message names the construct.
-        MeshError: the mesh does not multiply to the devices, or the schedule cannot run on it.
+        MeshError: the mesh does not multiply to the devices, or the schedule cannot run on it; or cp does not
+            divide what the model attends to.
         StageCountError: more stages than places to cut.
         StageMemoryError: a stage cannot fit; the message says by how much and what would help.
     """
@@ -156,6 +163,7 @@ def partition_model(
         data_parallel=data_parallel,
         shard_size=shard_size,
         master_weights=master_weights,
+        context_parallel=_read_contexts(context_parallel, mesh),
     )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
     costs = Costs(chosen, training, optimizer, master_weights=master_weights, compiled=compiled)
@@ -165,6 +173,8 @@ def partition_model(
         if fixed is not None:
             own.check(fixed)
         graphs = read_graphs(model, inputs, boundaries, costs, tied, profile, sequence_parallel)
+        if fixed is not None and fixed.cp > 1:
+            graphs = graphs.in_context(find_context(chosen, fixed))
         if differ:
             graphs = with_paces(graphs, places)
         name = type(model).__name__
@@ -207,6 +217,19 @@ def _read_places(
     if profile:
         raise ConfigError("profile= takes the seconds of this device, and hardware= names several: give one")
     return places
+
+
+def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
+    """The sizes of cp to compare."""
+    if context_parallel == AUTO and mesh is None:
+        return _CONTEXTS
+    if not isinstance(context_parallel, int) or isinstance(context_parallel, bool) or context_parallel < 1:
+        raise MeshError(
+            f"context_parallel={context_parallel!r}; it must be a whole number, 1 or more, or 'auto'"
+        )
+    if mesh is not None and context_parallel != 1:
+        raise MeshError(f"context_parallel={context_parallel!r} is for devices=; with mesh= give it as 'cp'")
+    return (context_parallel,)
 
 
 def _fastest(plan: Callable[[Any], Partition], tried: Sequence[Any]) -> Partition:

@@ -6,22 +6,26 @@ from dataclasses import dataclass
 
 from panther_compile.errors import MeshError
 
-AXES = ("dp", "pp", "tp")
+# As devices are numbered, the slowest first; and those of what `parallelize_model` runs.
+AXES = ("dp", "pp", "cp", "tp")
+RUN_AXES = ("dp", "pp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices in three axes, numbered with tp fastest, as `init_device_mesh` numbers them.
+    """Devices in four axes, numbered with tp fastest, then cp, as `init_device_mesh` numbers them.
 
     Attributes:
         dp: replicas of the model, each with its own data.
         pp: devices along the pipeline.
         tp: devices that share a stage.
+        cp: devices that divide the sequences of a replica.
     """
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    cp: int = 1
 
     @classmethod
     def read(cls, mesh: Mapping[str, int], devices: int | None = None) -> "Mesh":
@@ -33,7 +37,7 @@ class Mesh:
         """
         unknown = sorted(set(mesh) - set(AXES))
         if unknown:
-            raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp' and 'tp'")
+            raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp', 'cp' and 'tp'")
         for axis, size in mesh.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(
@@ -47,14 +51,20 @@ class Mesh:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return math.prod((self.dp, self.pp, self.tp))
+        return math.prod((self.dp, self.pp, self.tp, self.cp))
 
-    def rank(self, dp: int, pp: int, tp: int = 0) -> int:
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same parameters, and sum their gradients: over dp and cp."""
+        return self.dp * self.cp
+
+    def rank(self, dp: int, pp: int, tp: int = 0, cp: int = 0) -> int:
         """The number of a device."""
-        return (dp * self.pp + pp) * self.tp + tp
+        return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        axes = AXES if self.cp > 1 else RUN_AXES
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ scattered, so that each replica holds all of G. Torch's pipelines free what a fo
 what a backward has: with zero3 a stage is whole at its peak, and gathered once more than there are
 microbatches. With fewer sharers than replicas (hybrid) the shards of gradients are summed
 over the groups that share. Master weights are what zero3 stores: its parameters are whole in the units alone.
+Devices that divide a sequence (cp) hold the same parameters and sum their gradients: they count as replicas.
 Where a device computes and sends at once, what is sent hides behind the backward, or unit by unit behind
 computing, but for the first unit.
 """
@@ -21,9 +22,10 @@ computing, but for the first unit.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 
 from panther_compile.partition.graph.flow import FlowGraph
-from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link
+from panther_compile.partition.graph.hardware import NO_LINK, Context, Hardware, Link
 from panther_compile.partition.records import Mesh
 
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3")
@@ -35,7 +37,7 @@ class StateSharding:
 
     Attributes:
         kind: of DATA_PARALLEL.
-        replicas: of the model.
+        replicas: of the model, and devices of each that divide a sequence.
         sharers: replicas that divide one set of states; 1 of "ddp".
         master_weights: whether float32 copies of the parameters are among the states.
         accumulates: whether a step has several microbatches.
@@ -84,34 +86,53 @@ def find_shardings(
         sharers: their number; if None all replicas, or those within a node.
         master_weights: see `StateSharding`.
     """
-    if mesh.dp == 1:
+    if mesh.replicas == 1:
         yield StateSharding(master_weights=master_weights)
         return
-    inside = max(1, hardware.devices_per_node // (mesh.pp * mesh.tp))
+    inside = mesh.cp * max(1, hardware.devices_per_node // (mesh.pp * mesh.cp * mesh.tp))
     for one in DATA_PARALLEL if kind == "auto" else (kind,):
-        sizes = (1,) if one == "ddp" else (mesh.dp, inside) if sharers is None else (sharers,)
+        sizes = (1,) if one == "ddp" else (mesh.replicas, inside) if sharers is None else (sharers,)
         for size in dict.fromkeys(sizes):
-            if mesh.dp % size == 0 and (size > 1 or one == "ddp"):
-                yield StateSharding(one, mesh.dp, size, master_weights, microbatches > 1, mesh.pp > 1)
+            if mesh.replicas % size == 0 and (size > 1 or one == "ddp"):
+                yield StateSharding(one, mesh.replicas, size, master_weights, microbatches > 1, mesh.pp > 1)
 
 
 def find_replica_links(hardware: Hardware, mesh: Mesh, sharers: int) -> ReplicaLinks:
-    """The slowest links over the dp axis, for rings within and between groups of sharers."""
-    stride = mesh.pp * mesh.tp
+    """The slowest links over dp and cp, for rings within and between groups of sharers, along cp first."""
+    groups = mesh.replicas // sharers
+    near = gcd(mesh.cp, sharers)  # sharers along cp; the others are along dp, or cp has several groups
+    far = mesh.cp // near
+    stride = mesh.pp * mesh.cp * mesh.tp
     return ReplicaLinks(
-        sharers=_ring_link(hardware, stride, sharers),
-        groups=_ring_link(hardware, stride * sharers, mesh.dp // sharers),
+        sharers=_ring_link(hardware, (mesh.tp, near), (stride, sharers // near)),
+        groups=_ring_link(hardware, (mesh.tp * near, far), (stride * (sharers // near), groups // far)),
         overlap=hardware.overlap,
     )
 
 
-def _ring_link(hardware: Hardware, stride: int, members: int) -> Link:
-    """The link of rings of devices so far apart: several in a node share the load of its links to others."""
-    if members < 2:
+def find_context(hardware: Hardware, mesh: Mesh) -> Context:
+    """The devices that divide a sequence, and the slowest link between them."""
+    return Context(mesh.cp, _ring_link(hardware, (mesh.tp, mesh.cp)))
+
+
+def _ring_link(hardware: Hardware, *levels: tuple[int, int]) -> Link:
+    """The link of a ring of devices: several in a node share the load of its links to others.
+
+    Args:
+        hardware: of the cluster.
+        levels: how far apart its members are and how many, nearest first, where rings are of rings.
+    """
+    levels = tuple((stride, members) for stride, members in levels if members > 1)
+    if not levels:
         return NO_LINK
-    if hardware.same_node(0, stride * (members - 1)):
+    if hardware.same_node(0, sum(stride * (members - 1) for stride, members in levels)):
         return hardware.intra_node
-    inside = min(members, max(1, hardware.devices_per_node // stride))
+    inside = 1
+    for stride, members in levels:
+        here = min(members, max(1, hardware.devices_per_node // stride))
+        inside *= here
+        if here < members:
+            break
     between = hardware.inter_node
     rate = min(hardware.intra_node.bytes_per_second, inside * between.bytes_per_second)
     return Link(rate, between.latency_seconds)

@@ -46,6 +46,7 @@ class Partition:
         exact: whether no better stages exist under the predicted costs.
         candidates: cuts that were compared.
         places: the hardware of each place along the pipeline, where it differs.
+        context: what devices that divide a sequence (cp) send one another, for one microbatch.
         left_out: meshes that cannot run the model or the global batch, and why, where devices were divided.
     """
 
@@ -68,6 +69,7 @@ class Partition:
     persistent: frozenset[str] = field(repr=False)
     sharding: Sharding | None = field(default=None, repr=False)
     places: tuple[Hardware, ...] = ()
+    context: tuple[Collective, ...] = ()
     left_out: tuple[tuple[Mesh, str], ...] = ()
 
     @property
@@ -151,6 +153,7 @@ class Partition:
             self.collectives,
             self.data_parallel,
             [sum(sizes[name] for name in stage.parameters) for stage in self.stages],
+            self.context,
         )
 
     @property
@@ -204,6 +207,7 @@ class Partition:
             "whole": [{"name": name, "reason": reason} for name, reason in self.whole],
             "sequence": self.sequence,
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
+            "context": [dataclasses.asdict(collective) for collective in self.context],
         }
         return json.dumps(record, indent=2)
 
@@ -239,10 +243,12 @@ class Partition:
             + ("optimal" if self.exact else f"best of {self.candidates} cuts")
             + " under the predicted costs",
         ]
-        if self.mesh.dp > 1 or self.recompute != "none":
+        if self.mesh.replicas > 1 or self.recompute != "none":
             footer.append(f"states: {self.data_parallel}; activation checkpointing: {self.recompute}")
         if self.mesh.devices > 1:
             footer.append(self._told_traffic())
+        if self.context:
+            footer.append(self._told_context())
         if self.sharding is not None:
             footer.extend(self._told_shards(self.sharding))
         for shared in self.shared:
@@ -267,6 +273,14 @@ class Partition:
             parts = ", ".join(f"{purpose} {size / 1e9:,.3f}" for purpose, size in sizes.items() if size)
             amounts.append(f"{sum(sizes.values()) / 1e9:,.3f} GB {where}{f' ({parts})' if parts else ''}")
         return f"sent in a step by all devices: {'; '.join(amounts)}"
+
+    def _told_context(self) -> str:
+        gathers = [one for one in self.context if one.phase == "forward"]
+        sent = sum(one.bytes for one in self.context) / 1e6
+        return (
+            f"sequences are divided over {self.mesh.cp} devices: {len(gathers)} attentions gather keys "
+            f"and values, and scatter their gradients, {sent:,.3f} MB for each microbatch"
+        )
 
     def _told_shards(self, sharding: Sharding) -> Iterator[str]:
         layers = sum(shard.kind != "sequence" for shard in sharding.shards)

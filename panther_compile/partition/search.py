@@ -13,14 +13,14 @@ from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graphs import Graphs
 from panther_compile.partition.options import AUTO, BUDGETS, PlanOptions, Strategy
 from panther_compile.partition.records import Mesh
-from panther_compile.partition.replicas import share_states
+from panther_compile.partition.replicas import find_context, share_states
 from panther_compile.partition.result import Partition
 from panther_compile.partition.shards.collectives import place_collectives
 from panther_compile.partition.shards.describe import Sharding, describe_shards, explain_whole
 from panther_compile.partition.shards.device_flow import per_device_flow
 from panther_compile.partition.shards.problem import Prices, Ring
 from panther_compile.partition.stages.ends import StageCuts, choose_cuts, least_memory
-from panther_compile.partition.stages.mesh_search import Expectation, Outline, find_meshes
+from panther_compile.partition.stages.mesh_search import Expectation, find_meshes
 from panther_compile.partition.stages.units import recompute_units
 from panther_compile.reporting.progress import ProgressBar
 
@@ -97,20 +97,25 @@ def expect_meshes(
     left_out: list[tuple[Mesh, str]] = []
     meshes: list[Mesh] = []
     operations = max(len(flow.work) for flow in graphs.flows.values())
-    for mesh in find_meshes(devices, options.hardware):
+    for mesh in find_meshes(devices, options.hardware, options.context_parallel):
         if mesh.pp > 1 and mesh.pp * (options.stages_per_device or 1) > operations:
             left_out.append((mesh, f"the graph has {operations} operations to divide between the stages"))
             continue
         try:
             options.check(mesh)
+            _of_mesh(graphs, options, mesh)
         except MeshError as error:
             left_out.append((mesh, str(error)))
             continue
         meshes.append(mesh)
-    outline = Outline(next(iter(graphs.flows.values())))
     shown = _bar(meshes, "meshes", progress)
-    found = [one for mesh in shown for one in _expect(graphs, options, outline, mesh)]
-    return found + list(_expect_budgets(graphs, options, outline, found)), left_out
+    found = [one for mesh in shown for one in _expect(graphs, options, mesh)]
+    return found + list(_expect_budgets(graphs, options, found)), left_out
+
+
+def _of_mesh(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Graphs:
+    """The model as a device sees it, where those of a mesh divide its sequences."""
+    return graphs.in_context(find_context(options.hardware, mesh)) if mesh.cp > 1 else graphs
 
 
 def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
@@ -120,9 +125,8 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
         StageCountError: more stages than places to cut.
         StageMemoryError: no strategy fits.
     """
-    outline = Outline(next(iter(graphs.flows.values())))
-    candidates = list(_expect(graphs, options, outline, mesh))
-    candidates += _expect_budgets(graphs, options, outline, candidates)
+    candidates = list(_expect(graphs, options, mesh))
+    candidates += _expect_budgets(graphs, options, candidates)
     best = _cut_candidates(name, graphs, options, candidates)
     if best is None:
         roomiest = max(candidates, key=lambda one: one.expected.room)
@@ -130,38 +134,35 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
     return best
 
 
-def _expect(graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh) -> Iterator[Candidate]:
+def _expect(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Iterator[Candidate]:
     """What is expected of each strategy; of activation checkpointing no more than helps."""
     operations = max(len(flow.work) for flow in graphs.flows.values())
     strategies = options.strategies(mesh, operations)
     for _, of_schedule in groupby(strategies, key=lambda one: (one.schedule, one.stages_per_device)):
         found: list[Candidate] = []
         for _, alike in groupby(of_schedule, key=lambda one: one.recompute):
-            tried = [_expect_one(graphs, options, outline, mesh, strategy) for strategy in alike]
+            tried = [_expect_one(graphs, options, mesh, strategy) for strategy in alike]
             found += tried
             if max(tried, key=lambda one: one.expected.per_second).expected.room >= 1.2:
                 break  # computing more again cannot help
         yield from found
 
 
-def _expect_one(
-    graphs: Graphs, options: PlanOptions, outline: Outline, mesh: Mesh, strategy: Strategy
-) -> Candidate:
+def _expect_one(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> Candidate:
     """What is expected of a strategy, at the first price of memory at which it fits."""
+    graphs = _of_mesh(graphs, options, mesh)
     ring = Ring(mesh.tp, options.shared_link(mesh))
     tried = graphs.prices(mesh.tp)
     for prices in dict.fromkeys((tried[0], tried[-1])):
         plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
         whole = options.memory_bytes - (plan.request.memory_bytes or 0) * strategy.stages_per_device
-        expected = outline.expect(plan.flow, options.pipeline(mesh, strategy), whole, len(plan.units))
+        expected = graphs.outline.expect(plan.flow, options.pipeline(mesh, strategy), whole, len(plan.units))
         if expected.room >= 1:
             break
     return Candidate(mesh, strategy, expected)
 
 
-def _expect_budgets(
-    graphs: Graphs, options: PlanOptions, outline: Outline, found: Sequence[Candidate]
-) -> Iterator[Candidate]:
+def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candidate]) -> Iterator[Candidate]:
     """Of each way to share states, budgets of checkpointing that are expected to fit, up to the largest.
 
     A larger budget keeps more and computes less again, so that it is found by bisection. Passed over are ways
@@ -171,7 +172,6 @@ def _expect_budgets(
     Args:
         graphs: of `read_graphs`.
         options: of the user.
-        outline: of the model.
         found: of all meshes and schedules, for every kind of checkpointing.
     """
     if options.recompute != AUTO:
@@ -183,20 +183,20 @@ def _expect_budgets(
         reached = max((best, *fits))
         dense = (one for one in alike if one.strategy.recompute == "none" and one.expected.room < 1)
         for most in sorted(dense, key=lambda one: one.expected.per_second, reverse=True):
-            fitting = list(_bisect_budgets(graphs, options, outline, most, reached))
+            fitting = list(_bisect_budgets(graphs, options, most, reached))
             reached = max((reached, *(one.expected.per_second for one in fitting)))
             yield from fitting
 
 
 def _bisect_budgets(
-    graphs: Graphs, options: PlanOptions, outline: Outline, most: Candidate, reached: float
+    graphs: Graphs, options: PlanOptions, most: Candidate, reached: float
 ) -> Iterator[Candidate]:
     """Those that are expected to fit, on the way to the largest; none slower than what is reached."""
     fitting, over = 0, len(BUDGETS)
     while fitting < over and most.expected.per_second > reached:
         middle = (fitting + over) // 2
         strategy = replace(most.strategy, recompute=BUDGETS[middle])
-        one = _expect_one(graphs, options, outline, most.mesh, strategy)
+        one = _expect_one(graphs, options, most.mesh, strategy)
         if one.expected.room >= 1:
             fitting = middle + 1
             yield one
@@ -268,6 +268,7 @@ def _partition(
     name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy
 ) -> Partition | None:
     """The best partition for one mesh and strategy; None if none was found that fits into the memory."""
+    graphs = _of_mesh(graphs, options, mesh)
     found = (_fit(name, graphs, options, mesh, strategy, prices) for prices in graphs.prices(mesh.tp))
     return next((partition for partition in found if partition is not None), None)
 
@@ -292,6 +293,7 @@ def _device_plan(
     recomputed: int,
     gathered: int,
 ) -> DevicePlan:
+    gathered += flow.gathered_bytes
     whole = recomputed + gathered
     if mesh.pp == 1:  # the loss is gone before any unit is whole or computed again
         whole = max(0, whole - flow.total.loss_bytes)
@@ -339,6 +341,7 @@ def _fit(
             constants=graphs.constants,
             persistent=graphs.persistent,
             sharding=sharding,
+            notes=graphs.notes,
         )
         spare = options.spare_bytes or (0,) * mesh.pp
         room = (options.memory_bytes + one for one in spare)
@@ -367,6 +370,7 @@ def _shard_stages(
 
 def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> str:
     """Which stage does not fit, by how much, and what would help."""
+    graphs = _of_mesh(graphs, options, mesh)
     ring, prices = Ring(mesh.tp, options.shared_link(mesh)), graphs.prices(mesh.tp)[-1]
     limit = options.memory_bytes / strategy.stages_per_device
 
@@ -386,7 +390,7 @@ def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh,
         f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
         f"{limit / 2**30:.3g} GiB of its device"
     ]
-    if mesh.dp > 1:
+    if mesh.replicas > 1:
         lines[0] += f" ({strategy.sharding})"
     if strategy.recompute != "full" and options.training:
         lean, _, _ = needed(mesh, replace(strategy, recompute="full"), options)

@@ -4,11 +4,12 @@
     shards     collectives between the devices of a stage, each microbatch
     replicas   gradients, once a step; where replicas share states, parameters as often as they are gathered
     tied       gradients of parameters that several stages hold, once a step
+    context    where devices divide a sequence, keys and values and their gradients, each microbatch
 
 Collectives are rings: each of n members hands (n - 1) / n of a tensor to the next to gather or to scatter it,
 twice that to sum it. A message counts once, for the link it crosses: inside a node (NVLink) or between nodes
-(the network). Of s replicas that share states in each of g groups, with G bytes of gradients and P of
-parameters a stage, a replica sends in a step
+(the network). Devices that divide a sequence count as replicas. Of s replicas that share states in each of g
+groups, with G bytes of gradients and P of parameters a stage, a replica sends in a step
 
     ddp           2 (n - 1) / n G, over all n replicas
     others        (s - 1) / s G to scatter gradients, and 2 (g - 1) / g G / s to sum the shards of groups
@@ -25,7 +26,8 @@ from panther_compile.partition.graph.hardware import Hardware
 from panther_compile.partition.records import Collective, Mesh, SharedParameter, Stage
 from panther_compile.partition.replicas import StateSharding
 
-PURPOSES = ("pipeline", "shards", "replicas", "tied")
+# The last only where devices divide a sequence.
+PURPOSES = ("pipeline", "shards", "replicas", "tied", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def count_traffic(
     collectives: Sequence[Collective] = (),
     sharding: StateSharding | None = None,
     gathered_bytes: Sequence[int] = (),
+    context: Sequence[Collective] = (),
 ) -> tuple[Traffic, ...]:
     """One line for each purpose.
 
@@ -68,17 +71,20 @@ def count_traffic(
         collectives: between the devices of a stage, for one microbatch.
         sharding: of states over the replicas, which share nothing if None.
         gathered_bytes: of each stage's parameters, needed where replicas share states.
+        context: between devices that divide a sequence, for one microbatch.
     """
-    sharing = _Sharing(mesh, microbatches, sharding or StateSharding("ddp", mesh.dp), gathered_bytes)
+    sharing = _Sharing(mesh, microbatches, sharding or StateSharding("ddp", mesh.replicas), gathered_bytes)
     inside, between = dict.fromkeys(PURPOSES, 0.0), dict.fromkeys(PURPOSES, 0.0)
     for purpose, first, second, size in (
         *_along_the_pipeline(mesh, microbatches, stages),
         *_between_shards(mesh, microbatches, stages, collectives),
+        *_over_sequences(mesh, microbatches, stages, context),
         *sharing.messages(stages),
         *_of_tied_parameters(mesh, shared),
     ):
         (inside if hardware.same_node(first, second) else between)[purpose] += size
-    return tuple(Traffic(purpose, inside[purpose], between[purpose]) for purpose in PURPOSES)
+    purposes = PURPOSES if mesh.cp > 1 else PURPOSES[:-1]
+    return tuple(Traffic(purpose, inside[purpose], between[purpose]) for purpose in purposes)
 
 
 def _along_the_pipeline(mesh: Mesh, microbatches: int, stages: Sequence[Stage]) -> Iterator[_Message]:
@@ -86,20 +92,38 @@ def _along_the_pipeline(mesh: Mesh, microbatches: int, stages: Sequence[Stage]) 
         if stage.device == after.device:
             continue
         size = microbatches * (stage.sent_bytes + after.gradient_sent_bytes)
-        for dp, tp in product(range(mesh.dp), range(mesh.tp)):
-            yield "pipeline", mesh.rank(dp, stage.device, tp), mesh.rank(dp, after.device, tp), size
+        for dp, tp, cp in product(range(mesh.dp), range(mesh.tp), range(mesh.cp)):
+            first, second = (mesh.rank(dp, one.device, tp, cp) for one in (stage, after))
+            yield "pipeline", first, second, size
 
 
 def _between_shards(
     mesh: Mesh, microbatches: int, stages: Sequence[Stage], collectives: Sequence[Collective]
 ) -> Iterator[_Message]:
+    sent = _sent_by_device(mesh, microbatches, stages, collectives, mesh.tp)
+    for dp, pp, cp in product(range(mesh.dp), range(mesh.pp), range(mesh.cp)):
+        ranks = [mesh.rank(dp, pp, tp, cp) for tp in range(mesh.tp)]
+        yield from _ring("shards", ranks, sent[pp])
+
+
+def _over_sequences(
+    mesh: Mesh, microbatches: int, stages: Sequence[Stage], context: Sequence[Collective]
+) -> Iterator[_Message]:
+    sent = _sent_by_device(mesh, microbatches, stages, context, mesh.cp)
+    for dp, pp, tp in product(range(mesh.dp), range(mesh.pp), range(mesh.tp)):
+        ranks = [mesh.rank(dp, pp, tp, cp) for cp in range(mesh.cp)]
+        yield from _ring("context", ranks, sent[pp])
+
+
+def _sent_by_device(
+    mesh: Mesh, microbatches: int, stages: Sequence[Stage], collectives: Sequence[Collective], members: int
+) -> list[float]:
+    """What each member of the rings of each device along the pipeline sends."""
     sent = [0.0] * mesh.pp
     for one in collectives:
         whole = one.bytes * microbatches * (2 if one.kind == "all_reduce" else 1)
-        sent[stages[one.stage].device] += whole * (mesh.tp - 1) / mesh.tp
-    for dp, pp in product(range(mesh.dp), range(mesh.pp)):
-        ranks = [mesh.rank(dp, pp, tp) for tp in range(mesh.tp)]
-        yield from _ring("shards", ranks, sent[pp])
+        sent[stages[one.stage].device] += whole * (members - 1) / members
+    return sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +138,10 @@ class _Sharing:
     def messages(self, stages: Sequence[Stage]) -> Iterator[_Message]:
         """The messages of all stages."""
         share = self.sharding.sharers
-        groups = self.mesh.dp // share
+        groups = self.mesh.replicas // share
+        places = list(product(range(self.mesh.dp), range(self.mesh.cp)))
         for stage, tp in product(stages, range(self.mesh.tp)):
-            ranks = [self.mesh.rank(dp, stage.device, tp) for dp in range(self.mesh.dp)]
+            ranks = [self.mesh.rank(dp, stage.device, tp, cp) for dp, cp in places]
             once = stage.gradient_bytes
             if share > 1:
                 once += self._gathers() * self.gathered_bytes[stage.index]
@@ -135,9 +160,9 @@ class _Sharing:
 
 
 def _of_tied_parameters(mesh: Mesh, shared: Sequence[SharedParameter]) -> Iterator[_Message]:
-    for parameter, dp, tp in product(shared, range(mesh.dp), range(mesh.tp)):
+    for parameter, dp, tp, cp in product(shared, range(mesh.dp), range(mesh.tp), range(mesh.cp)):
         places = sorted({stage % mesh.pp for stage in parameter.stages})
-        ranks = [mesh.rank(dp, place, tp) for place in places]
+        ranks = [mesh.rank(dp, place, tp, cp) for place in places]
         yield from _ring("tied", ranks, 2 * parameter.gradient_bytes * (len(ranks) - 1) / len(ranks))
 
 

@@ -66,7 +66,7 @@ def test_print_json_and_plot(tmp_path):
         assert shown in text
     read = json.loads(part.to_json())
     assert read["stages"][0]["seconds"] == part.stages[0].seconds
-    assert read["mesh"] == {"dp": 2, "pp": 2, "tp": 2}
+    assert read["mesh"] == {"dp": 2, "pp": 2, "tp": 2, "cp": 1}
     part.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 

@@ -92,6 +92,7 @@ class Work:
         selective_seconds: of the forward that it runs again.
         loss_bytes: of what is saved, the part that the loss of the model keeps, which is not computed again.
         results: of its operations, those that can be kept.
+        gathered_bytes: from devices that divide a sequence, and gradients of it, there while it runs.
     """
 
     forward_seconds: float = 0.0
@@ -101,6 +102,7 @@ class Work:
     selective_seconds: float = 0.0
     loss_bytes: int = 0
     results: tuple[Result, ...] = ()
+    gathered_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -132,6 +134,8 @@ class FlowGraph:
 
     def seconds_at(self, stage: int) -> list[float]:
         """Forward and backward of every vertex on the device of a stage."""
+        if not self.paces:
+            return self._seconds
         return [work.seconds for work in self.work_at(stage).values()]
 
     def work_at(self, stage: int) -> Mapping[str, Work]:
@@ -153,6 +157,11 @@ class FlowGraph:
         return 1 / min(self.paces[stage % len(self.paces)]) if self.paces else 1.0
 
     @cached_property
+    def _seconds(self) -> list[float]:
+        """Forward and backward of every vertex."""
+        return [work.seconds for work in self.work.values()]
+
+    @cached_property
     def least_seconds(self) -> list[float]:
         """Forward and backward of every vertex on the device that is fastest at it."""
         least = map(min, zip(*self.paces, strict=True)) if self.paces else [1.0] * len(self.work)
@@ -167,6 +176,11 @@ class FlowGraph:
             sum(work.saved_bytes for work in self.work.values()),
             loss_bytes=sum(work.loss_bytes for work in self.work.values()),
         )
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """The most that a vertex gathers while it runs."""
+        return max((work.gathered_bytes for work in self.work.values()), default=0)
 
     @cached_property
     def held(self) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from panther_compile.factorization import cost
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
-from panther_compile.partition.graph.hardware import Hardware, Rate
+from panther_compile.partition.graph.hardware import ALONE, Context, Hardware, Rate
 from panther_compile.partition.graph.measure import Measured
 from panther_compile.partition.graph.observe import Observed, Operation
 
@@ -44,6 +44,7 @@ class Costs:
         master_weights: whether parameters of fewer bits have float32 copies, which the optimizer trains, and
             gradients in float32.
         compiled: whether what lies between products is fused (`fused.py`).
+        context: devices that divide a sequence (`context.py`).
     """
 
     hardware: Hardware
@@ -53,6 +54,7 @@ class Costs:
     master_weights: bool = False
     parallel_loss: bool = False
     compiled: bool = False
+    context: Context = ALONE
 
 
 def build_flow_graph(
@@ -115,7 +117,8 @@ def loss_bytes(captured: Captured, notes: Mapping[fx.Node, Observed], costs: Cos
     for node, value in trained.items():
         size = value.element_size()
         wide = max(4, size)
-        found[node] = value.numel() * (2 * wide + size + (wide if wide > size else 0))
+        size = value.numel() * (2 * wide + size + (wide if wide > size else 0))
+        found[node] = size // notes[node].result_share
     return found
 
 
@@ -225,7 +228,9 @@ def _topological(working: Sequence[fx.Node], vertex_of: Mapping[fx.Node, str]) -
 def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work:
     """Time of a node: measured, or by the measured rates of its operations, or by the roofline.
 
-    By the roofline a backward runs each product again for every input that needs a gradient.
+    By the roofline a backward runs each product again for every input that needs a gradient. Attention over a
+    sequence that devices divide gathers keys and values, in the backward once more, as they are not kept, and
+    scatters their gradients; computing does not hide it.
 
     Args:
         node: of the graph.
@@ -233,6 +238,24 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
         costs: how seconds are counted.
         devices: that divide its operations and bytes evenly.
     """
+    work = _weigh_alone(node, note, costs, devices)
+    if not note.gathered_bytes:
+        return work
+    size = note.gathered_bytes // devices
+    gather = costs.context.seconds(size)
+    runs_again = any(one.kept is None for one in note.operations)
+    return replace(
+        work,
+        forward_seconds=work.forward_seconds + gather,
+        backward_seconds=work.backward_seconds + 2 * gather * costs.training,
+        selective_seconds=work.selective_seconds + gather * (costs.training and runs_again),
+        results=tuple(replace(one, seconds=one.seconds + gather) for one in work.results),
+        gathered_bytes=size * (2 if costs.training else 1),
+    )
+
+
+def _weigh_alone(node: fx.Node, note: Observed, costs: Costs, devices: int) -> Work:
+    """The same without what other devices send."""
     if costs.hardware.rates:
         forward = _by_rates(note.operations, "forward", costs.hardware.rates, devices)
         backward = _by_rates(note.backward, "backward", costs.hardware.rates, devices) * costs.training
@@ -240,11 +263,11 @@ def weigh(node: fx.Node, note: Observed, costs: Costs, devices: int = 1) -> Work
         forward, backward = _by_roofline(note, costs, devices)
     measured = costs.measured
     if measured is not None and node.name in measured.forward:
-        taken = measured.forward[node.name] / devices
+        taken = measured.forward[node.name] / (devices * note.share)
         if measured.backward is None:
             backward = taken * (backward / forward if forward else 0.0)
         elif costs.training:
-            backward = measured.backward.get(node.name, 0.0) / devices
+            backward = measured.backward.get(node.name, 0.0) / (devices * note.share)
         forward = taken
     if not costs.training:
         return Work(forward, backward)
@@ -325,6 +348,7 @@ def add_work(first: Work, second: Work) -> Work:
         first.selective_seconds + second.selective_seconds,
         first.loss_bytes + second.loss_bytes,
         first.results + second.results,
+        max(first.gathered_bytes, second.gathered_bytes),
     )
 
 
@@ -339,7 +363,7 @@ def _values(
         users = (SINK if user.op == "output" else vertex_of[user] for user in node.users)
         consumers = tuple(dict.fromkeys(user for user in users if user != producer))
         if consumers:
-            size = tensor.numel() * tensor.element_size()
+            size = tensor_size(tensor) // notes[node].result_share
             yield Value(
                 node.name, producer, consumers, size, size * (costs.training and tensor.requires_grad)
             )

@@ -35,6 +35,26 @@ NO_LINK = Link(float("inf"), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """Devices that divide the sequences of a replica (context parallelism), in a ring.
+
+    Attributes:
+        devices: their number.
+        link: between them.
+    """
+
+    devices: int = 1
+    link: Link = NO_LINK
+
+    def seconds(self, size: float) -> float:
+        """An all-gather, or a reduce-scatter, of so many bytes: each device sends its part on and on."""
+        return (self.devices - 1) * self.link.seconds(size / self.devices)
+
+
+ALONE = Context()
+
+
+@dataclass(frozen=True, slots=True)
 class Rate:
     """What one kind of operation takes on one device; of `measure_hardware`.
 

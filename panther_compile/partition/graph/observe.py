@@ -54,7 +54,7 @@ KINDS = (
     "other",
     "view",
 )
-_ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,9 @@ class Observed:
         writes: storages that it writes in place.
         touches: storages of its inputs and outputs.
         fixed: whether it is a number that the example's shapes alone decide.
+        share: devices that divide its work along a sequence; counted in all above but its value.
+        result_share: devices that divide its value along a sequence.
+        gathered_bytes: of keys and values that attention gathers from these devices.
     """
 
     value: Any = None
@@ -105,6 +108,9 @@ class Observed:
     writes: frozenset[int] = frozenset()
     touches: frozenset[int] = frozenset()
     fixed: bool = False
+    share: int = 1
+    result_share: int = 1
+    gathered_bytes: int = 0
 
 
 def observe(captured: Captured) -> dict[fx.Node, Observed]:
@@ -170,7 +176,7 @@ class _Observer(fx.Interpreter):
             matrices = sum(tensor.requires_grad and tensor.dim() > 1 for tensor in used)
             note.gradients = max(1, matrices + trains)
         note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
-        if n.target in _ATTENTION:
+        if n.target in ATTENTION:
             # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
             macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
@@ -281,7 +287,7 @@ class _BackwardObserver(NodeByNode):
             call()
         note = self._notes[node]
         note.backward = self.current.operations
-        if node.target in _ATTENTION:
+        if node.target in ATTENTION:
             # Scores are computed again, then two products for each of the forward's.
             note.backward = [Operation("attention", 2.5 * one.macs, 2 * one.bytes) for one in note.operations]
 

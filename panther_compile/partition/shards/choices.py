@@ -36,7 +36,6 @@ from panther_compile.partition.shards.problem import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     Problem,
-    tensor_bytes,
     tensor_key,
 )
 from panther_compile.partition.shards.rules import Rule, has_shape
@@ -200,7 +199,7 @@ class Choices:
 
     def _row(self, layer: ShardableLayer, needs: Mapping[fx.Node, Placement], is_row: Statement) -> None:
         """A layer by rows, and where its result goes."""
-        problem, ring, size = self.problem, self.problem.ring, tensor_bytes(layer.node)
+        problem, ring, size = self.problem, self.problem.ring, self.problem.tensor_bytes(layer.node)
         for operand, state in needs.items():
             if state is not Replicate.PLAIN:
                 self._demand(layer.node, operand, state, is_row)
@@ -273,9 +272,9 @@ class Choices:
                 if not isinstance(demand.reader, bool):
                     readers.setdefault(demand.placement, []).append(demand.reader)
             always_whole = any(one.reader is True and one.placement is Replicate.PLAIN for one in demands)
-            self._pay_to_gather(tensor_bytes(node), made, readers, always_whole=always_whole)
+            self._pay_to_gather(self.problem.tensor_bytes(node), made, readers, always_whole=always_whole)
             if self.problem.is_trained(node):
-                sums = self._pay_for_gradients(tensor_bytes(node), made, readers)
+                sums = self._pay_for_gradients(self.problem.tensor_bytes(node), made, readers)
                 bucketed.setdefault(stage, []).extend(sums)
         ring = self.problem.ring
         for statements in bucketed.values():

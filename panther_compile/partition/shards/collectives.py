@@ -18,7 +18,6 @@ from panther_compile.partition.shards.problem import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     Problem,
-    tensor_bytes,
     tensor_key,
 )
 from panther_compile.partition.shards.rules import has_shape
@@ -53,7 +52,7 @@ def place_collectives(problem: Problem, plan: ShardingPlan) -> list[Placed]:
 
     def place(stage: int, node: fx.Node, tensor: fx.Node, kind: str, phase: str) -> None:
         if phase == "forward" or problem.is_trained(tensor):
-            size = tensor_bytes(tensor)
+            size = problem.tensor_bytes(tensor)
             placed.append(Placed(Collective(stage, tensor_key(tensor), kind, phase, size), node))
 
     for node in problem.graph_module.graph.nodes:
@@ -67,7 +66,7 @@ def place_collectives(problem: Problem, plan: ShardingPlan) -> list[Placed]:
             known = made.setdefault((stage, tensor_key(operand)), set())
             if state is Replicate.BUCKETED_GRADIENT and problem.costs.training:
                 message = stage, operand.meta["tensor"].dtype
-                bucketed.setdefault(message, {})[tensor_key(operand)] = tensor_bytes(operand)
+                bucketed.setdefault(message, {})[tensor_key(operand)] = problem.tensor_bytes(operand)
                 first.setdefault(message, node)
             lies, on_sequence = plan.shard_of(operand), plan.lies_on_sequence(operand)
             if problem.comes_from_another(operand, stage):

@@ -115,6 +115,7 @@ class Problem:
         costs: of nodes and parameters.
         blocks: of the features that each layer gives, and of those that it takes.
         rules: of other nodes that can run on shards.
+        shares: of nodes whose results other devices (cp) divide along a sequence, the number of these.
     """
 
     graph_module: fx.GraphModule
@@ -128,6 +129,12 @@ class Problem:
     costs: NodeCosts
     blocks: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     rules: dict[fx.Node, Rule] = field(default_factory=dict)
+    shares: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    def tensor_bytes(self, node: fx.Node) -> int:
+        """Bytes of a node's whole result, of the part of the sequences that is here."""
+        tensor = node.meta["tensor"]
+        return int(tensor.numel() * tensor.element_size()) // self.shares.get(node, 1)
 
     def is_parameter(self, node: fx.Node) -> bool:
         """Whether a node reads a parameter."""
@@ -165,12 +172,6 @@ class Problem:
 def tensor_key(node: fx.Node) -> str:
     """What all reads of one parameter have in common."""
     return str(node.target) if node.op == "get_attr" else node.name
-
-
-def tensor_bytes(node: fx.Node) -> int:
-    """Bytes of the whole tensor."""
-    tensor = node.meta["tensor"]
-    return int(tensor.numel() * tensor.element_size())
 
 
 def build_problem(
@@ -222,6 +223,7 @@ def build_problem(
         inner=inner,
         positions=positions,
         costs=_count_costs(captured, notes, costs, ring.tp, prices or Prices()),
+        shares={node: note.result_share for node, note in notes.items() if note.result_share > 1},
     )
     _follow_features(problem)
     _drop_repeated_rules(problem)

@@ -129,6 +129,8 @@ class CutNetwork:
 
     def all_prefixes(self, limit: int) -> Prefix | None:
         """Every prefix there is, by size; None if there are more than the limit."""
+        if len(self) + 1 > limit:  # as many has each order of the vertices
+            return None
         needs = [sum(1 << need for need in set_) for set_ in self._needs]
         known, queue = {0}, deque([0])
         while queue:

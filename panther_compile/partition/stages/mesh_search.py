@@ -12,6 +12,7 @@ bytes cross within a quarter of a stage from there. What comes of it orders the 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +29,20 @@ _WINDOW = 0.25  # of a stage, to either side of where a cut is expected
 Floats = NDArray[np.float64]
 
 
-def find_meshes(devices: int, hardware: Hardware) -> Iterator[Mesh]:
-    """Every way to divide devices into dp x pp x tp, where tp stays within a node."""
-    for tp in _SIZES_OF_TP:
-        if devices % tp == 0 and hardware.devices_per_node % tp == 0:
-            for pp in range(1, devices // tp + 1):
-                if devices // tp % pp == 0:
-                    yield Mesh(dp=devices // tp // pp, pp=pp, tp=tp)
+def find_meshes(devices: int, hardware: Hardware, contexts: Sequence[int] = (1,)) -> Iterator[Mesh]:
+    """Every way to divide devices into dp x pp x cp x tp, where tp stays within a node.
+
+    Args:
+        devices: to divide.
+        hardware: of the cluster.
+        contexts: sizes of cp.
+    """
+    for cp, tp in product(contexts, _SIZES_OF_TP):
+        if devices % (cp * tp) == 0 and hardware.devices_per_node % tp == 0:
+            rest = devices // (cp * tp)
+            for pp in range(1, rest + 1):
+                if rest % pp == 0:
+                    yield Mesh(dp=rest // pp, pp=pp, tp=tp, cp=cp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class PipelineShape:
         spare_bytes: that each may take beyond that; see `StageRequest`.
         microbatches: of a step, through each replica.
         devices: along the pipeline.
+        replicas: of the model, each with its own samples.
         sharding: how replicas share states.
         replica_links: between them.
     """
@@ -58,6 +67,7 @@ class PipelineShape:
     spare_bytes: tuple[int, ...]
     microbatches: int
     devices: int
+    replicas: int
     sharding: StateSharding
     replica_links: ReplicaLinks
 
@@ -100,8 +110,8 @@ class Outline:
         room = np.maximum(0, memory + np.array(pipeline.spare_bytes or (0,)))
         most = room / np.maximum(1.0, held + np.array(pipeline.in_flight) * saved)
         hopeless = (held + saved) / len(most) > room.max()
-        work = np.array([flow.seconds_at(stage) for stage in range(len(most))])
-        speeds = 1 / np.maximum(work.sum(axis=1), 1e-30)
+        work = [np.array(flow.seconds_at(place)) for place in range(max(1, len(flow.paces)))]
+        speeds = 1 / np.maximum([work[stage % len(work)].sum() for stage in range(len(most))], 1e-30)
         shares = _level(most, speeds) if most.sum() >= 1 else speeds / speeds.sum()
         seconds = self._slowest(work, shares, pipeline.links)
         turns = pipeline.microbatches * len(most) // pipeline.devices + pipeline.devices - 1
@@ -116,13 +126,11 @@ class Outline:
         )
         seconds += (extra.forward + extra.backward) * pipeline.devices / len(most)
         step = turns * seconds + extra.tail
-        return Expectation(
-            pipeline.sharding.replicas * pipeline.microbatches / step, float(most.sum()), hopeless
-        )
+        return Expectation(pipeline.replicas * pipeline.microbatches / step, float(most.sum()), hopeless)
 
-    def _slowest(self, seconds: Floats, shares: Floats, links: Sequence[Link]) -> float:
-        """Seconds of the slowest stage for one microbatch; given are those of vertices (stages, n)."""
-        done = np.pad(np.cumsum(seconds, axis=1), ((0, 0), (1, 0)))
+    def _slowest(self, seconds: Sequence[Floats], shares: Floats, links: Sequence[Link]) -> float:
+        """Seconds of the slowest stage for one microbatch; given are those of vertices, by place."""
+        done = np.stack([np.concatenate(((0.0,), np.cumsum(one))) for one in seconds])
         work = done[0]
         crossing = self._forward_bytes + self._backward_bytes
         window, ends = _WINDOW * shares.min() * work[-1], [0]
@@ -136,7 +144,7 @@ class Outline:
             for link, end in zip(links, ends[1:-1], strict=True)
         ]
         at_ends = np.array([0.0, *transfers, 0.0])
-        stages = np.arange(len(shares))
+        stages = np.arange(len(shares)) % len(done)
         own = done[stages, ends[1:]] - done[stages, ends[:-1]]
         return float((own + at_ends[:-1] + at_ends[1:]).max())
 
