@@ -16,6 +16,7 @@ from panther_compile.partition.graph.flow_graph import (
     find_constants,
     shared_parameters,
 )
+from panther_compile.partition.graph.fp8 import keep_copies, mark_products
 from panther_compile.partition.graph.fused import fuse
 from panther_compile.partition.graph.hardware import Context, Hardware
 from panther_compile.partition.graph.measure import Measured, measure_nodes
@@ -191,8 +192,12 @@ def read_graphs(
     fold_shapes(captured, notes)
     if costs.hardware.rates and costs.training:
         observe_backward(captured, notes)
+    if costs.products == "fp8":
+        mark_products(captured, notes, keeps=costs.keeps == "fp8")
     if costs.compiled:
         notes = fuse(captured, notes)
+    elif costs.keeps == "fp8":
+        notes = keep_copies(notes)
     if profile is True:
         costs = replace(costs, measured=measure_nodes(captured, training=costs.training))
     elif isinstance(profile, Mapping):

@@ -24,6 +24,7 @@ from panther_compile.partition.stages.units import RECOMPUTE
 
 TIED = (AUTO, "shared", "together")
 SEQUENCE_PARALLEL = (AUTO, True, False)
+EIGHT_BITS = (None, "fp8")
 # Of a step over all replicas, where devices are divided and no global batch is asked for.
 MICROBATCHES_PER_DEVICE = 2
 _CONTEXTS = (1, 2, 4, 8)  # devices that divide a sequence, where the planner is to choose
@@ -49,6 +50,8 @@ def partition_model(
     shard_size: int | None = None,
     master_weights: bool = False,
     compiled: bool = False,
+    products: str | None = None,
+    keeps: str | None = None,
     tied: str = AUTO,
     profile: bool | Mapping[str, float] = False,
     boundaries: Sequence[str] = (),
@@ -96,6 +99,10 @@ def partition_model(
         compiled: predict the model under `torch.compile`: elementwise operations and reductions between
             products are fused, read and write once, and are computed again for the backward from the fewest
             bytes that do.
+        products: "fp8" runs the products of all layers but the last, forward and for both gradients, at the
+            hardware's rate for eight bits; attention stays at that of the model's dtype. None: all do.
+        keeps: with products="fp8", "fp8" keeps what they read for the backward in one byte a number, as
+            Transformer Engine does; None in the model's dtype, as torchao does.
         tied: "shared" holds a parameter used by several stages in each and sums its gradients, "together"
             keeps its users on one stage, "auto" takes what is predicted to be faster.
         profile: True measures each node here on the example, forward and backward, in place of estimates; or
@@ -126,6 +133,7 @@ def partition_model(
         ("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL),
         ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
     )
+    _check_choices(("products", products, EIGHT_BITS), ("keeps", keeps, EIGHT_BITS))
     check_mode("recompute", recompute, (None, AUTO, *RECOMPUTE))
     if compiled and profile:
         raise ConfigError(
@@ -141,6 +149,7 @@ def partition_model(
         )
     places = _read_places(hardware, mesh, profile)
     chosen = slowest_of(places)
+    _check_products(products, keeps, places, profile)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
     differ = len(places) > 1
     samples = count_samples(example_inputs)
@@ -166,7 +175,15 @@ def partition_model(
         context_parallel=_read_contexts(context_parallel, mesh),
     )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
-    costs = Costs(chosen, training, optimizer, master_weights=master_weights, compiled=compiled)
+    costs = Costs(
+        chosen,
+        training,
+        optimizer,
+        master_weights=master_weights,
+        compiled=compiled,
+        products=products,
+        keeps=keeps,
+    )
 
     def plan(inputs: Any) -> Partition:
         own = replace(options, samples=count_samples(inputs))
@@ -217,6 +234,27 @@ def _read_places(
     if profile:
         raise ConfigError("profile= takes the seconds of this device, and hardware= names several: give one")
     return places
+
+
+def _check_products(
+    products: str | None,
+    keeps: str | None,
+    places: Sequence[Hardware],
+    profile: bool | Mapping[str, float],
+) -> None:
+    """Refuse products in eight bits where no rate of theirs is known, and copies without them."""
+    if keeps is not None and products is None:
+        raise ConfigError(f"keeps={keeps!r} is of products in eight bits; give products='fp8' with it")
+    if products is None:
+        return
+    if profile:
+        raise ConfigError(
+            "profile= takes the seconds of this device, and products='fp8' other ones: give one"
+        )
+    for one in places:
+        if one.fp8_flops_per_second is None or one.rates:
+            lacking = "has measured rates, of its own dtype" if one.rates else "has no fp8_flops_per_second"
+            raise ConfigError(f"products={products!r}, and hardware {one.name!r} {lacking}")
 
 
 def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ class Costs:
             gradients in float32.
         compiled: whether what lies between products is fused (`fused.py`).
         context: devices that divide a sequence (`context.py`).
+        products: "fp8" for products in eight bits (`fp8.py`); None for the model's dtype.
+        keeps: likewise of what they read, for the backward.
     """
 
     hardware: Hardware
@@ -55,6 +57,8 @@ class Costs:
     parallel_loss: bool = False
     compiled: bool = False
     context: Context = ALONE
+    products: str | None = None
+    keeps: str | None = None
 
 
 def build_flow_graph(
@@ -272,23 +276,27 @@ def _weigh_alone(node: fx.Node, note: Observed, costs: Costs, devices: int) -> W
     if not costs.training:
         return Work(forward, backward)
     again = [one for one in note.operations if one.kept is None]
-    scale = forward / (_seconds(note.operations, costs, devices) or 1.0)
+    scale = forward / (_seconds(note, note.operations, costs, devices) or 1.0)
     return Work(
         forward,
         backward,
         note.saved_bytes // devices,
         sum(one.kept or 0 for one in note.operations) // devices,
-        scale * _seconds(again, costs, devices) if len(again) < len(note.operations) else forward,
+        scale * _seconds(note, again, costs, devices) if len(again) < len(note.operations) else forward,
         results=tuple(
-            Result(scale * _seconds([one], costs, devices), one.result_bytes // devices)
+            Result(scale * _seconds(note, [one], costs, devices), one.result_bytes // devices)
             for one in note.operations
             if one.result_bytes
         ),
     )
 
 
-def _seconds(operations: Sequence[Operation], costs: Costs, devices: int) -> float:
-    """What operations take forward, whatever their node does besides."""
+def _device(note: Observed, costs: Costs) -> cost.Device:
+    return costs.hardware.fp8_device if note.fp8 else costs.hardware.device
+
+
+def _seconds(note: Observed, operations: Sequence[Operation], costs: Costs, devices: int) -> float:
+    """What operations of a node take forward, whatever it does besides."""
     if costs.hardware.rates:
         return _by_rates(operations, "forward", costs.hardware.rates, devices)
     products = (
@@ -296,7 +304,7 @@ def _seconds(operations: Sequence[Operation], costs: Costs, devices: int) -> flo
         for one in operations
         if one.bytes
     )
-    return cost.seconds(tuple(products), costs.hardware.device, itemsize=1)
+    return cost.seconds(tuple(products), _device(note, costs), itemsize=1)
 
 
 def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate], devices: int) -> float:
@@ -310,7 +318,7 @@ def _by_rates(operations: Sequence[Operation], phase: str, rates: Sequence[Rate]
 
 
 def _by_roofline(note: Observed, costs: Costs, devices: int) -> tuple[float, float]:
-    device = costs.hardware.device
+    device = _device(note, costs)
     products = tuple(
         cost.Product(product.macs / devices, product.activations / devices, product.weights / devices)
         for product in note.products

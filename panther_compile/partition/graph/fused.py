@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
+from panther_compile.partition.graph.fp8 import number_widths
 from panther_compile.partition.graph.narrowing import storage
 from panther_compile.partition.graph.observe import Observed, Operation
 
@@ -46,7 +47,7 @@ def fuse(captured: Captured, notes: Mapping[fx.Node, Observed]) -> dict[fx.Node,
     flow = _trace(captured, notes)
     kept = _keep_least(flow, notes)
     saved: dict[fx.Node, int] = {}
-    for maker, size in kept.items():
+    for maker, size in (*kept.items(), *_copies(flow, notes).items()):
         keeper = next(iter(flow.users.get(maker, ())), maker)
         saved[keeper] = saved.get(keeper, 0) + size
     read: set[tuple[int, fx.Node]] = set()
@@ -148,7 +149,7 @@ def _keep_least(flow: _Flow, notes: Mapping[fx.Node, Observed]) -> dict[fx.Node,
     for node, note in notes.items():
         for key, size in note.saves.items():
             maker = flow.makers.get(key)
-            if maker is None:
+            if maker is None or note.keeps_fp8:
                 continue
             if maker in flow.kernels and node in flow.kernels:
                 needed.setdefault(flow.kernels[maker], set()).add(maker)
@@ -161,6 +162,18 @@ def _keep_least(flow: _Flow, notes: Mapping[fx.Node, Observed]) -> dict[fx.Node,
         for node in _cut(flow, notes, members[kernel], needed[kernel], kept):
             kept[node] = _size(notes[node])
     return kept
+
+
+def _copies(flow: _Flow, notes: Mapping[fx.Node, Observed]) -> dict[fx.Node, int]:
+    """Nodes of whose results products keep a copy of one byte a number -> bytes."""
+    widths = number_widths(notes)
+    return {
+        flow.makers[key]: size // widths.get(key, 1)
+        for note in notes.values()
+        if note.keeps_fp8
+        for key, size in note.saves.items()
+        if key in flow.makers
+    }
 
 
 def _cut(

@@ -89,6 +89,7 @@ class Hardware:
         weight_bytes_per_second: for weights, where they come faster than activations (from a cache).
         rates: of kinds of operations, in place of a roofline of the numbers above, where measured.
         overlap: whether a device computes while the replicas' gradients and parameters are sent.
+        fp8_flops_per_second: of large matrix products in eight bits, as reached; None where there are none.
     """
 
     name: str
@@ -102,11 +103,16 @@ class Hardware:
     weight_bytes_per_second: float | None = None
     rates: tuple[Rate, ...] = ()
     overlap: bool = False
+    fp8_flops_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("flops_per_second", "memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"Hardware.{field} is {getattr(self, field)}; it must be positive")
+        if self.fp8_flops_per_second is not None and self.fp8_flops_per_second <= 0:
+            raise ConfigError(
+                f"Hardware.fp8_flops_per_second is {self.fp8_flops_per_second}; it must be positive"
+            )
         for link in (self.intra_node, self.inter_node):
             if link.bytes_per_second <= 0 or link.latency_seconds < 0:
                 raise ConfigError(f"Hardware: {link} needs a positive rate and a latency of zero or more")
@@ -121,6 +127,12 @@ class Hardware:
             launch_seconds=self.launch_seconds,
             positions=1,
         )
+
+    @property
+    def fp8_device(self) -> cost.Device:
+        """The same for products in eight bits."""
+        rate = self.fp8_flops_per_second or self.flops_per_second
+        return replace(self.device, macs_per_second=rate / 2)
 
     def link(self, first: int, second: int) -> Link:
         """The link between two devices, numbered through the cluster node by node."""
@@ -150,6 +162,7 @@ def slowest_of(several: Sequence[Hardware]) -> Hardware:
         intra_node=min((one.intra_node for one in kinds), key=lambda link: link.bytes_per_second),
         inter_node=min((one.inter_node for one in kinds), key=lambda link: link.bytes_per_second),
         overlap=all(one.overlap for one in kinds),
+        fp8_flops_per_second=min(one.fp8_flops_per_second or 0 for one in kinds) or None,
     )
 
 
@@ -166,12 +179,21 @@ CPU = Hardware(
     launch_seconds=cost.CPU.launch_seconds,
     weight_bytes_per_second=cost.CPU.weight_bytes_per_second,
 )
-# NVIDIA's data sheets of the SXM boards: 989 TFLOP/s in bf16 without sparsity, and 60 % of it taken as
-# reached; 80 % of 3.35 and 4.8 TB/s; 80 % of NVLink's 450 GB/s a direction, and of one 400 Gbit/s port a
-# device between nodes. Latencies are orders of magnitude. Nothing here was measured.
+# NVIDIA's data sheets of the SXM boards: 989 TFLOP/s in bf16 and 1,979 in fp8 without sparsity, and 60 % of
+# it taken as reached; 80 % of 3.35 and 4.8 TB/s; 80 % of NVLink's 450 GB/s a direction, and of one 400 Gbit/s
+# port a device between nodes. Latencies are orders of magnitude. Nothing here was measured.
 _NVLINK, _INFINIBAND = Link(360e9, 5e-6), Link(40e9, 10e-6)
-H100 = Hardware("h100", 0.6 * 989e12, 0.8 * 3.35e12, 80 * 10**9, _NVLINK, _INFINIBAND, overlap=True)
-H200 = Hardware("h200", 0.6 * 989e12, 0.8 * 4.8e12, 141 * 10**9, _NVLINK, _INFINIBAND, overlap=True)
+H100 = Hardware(
+    "h100",
+    0.6 * 989e12,
+    0.8 * 3.35e12,
+    80 * 10**9,
+    _NVLINK,
+    _INFINIBAND,
+    overlap=True,
+    fp8_flops_per_second=0.6 * 1979e12,
+)
+H200 = replace(H100, name="h200", memory_bytes_per_second=0.8 * 4.8e12, memory_bytes=141 * 10**9)
 
 PRESETS = {hardware.name: hardware for hardware in (CPU, H100, H200)}
 

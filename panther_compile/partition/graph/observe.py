@@ -96,6 +96,8 @@ class Observed:
         share: devices that divide its work along a sequence; counted in all above but its value.
         result_share: devices that divide its value along a sequence.
         gathered_bytes: of keys and values that attention gathers from these devices.
+        fp8: whether it is a product that runs in eight bits (`fp8.py`).
+        keeps_fp8: whether what that reads is kept in eight bits.
     """
 
     value: Any = None
@@ -111,6 +113,8 @@ class Observed:
     share: int = 1
     result_share: int = 1
     gathered_bytes: int = 0
+    fp8: bool = False
+    keeps_fp8: bool = False
 
 
 def observe(captured: Captured) -> dict[fx.Node, Observed]:
@@ -158,6 +162,8 @@ class _Observer(fx.Interpreter):
         used = _tensors(inputs)
         before = [tensor._version for tensor in used]
         result = super().run_node(n)
+        if n.target in ATTENTION:
+            result = _laid_out_as(result, used[0])
         made = _tensors(result)
         note = self.current
         note.value = result
@@ -332,6 +338,17 @@ def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), substitutes.__getitem__)
         graph.erase_node(node)
     captured.graph_module.recompile()
+
+
+def _laid_out_as(result: Tensor, queries: Tensor) -> Tensor:
+    """Attention's result as fused kernels lay it out, heads behind positions where queries have them so.
+
+    The unfused path, which torch takes without a device, puts heads first; what follows would copy it.
+    """
+    is_turned = queries.dim() == 4 and queries.transpose(1, 2).is_contiguous() and not queries.is_contiguous()
+    if not is_turned or result.transpose(1, 2).is_contiguous():
+        return result
+    return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _drops_out(node: fx.Node) -> bool:
