@@ -3,14 +3,15 @@
     python benchmarks/published.py [--rows 0 1 ...] [--ranked 8b 70b] [--kept FILE] [--output docs/benchmarks]
 
 The rows are in published_rows.json, with their sources. Three constants are fitted, on the rows marked "fit"
-alone: how many FLOP/s products reach in bf16, in fp8 by torchao on torchtitan's boards of 500 W, and in fp8
-by Transformer Engine on DGX of 700 W. Everything else is data sheets. Rows marked "test" are predicted with
-them. The runs were compiled or had fused kernels (`compiled=True`), the devices of a stage sent each a part
-of what the next one takes, and the loss took logits in shards. Each published mesh is also ranked among all
-meshes of as many devices at its global batch, by what the planner expects of them. Devices that divide a
-sequence (cp) count as replicas of shorter sequences: what attention computes and sends between them is not in
-it. "selective" keeps what torchtitan keeps: every second product, and attention. No GPU is used. Writes
-published.md.
+alone: how many FLOP/s products and attention reach in bf16, and products in fp8 by torchao on torchtitan's
+boards of 500 W and by Transformer Engine on DGX of 700 W, the last layer and attention staying in bf16.
+Everything else is data sheets. Rows marked "test" are predicted with them. The runs were compiled or had
+fused kernels (`compiled=True`), the devices of a stage sent each a part of what the next one takes, and the
+loss took logits in shards. Attention is causal; keys and values of grouped queries are kept once where the
+runtime does ("grouped"), and what products read in one byte where it does ("keeps"). Each published mesh is
+also ranked among all meshes of as many devices at its global batch, by what the planner expects of them;
+where sequences were divided (cp), among those that do not as well. "selective" keeps what torchtitan keeps:
+every second product, and attention. No GPU is used. Writes published.md.
 """
 
 import argparse
@@ -27,6 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panther_compile.partition import Link, Partition
 from panther_compile.partition.graph.flow_graph import Costs, tensor_size
@@ -47,9 +51,34 @@ UNLIMITED = 10**12  # bytes: a layout that was run fits
 FIRST = {"bf16": 0.5 * 989e12, "fp8": 0.35 * 1979e12}  # FLOP/s to begin with
 TITAN, DGX = 96, 80  # boards by their GB
 HIDDEN = Link(1e15, 0.0)  # NVLink where collectives of shards run behind products
+ATTENTIONS = ("causal", "grouped causal")  # the latter without repeating keys and values
 
 
-def build(model: str, rows: int, tokens: int = TOKENS) -> tuple[torch.nn.Module, torch.Tensor]:
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    grouped: bool,
+    scaling: float,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Causal attention as the runs have it; a mask in its place would count as twice the work."""
+    if not grouped:
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    return mixed.transpose(1, 2), None
+
+
+for grouped, attention in enumerate(ATTENTIONS):
+    ALL_ATTENTION_FUNCTIONS.register(attention, partial(attend, grouped=bool(grouped)))
+
+
+def build(model: str, rows: int, *, grouped: bool = False) -> tuple[nn.Module, Tensor]:
     """The shape of a Llama in bfloat16, and a microbatch of so many sequences, without data."""
     hidden, intermediate, layers, heads = SHAPES[model]
     config = transformers.LlamaConfig(
@@ -61,24 +90,38 @@ def build(model: str, rows: int, tokens: int = TOKENS) -> tuple[torch.nn.Module,
         vocab_size=128256,
         max_position_embeddings=TOKENS,
         use_cache=False,
+        attn_implementation=ATTENTIONS[grouped],
     )
     with torch.device("meta"):
         made = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-        return made, torch.zeros(rows, tokens, dtype=torch.long)
+        return made, torch.zeros(rows, TOKENS, dtype=torch.long)
 
 
-def board(row: dict[str, Any], flops: float) -> Hardware:
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s that are reached.
+
+    Attributes:
+        bf16: by attention, and products that are not in eight bits.
+        fp8: by those that are; None of a row without.
+    """
+
+    bf16: float
+    fp8: float | None = None
+
+
+def board(row: dict[str, Any], rates: Rates) -> Hardware:
     """The devices of a row."""
     memory = row["memory_gb"]
     rate = 0.8 * MEMORY_RATES[memory] * 1e12
-    made = replace(H100, flops_per_second=flops, memory_bytes=memory * 10**9, memory_bytes_per_second=rate)
+    made = replace(
+        H100,
+        flops_per_second=rates.bf16,
+        fp8_flops_per_second=rates.fp8,
+        memory_bytes=memory * 10**9,
+        memory_bytes_per_second=rate,
+    )
     return replace(made, intra_node=HIDDEN) if row.get("overlaps_tp") else made
-
-
-def mesh_of(row: dict[str, Any]) -> Mesh:
-    """The mesh of a row, devices that divide a sequence among the replicas."""
-    mesh = Mesh(**row["mesh"])
-    return replace(mesh, dp=mesh.dp * row.get("cp", 1))
 
 
 def keep_every_second(notes: Mapping[Any, Observed]) -> None:
@@ -97,13 +140,13 @@ class Study:
     """Graphs that are read once, and predictions from them."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[str, int, int], Graphs] = {}
+        self._read: dict[tuple[object, ...], Graphs] = {}
         self._weighed: tuple[object, Graphs] | None = None
 
-    def predict(self, row: dict[str, Any], flops: float) -> tuple[float, Partition]:
+    def predict(self, row: dict[str, Any], rates: Rates) -> tuple[float, Partition]:
         """Tokens a second and GPU of the published layout, and the partition."""
-        graphs = self._graphs(row, board(row, flops))
-        mesh = mesh_of(row)
+        graphs = self._graphs(row, board(row, rates))
+        mesh = Mesh(**row["mesh"])
         options = PlanOptions(
             hardware=graphs.costs.hardware,
             memory_bytes=UNLIMITED,
@@ -113,22 +156,22 @@ class Study:
             stages_per_device=row.get("stages_per_device"),
             recompute=row["recompute"],
             data_parallel=row["states"],
-            shard_size=mesh.dp if row["states"] != "ddp" else None,
+            shard_size=mesh.replicas if row["states"] != "ddp" else None,
             master_weights=True,
             scattered=True,
         )
         part = partition_mesh(f"Llama-{row['model']}", graphs, options, mesh)
-        tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS / row.get("cp", 1)
+        tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS
         return tokens / part.step_seconds / mesh.devices, part
 
-    def predict_sizes(self, row: dict[str, Any], flops: float) -> tuple[float, int]:
+    def predict_sizes(self, row: dict[str, Any], rates: Rates) -> tuple[float, int]:
         """Tokens a second and GPU, and bytes of the fullest device."""
-        tokens, part = self.predict(row, flops)
+        tokens, part = self.predict(row, rates)
         return tokens, part.device_memory_bytes
 
-    def rank(self, row: dict[str, Any], flops: float) -> tuple[int, int, str]:
+    def rank(self, row: dict[str, Any], rates: Rates) -> tuple[int, int, str]:
         """The place of the published mesh among those expected to fit, their number, and the first."""
-        graphs, mesh = self._graphs(row, board(row, flops)), mesh_of(row)
+        graphs, mesh = self._graphs(row, board(row, rates)), Mesh(**row["mesh"])
         options = PlanOptions(
             hardware=graphs.costs.hardware,
             memory_bytes=graphs.costs.hardware.memory_bytes,
@@ -137,6 +180,7 @@ class Study:
             schedule="auto",
             recompute="auto",
             master_weights=True,
+            context_parallel=tuple(dict.fromkeys((1, mesh.cp))),
             scattered=True,
         )
         candidates, _ = expect_meshes(graphs, options, mesh.devices, progress=False)
@@ -148,10 +192,13 @@ class Study:
         return list(ranked).index(mesh) + 1, len(ranked), str(next(iter(ranked)))
 
     def _graphs(self, row: dict[str, Any], hardware: Hardware) -> Graphs:
-        key = row["model"], row["rows"], TOKENS // row.get("cp", 1)
-        costs = Costs(hardware, master_weights=True, parallel_loss=True, compiled=True)
+        grouped, keeps = row.get("grouped", False), row.get("keeps")
+        key = row["model"], row["rows"], grouped, keeps
+        costs = Costs(
+            hardware, master_weights=True, parallel_loss=True, compiled=True, products="fp8", keeps=keeps
+        )
         if key not in self._read:
-            model, ids = build(*key)
+            model, ids = build(row["model"], row["rows"], grouped=grouped)
             self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
             keep_every_second(self._read[key].notes)
         if self._weighed is None or self._weighed[0] != (key, costs):
@@ -159,8 +206,18 @@ class Study:
         return self._weighed[1]
 
 
-def fit(study: Study, rows: list[dict[str, Any]], precision: str, memory_gb: int) -> float:
-    """FLOP/s for which the rows' tokens a second are met best: seconds are nearly linear in its inverse."""
+def fit(
+    study: Study, rows: list[dict[str, Any]], precision: str, memory_gb: int, bf16: float | None = None
+) -> float:
+    """FLOP/s for which the rows' tokens a second are met best: seconds are nearly linear in its inverse.
+
+    Args:
+        study: of the graphs.
+        rows: of the file.
+        precision: "bf16" or "fp8".
+        memory_gb: of the boards.
+        bf16: FLOP/s, for "fp8".
+    """
     flops = FIRST[precision]
     rows = [
         row
@@ -169,15 +226,17 @@ def fit(study: Study, rows: list[dict[str, Any]], precision: str, memory_gb: int
     ]
     lines = []
     for row in rows:
-        near, far = (1 / study.predict(row, factor * flops)[0] for factor in (1.0, 1.25))
+        tried = (factor * flops for factor in (1.0, 1.25))
+        found = (Rates(one) if bf16 is None else Rates(bf16, one) for one in tried)
+        near, far = (1 / study.predict(row, rates)[0] for rates in found)
         slope = (near - far) / (1 - 1 / 1.25)
         lines.append((near - slope, slope, 1 / row["tokens"]))  # fixed, per inverse factor, wanted
-    tried = [0.3 * 1.01**step for step in range(240)]
+    factors = [0.3 * 1.01**step for step in range(240)]
     errors = [
         sum(math.log((fixed + slope / factor) / wanted) ** 2 for fixed, slope, wanted in lines)
-        for factor in tried
+        for factor in factors
     ]
-    return flops * tried[errors.index(min(errors))]
+    return flops * factors[errors.index(min(errors))]
 
 
 HEAD = (
@@ -224,9 +283,8 @@ class Found:
     def line(self, row: dict[str, Any]) -> list[str]:
         """A row of the table."""
         gib = self.memory_bytes / 2**30
-        cp = f", cp {row['cp']}" if "cp" in row else ""
         per_device = f" x {row['stages_per_device']}" if "stages_per_device" in row else ""
-        run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}{cp}"
+        run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}"
         memory = ["", f"{gib:.1f}", ""]
         if row["gib"] is not None:
             memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
@@ -244,15 +302,17 @@ _TEXT = """\
 
 Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`. Llama-3
 on H100, sequences of 8,192 tokens, Adam with float32 master weights, the loss divided over tp. Nothing was
-run on a GPU. Three constants are fitted on the rows marked "fit", what matrix products reach: {bf16:.0f}
-TFLOP/s in bf16, {fp8:.0f} in fp8 by torchao on torchtitan's boards of 500 W, and {engine:.0f} in fp8 by
-Transformer Engine on DGX of 700 W. All else is data sheets. The runs were compiled, or had fused kernels
-(`compiled=True`). Their stages send parts that the next stage gathers, where ours send all from each device,
-and so does the plan here. NVIDIA's ran collectives of shards behind products: they take no time here.
-The fit did not look at rows marked "test". Rank: the place of the published mesh among all that are expected
-to fit at the same global batch and microbatch. Rows that miss (a step time by more than 15 %, memory by more
-than 10 %, or more than the board has where none is published, or a rank behind 3) come first, and what that
-follows from is below the table.
+run on a GPU. Three constants are fitted on the rows marked "fit", what is reached: {bf16:.0f} TFLOP/s in
+bf16, by products and by attention in every row, {fp8:.0f} by products in fp8 by torchao on torchtitan's
+boards of 500 W, and {engine:.0f} by Transformer Engine on DGX of 700 W (`products="fp8"`, the last layer in
+bf16). All else is data sheets. The runs were compiled, or had fused kernels (`compiled=True`). Their stages
+send parts that the next stage gathers, where ours send all from each device, and so does the plan here.
+NVIDIA's ran collectives of shards behind products: they take no time here. Its runtime keeps keys and values
+of grouped queries once, and what products read in one byte (`keeps="fp8"`). With cp 2 keys and values are
+gathered in full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the
+published mesh among all that are expected to fit at the same global batch and microbatch, those without cp
+among them. Rows that miss (a step time by more than 15 %, memory by more than 10 %, or more than the board
+has where none is published, or a rank behind 3) come first, and what that follows from is below the table.
 
 {table}
 
@@ -286,21 +346,18 @@ def main() -> None:
         return kept[name]
 
     lines, notes = [], []
-    flops = {
-        (precision, board): keep(f"{precision} {board}", partial(fit, study, rows, precision, board))
-        for precision, board in (("bf16", TITAN), ("fp8", TITAN), ("fp8", DGX))
-    }
-    flops["bf16", DGX] = flops["bf16", TITAN]
+    bf16 = keep("bf16", partial(fit, study, rows, "bf16", TITAN))
+    fp8 = {size: keep(f"fp8 {size}", partial(fit, study, rows, "fp8", size, bf16)) for size in (TITAN, DGX)}
     for number, row in enumerate(rows):
         if arguments.rows is not None and number not in arguments.rows:
             left = f"{row['source']}, {row['model']} on {Mesh(**row['mesh'])}, {row['schedule']}"
             notes.append(f"- {left}: in the file, and not predicted for this table.\n")
             continue
-        rate = flops[row["precision"], row["memory_gb"]]
-        tokens, size = keep(f"{number}", partial(study.predict_sizes, row, rate))
+        rates = Rates(bf16, fp8[row["memory_gb"]] if row["precision"] == "fp8" else None)
+        tokens, size = keep(f"{number}", partial(study.predict_sizes, row, rates))
         rank = None
         if row["model"] in arguments.ranked:
-            rank = keep(f"rank {number}", partial(study.rank, row, rate))
+            rank = keep(f"rank {number}", partial(study.rank, row, rates))
         found = Found(tokens, size, rank)
         lines.append((found.meets(row), found.line(row)))
         print(" ".join(lines[-1][1]), flush=True)
@@ -313,9 +370,9 @@ def main() -> None:
         for cells in (HEAD, ["---"] * 5 + ["--:"] * 6 + ["---"], *(cells for _, cells in lines))
     ]
     text = _TEXT.format(
-        bf16=flops["bf16", TITAN] / 1e12,
-        fp8=flops["fp8", TITAN] / 1e12,
-        engine=flops["fp8", DGX] / 1e12,
+        bf16=bf16 / 1e12,
+        fp8=fp8[TITAN] / 1e12,
+        engine=fp8[DGX] / 1e12,
         table="\n".join(table),
         notes="".join(notes),
         sources="; ".join(f"{name}: {where}" for name, where in read["sources"].items()),

@@ -20,11 +20,11 @@ computing, but for the first unit.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from panther_compile.partition.graph.flow import FlowGraph
+from panther_compile.partition.graph.flow import FlowGraph, Holding
 from panther_compile.partition.graph.hardware import NO_LINK, Context, Hardware, Link
 from panther_compile.partition.records import Mesh
 
@@ -159,12 +159,21 @@ def share_states(flow: FlowGraph, sharding: StateSharding, units: Sequence[int])
         gradients = held.gradient_bytes / (share if scattered else 1)
         parameters = held.bytes * (stored if held.gradient_bytes else 1.0)
         resident = round(parameters + gradients + states / share)
-        holdings.append(replace(held, resident_bytes=resident))
+        holdings.append(
+            Holding(
+                held.name,
+                held.bytes,
+                held.trained_bytes,
+                held.gradient_bytes,
+                held.vertices,
+                resident,
+            )
+        )
     parameters, gradients = _largest_unit(flow, units)
     whole = gradients if scattered else 0
     if kind == "zero3" and not sharding.pipelined:
         whole += 2 * parameters
-    return replace(flow, holdings=tuple(holdings)), whole
+    return flow.with_holdings(tuple(holdings)), whole
 
 
 def _largest_unit(flow: FlowGraph, units: Sequence[int]) -> tuple[int, int]:

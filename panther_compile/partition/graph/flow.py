@@ -132,6 +132,12 @@ class FlowGraph:
     checkpoints: tuple[int, ...] | None = None
     paces: tuple[tuple[float, ...], ...] = ()
 
+    def with_holdings(self, holdings: tuple[Holding, ...]) -> "FlowGraph":
+        """The same with other holdings; what its work alone says is not counted again."""
+        other = replace(self, holdings=holdings)
+        vars(other).update({name: getattr(self, name) for name in ("total", "gathered_bytes", "_seconds")})
+        return other
+
     def seconds_at(self, stage: int) -> list[float]:
         """Forward and backward of every vertex on the device of a stage."""
         if not self.paces:
