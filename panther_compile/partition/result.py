@@ -19,7 +19,7 @@ from panther_compile.partition.replicas import StateSharding
 from panther_compile.partition.shards.describe import Sharding
 from panther_compile.partition.stages.chains import StageRequest
 from panther_compile.partition.stages.ends import lower_bound
-from panther_compile.partition.stages.schedule import Timeline
+from panther_compile.partition.stages.schedule import Timeline, peak_bytes
 from panther_compile.partition.stages.split import StagedModel, split
 from panther_compile.partition.traffic import Traffic, count_traffic
 from panther_compile.reporting.tables import render_table
@@ -134,10 +134,16 @@ class Partition:
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """Bytes of each device along the pipeline."""
+        """Bytes of each device along the pipeline; of several stages, when they hold most together."""
         held = [0] * self.mesh.pp
         for stage in self.stages:
             held[stage.device] += stage.memory_bytes
+        if len(self.stages) > self.mesh.pp:
+            sizes = [stage.memory.activations // stage.in_flight for stage in self.stages]
+            peaks = peak_bytes(self.schedule, self.mesh.pp, self.microbatches, sizes)
+            for stage in self.stages:
+                held[stage.device] -= stage.memory.activations
+            held = [rest + peak for rest, peak in zip(held, peaks, strict=True)]
         return tuple(held)
 
     @property

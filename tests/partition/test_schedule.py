@@ -1,6 +1,6 @@
 import pytest
 
-from panther_compile.partition.stages.schedule import count_in_flight, order_actions, simulate
+from panther_compile.partition.stages.schedule import count_in_flight, order_actions, peak_bytes, simulate
 
 
 def run(schedule, devices, microbatches, stages_per_device=1, forward=1.0, backward=2.0):
@@ -56,6 +56,22 @@ def test_as_many_are_in_flight_as_one_counts(schedule, devices, microbatches, st
             held[action.stage] += 1 if action.kind == "F" else -1
             peak[action.stage] = max(peak[action.stage], held[action.stage])
     assert count_in_flight(schedule, devices, microbatches, stages_per_device) == tuple(peak)
+
+
+@pytest.mark.parametrize(("devices", "stages_per_device"), [(2, 1), (2, 2), (3, 4)])
+def test_stages_of_a_device_do_not_peak_together(devices, stages_per_device):
+    sizes = [7 * number % 5 + 1 for number in range(devices * stages_per_device)]
+    schedule = "interleaved" if stages_per_device > 1 else "1f1b"
+    most = []
+    for order in order_actions(schedule, devices, 12, stages_per_device=stages_per_device):
+        held = [0]
+        for action in order:
+            held.append(held[-1] + sizes[action.stage] * (1 if action.kind == "F" else -1))
+        most.append(max(held))
+    assert peak_bytes(schedule, devices, 12, sizes) == tuple(most)
+    counts = count_in_flight(schedule, devices, 12, stages_per_device)
+    apart = [sum(map(int.__mul__, counts[at::devices], sizes[at::devices])) for at in range(devices)]
+    assert (apart > most) == (stages_per_device > 1)
 
 
 def test_the_slowest_stage_sets_the_pace():

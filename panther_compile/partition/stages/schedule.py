@@ -96,16 +96,39 @@ def count_in_flight(
     After the warmup each step is a forward and then a backward; what that leaves waiting repeats after as
     many steps as a device has stages and the pipeline devices.
     """
+    held = [_held(schedule, device, devices, microbatches, stages_per_device) for device in range(devices)]
+    return tuple(np.stack([one.max(axis=1) for one in held], axis=1).ravel().tolist())
+
+
+def peak_bytes(schedule: str, devices: int, microbatches: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The most that the microbatches take which a device holds at once; its stages do not hold most together.
+
+    Args:
+        schedule: its name.
+        devices: along the pipeline.
+        microbatches: of a step.
+        sizes: bytes of a microbatch in each stage.
+    """
+    of_turn = np.array(sizes, dtype=np.int64).reshape(-1, devices)
+    return tuple(
+        int((of_turn[:, device] @ _held(schedule, device, devices, microbatches, len(of_turn))).max())
+        for device in range(devices)
+    )
+
+
+def _held(schedule: str, device: int, devices: int, microbatches: int, stages_per_device: int) -> Counts:
+    """Microbatches that wait in each stage of a device, behind each forward after its warmup: (stages, n)."""
     total = microbatches * stages_per_device
-    held = np.zeros((stages_per_device, devices), dtype=int)
-    for device in range(devices):
-        warmup = _warmup(schedule, device, devices, total, stages_per_device)
-        steps = np.arange(max(1, min(total - warmup, devices * stages_per_device)))
-        for turn in range(stages_per_device):
-            forward = _of_turn(np.minimum(steps + warmup + 1, total), turn, devices, stages_per_device)
-            backward = _of_turn(steps, stages_per_device - 1 - turn, devices, stages_per_device)
-            held[turn, device] = (forward - backward).max()
-    return tuple(held.ravel().tolist())
+    warmup = _warmup(schedule, device, devices, total, stages_per_device)
+    steps = np.arange(max(1, min(total - warmup, devices * stages_per_device)))
+    forward = np.minimum(steps + warmup + 1, total)
+    return np.stack(
+        [
+            _of_turn(forward, turn, devices, stages_per_device)
+            - _of_turn(steps, stages_per_device - 1 - turn, devices, stages_per_device)
+            for turn in range(stages_per_device)
+        ]
+    )
 
 
 def _warmup(schedule: str, device: int, devices: int, total: int, stages_per_device: int) -> int:
