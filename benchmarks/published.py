@@ -42,7 +42,7 @@ from panther_compile.partition.records import Mesh
 from panther_compile.partition.search import expect_meshes, partition_mesh
 
 ROWS = Path(__file__).with_name("published_rows.json")
-TOKENS = 8192  # of a sequence
+TOKENS = 8192  # of a sequence, where a row does not say
 # hidden and intermediate size, layers, heads
 SHAPES = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16384, 53248, 126, 128)}
 # TB/s of boards by their GB of memory (torchtitan's have 96), of which 80 %.
@@ -78,7 +78,7 @@ for grouped, attention in enumerate(ATTENTIONS):
     ALL_ATTENTION_FUNCTIONS.register(attention, partial(attend, grouped=bool(grouped)))
 
 
-def build(model: str, rows: int, *, grouped: bool = False) -> tuple[nn.Module, Tensor]:
+def build(model: str, rows: int, tokens: int = TOKENS, *, grouped: bool = False) -> tuple[nn.Module, Tensor]:
     """The shape of a Llama in bfloat16, and a microbatch of so many sequences, without data."""
     hidden, intermediate, layers, heads = SHAPES[model]
     config = transformers.LlamaConfig(
@@ -88,13 +88,13 @@ def build(model: str, rows: int, *, grouped: bool = False) -> tuple[nn.Module, T
         num_attention_heads=heads,
         num_key_value_heads=8,
         vocab_size=128256,
-        max_position_embeddings=TOKENS,
+        max_position_embeddings=tokens,
         use_cache=False,
         attn_implementation=ATTENTIONS[grouped],
     )
     with torch.device("meta"):
         made = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-        return made, torch.zeros(rows, TOKENS, dtype=torch.long)
+        return made, torch.zeros(rows, tokens, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Study:
             scattered=True,
         )
         part = partition_mesh(f"Llama-{row['model']}", graphs, options, mesh)
-        tokens = row["rows"] * row["microbatches"] * mesh.dp * TOKENS
+        tokens = row["rows"] * row["microbatches"] * mesh.dp * row.get("sequence", TOKENS)
         return tokens / part.step_seconds / mesh.devices, part
 
     def predict_sizes(self, row: dict[str, Any], rates: Rates) -> tuple[float, int]:
@@ -193,12 +193,13 @@ class Study:
 
     def _graphs(self, row: dict[str, Any], hardware: Hardware) -> Graphs:
         grouped, keeps = row.get("grouped", False), row.get("keeps")
-        key = row["model"], row["rows"], grouped, keeps
+        tokens = row.get("sequence", TOKENS)
+        key = row["model"], row["rows"], tokens, grouped, keeps
         costs = Costs(
             hardware, master_weights=True, parallel_loss=True, compiled=True, products="fp8", keeps=keeps
         )
         if key not in self._read:
-            model, ids = build(row["model"], row["rows"], grouped=grouped)
+            model, ids = build(row["model"], row["rows"], tokens, grouped=grouped)
             self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
             keep_every_second(self._read[key].notes)
         if self._weighed is None or self._weighed[0] != (key, costs):
@@ -284,7 +285,10 @@ class Found:
         """A row of the table."""
         gib = self.memory_bytes / 2**30
         per_device = f" x {row['stages_per_device']}" if "stages_per_device" in row else ""
-        run = f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}"
+        tokens = f", {row['sequence']:,} tokens" if "sequence" in row else ""
+        run = (
+            f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}{tokens}"
+        )
         memory = ["", f"{gib:.1f}", ""]
         if row["gib"] is not None:
             memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
@@ -300,19 +304,20 @@ class Found:
 _TEXT = """\
 # Published training runs, as predicted
 
-Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`. Llama-3
-on H100, sequences of 8,192 tokens, Adam with float32 master weights, the loss divided over tp. Nothing was
-run on a GPU. Three constants are fitted on the rows marked "fit", what is reached: {bf16:.0f} TFLOP/s in
-bf16, by products and by attention in every row, {fp8:.0f} by products in fp8 by torchao on torchtitan's
-boards of 500 W, and {engine:.0f} by Transformer Engine on DGX of 700 W (`products="fp8"`, the last layer in
-bf16). All else is data sheets. The runs were compiled, or had fused kernels (`compiled=True`). Their stages
-send parts that the next stage gathers, where ours send all from each device, and so does the plan here.
-NVIDIA's ran collectives of shards behind products: they take no time here. Its runtime keeps keys and values
-of grouped queries once, and what products read in one byte (`keeps="fp8"`). With cp 2 keys and values are
-gathered in full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the
-published mesh among all that are expected to fit at the same global batch and microbatch, those without cp
-among them. Rows that miss (a step time by more than 15 %, memory by more than 10 %, or more than the board
-has where none is published, or a rank behind 3) come first, and what that follows from is below the table.
+Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`.
+Llama-3 on H100, sequences of 8,192 tokens where the run does not say, Adam with float32 master weights, the
+loss divided over tp. Nothing was run on a GPU. Three constants are fitted on the rows marked "fit", what is
+reached: {bf16:.0f} TFLOP/s in bf16, by products and by attention in every row, {fp8:.0f} by products in fp8
+by torchao on torchtitan's boards of 500 W, and {engine:.0f} by Transformer Engine on DGX of 700 W
+(`products="fp8"`, the last layer in bf16). All else is data sheets. The runs were compiled, or had fused
+kernels (`compiled=True`). Their stages send parts that the next stage gathers, where ours send all from each
+device, and so does the plan here. NVIDIA's ran collectives of shards behind products: they take no time
+here. Its runtime keeps keys and values of grouped queries once, and what products read in one byte
+(`keeps="fp8"`). With cp 2 keys and values are gathered in full, and nothing hides it. The fit did not look
+at rows marked "test". Rank: the place of the published mesh among all that are expected to fit at the same
+global batch and microbatch, those without cp among them. Rows that miss (a step time by more than 15 %,
+memory by more than 10 %, or more than the board has where none is published, or a rank behind 3) come first,
+and what that follows from is below the table.
 
 {table}
 
