@@ -68,8 +68,8 @@ def study_model(
         route: how the sites were found.
         calls: the data.
         resume: a folder to keep the work in, and to take up what an earlier call has kept there.
-        doubted: whether it is tried how far the data is to be believed, if it is few; of made-up inputs it
-            is known by how far they are off the statistics of batch norms.
+        doubted: whether it is tried how far the data is to be believed, if it is few; the least doubt is how
+            far it is off the statistics of batch norms.
         shelf: where large tensors are kept; None keeps them in memory.
 
     Raises:
@@ -115,9 +115,8 @@ def study_model(
                 shelf=shelf,
             )
 
-        # Images that were made up show the moments of real ones no nearer than what batch norms know of them.
-        off = 0.0 if doubted else off_batch_norms(watch(model, {}).model, calls)
-        study = study_with(max(RIDGE, off))
+        # Inputs show the moments of those in training no nearer than what batch norms know of them.
+        study = study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
         if doubted:
             study = best_study(studied_with(study), config, study_with)
         if folder is not None:
