@@ -63,7 +63,8 @@ def heal(
     No labels are used. Both models run in eval mode, so without dropout; on a GPU float32 models run under
     bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
     that is kept, the one given if no other does better, and a block of it that does better as it was before
-    is put back. Where steps lead astray, the best state is gone back to, and the rate is quartered. `heal_report(model)` tells what came of it.
+    is put back. Where steps lead astray, the best state is gone back to, and the rate is quartered.
+    `heal_report(model)` tells what came of it.
 
     Args:
         small: a model with sketched layers.

@@ -44,8 +44,8 @@ class HealReport:
         """A table: one line for each landmark and the result."""
         rows = [(name, f"{self.before[name]:.5f}", f"{self.after[name]:.5f}") for name in self.before]
         footer = (
-            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out, at last at a rate of {self.lr:g}; "
-            f"{self.stopped}",
+            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out, "
+            f"at last at a rate of {self.lr:g}; {self.stopped}",
             "no step improved on the start: nothing was changed"
             if self.reverted
             else f"kept: the state after step {self.kept_step}",
