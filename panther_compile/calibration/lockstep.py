@@ -56,7 +56,6 @@ class _Runner:
         self._go = threading.Semaphore(0)
         self._came = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(model, call), daemon=True)
-        self._thread.start()
 
     def go_on(self) -> None:
         """Let it run until it pauses or is through.
@@ -66,6 +65,8 @@ class _Runner:
         """
         self.at = self.value = self.residual = None
         self._go.release()
+        if self._thread.ident is None:
+            self._thread.start()
         self._came.acquire()
         if self.error is not None:
             raise self.error
@@ -80,8 +81,8 @@ class _Runner:
             raise _Stopped
 
     def stop(self) -> None:
-        """End the thread, wherever it is."""
-        if not self.through:
+        """End the thread, wherever it is; may be called again."""
+        if not self.through and self._thread.ident is not None:
             self._stop = True
             self._go.release()
             self._thread.join()
@@ -161,12 +162,22 @@ def fit_in_lockstep(
                     if runner.at == name:
                         runner.go_on()
         finally:
-            for runner in runners:
-                runner.stop()
+            _stop(runners)
             for side in (dense, sketched):
                 for watched in side.watched.values():
                     watched.on_input = None
     return list(fitted)
+
+
+def _stop(runners: Sequence[_Runner]) -> None:
+    """End all threads, even if an interrupt comes meanwhile."""
+    try:
+        for runner in runners:
+            runner.stop()
+    except BaseException:
+        for runner in runners:
+            runner.stop()
+        raise
 
 
 def _has_rows(value: Tensor | None) -> TypeGuard[Tensor]:

@@ -65,7 +65,8 @@ def share_loss(
     counts = [0] * len(targets) if count_tokens is None else [int(count_tokens(one)) for one in targets]
     number, dp = len(targets), devices.shape.dp
     sums = torch.tensor([sum(counts), number, number**2], dtype=torch.float64, device=devices.device)
-    if dp > 1 and (in_step or count_tokens is not None):
+    # Stages of graphs have as many microbatches whatever the rows.
+    if dp > 1 and (count_tokens is not None or (in_step and not batch.width)):
         dist.all_reduce(sums, group=devices.group("dp"))
         _, numbers, squares = sums.tolist()
         if in_step and squares * dp != numbers**2:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from panther_compile.calibration import lockstep
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.models.batches import Call
 from panther_compile.models.watched import Side, Watched, copy_sharing
@@ -157,4 +158,25 @@ def test_fit_that_raises_leaves_no_thread():
 
     with pytest.raises(KeyError):
         fit_in_lockstep(dense, sketched, [Call((torch.ones(2, 4),), {})], fit, residuals={}, progress=False)
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_while_threads_are_ended_leaves_none(monkeypatch):
+    model = Branches()
+    dense, sketched = sides(model)
+    before, stop, stopped = threading.active_count(), lockstep._Runner.stop, []
+
+    def interrupted(runner):
+        stopped.append(runner)
+        if len(stopped) == 2:
+            raise KeyboardInterrupt
+        stop(runner)
+
+    def fit(name, arrivals):
+        raise ValueError("no layer")
+
+    monkeypatch.setattr(lockstep._Runner, "stop", interrupted)
+    calls = [Call((torch.randn(3, 4),), {}) for _ in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        fit_in_lockstep(dense, sketched, calls, fit, residuals={}, progress=False)
     assert threading.active_count() == before

@@ -52,7 +52,8 @@ def test_shared_states_send_what_the_plan_says(ranks, mesh, kind, shard_size):
     """Every gather of the forward and of the backward is in it, and none that is not."""
     count = math.prod(mesh.values())
     sent = ranks(count).run(metrics_jobs.shared, mesh=mesh, kind=kind, shard_size=shard_size)
-    loss = LOSS * 2 * (count - 1) / count if mesh.keys() == {"dp"} else 0
+    # The loss, and before it how many microbatches each replica has.
+    loss = 2 * LOSS * 2 * (count - 1) / count if mesh.keys() == {"dp"} else 0
     for measured, predicted in sent:
         assert measured == predicted + loss
 
