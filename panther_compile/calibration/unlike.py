@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from panther_compile.models.batch_norms import off_statistics
 from panther_compile.models.batches import Call, run_dense
 
 UNLIKE = 0.3  # off by more, data tells less of the model's use than no data
 MADE_UP_UNLIKE = 0.7  # likewise of images that were made up: without them there is nothing to go by
-_SMALLEST, _LARGEST = 1e-6, 25.0
 
 
 def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
@@ -62,11 +62,6 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 
 def _off(norm: _BatchNorm, count: Tensor, total: Tensor, power: Tensor) -> float:
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
     mean = total / count.to(total)
     variance = (power / count.to(power) - mean.square()).clamp_min(0.0)
-    known = norm.running_var.double().clamp_min(_SMALLEST)
-    off = ((mean - norm.running_mean.double()).square() / known).clamp_max(_LARGEST)
-    wide = 0.5 * ((variance + _SMALLEST).log() - known.log())
-    return float(off.mean() + wide.square().mean())
+    return float(off_statistics(norm, mean, variance))

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor, nn
 
+from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
 from panther_compile.models.batches import Call
-from panther_compile.models.natural import batch_norms, gradients_of, misfit
 from panther_compile.reporting.progress import ProgressBar
 
 _TOGETHER = 16  # images whose statistics are taken as one
@@ -31,7 +31,7 @@ def matched_images(
         model: in eval mode; is not changed, nor are its gradients.
         call: of images.
         images: to start from.
-        seed: of which images are taken together.
+        seed: decides which images are taken together.
         progress: whether to show a bar.
     """
     norms = batch_norms(model)

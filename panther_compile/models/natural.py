@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Generator, Tensor, nn
 
+from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
 from panther_compile.models.batches import Call
 
 _LEAVES = 150
@@ -17,8 +18,6 @@ _CHROMA = 0.4  # of the deviation of colours, beside the brightness
 _TUNED = 16  # images on which colours are matched
 _STEPS, _RATE = 40, 0.1
 _SMALLEST = 1e-6
-
-Norm = nn.BatchNorm1d | nn.BatchNorm2d
 
 
 def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
@@ -76,43 +75,6 @@ def match_batch_norms(
         shift.grad, scale.grad = gradients
         optimizer.step()
     return images * scale.exp().detach().to(images) + shift.detach().to(images), True
-
-
-def batch_norms(model: nn.Module) -> list[Norm]:
-    """Those that keep statistics."""
-    return [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
-
-
-def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
-    """How far means and deviations of what reaches the norms are from those that they keep, a number."""
-    parts: list[Tensor] = []
-
-    def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
-        assert isinstance(norm, Norm)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        x = given[0].float()
-        own = [place for place in range(x.dim()) if place != 1]
-        deviation = norm.running_var.float().clamp_min(_SMALLEST).sqrt()
-        off = (x.mean(own) - norm.running_mean.float()) / deviation
-        wide = (x.var(own, unbiased=False) + _SMALLEST).sqrt().log() - deviation.log()
-        parts.append(off.square().clamp_max(25.0).mean() + wide.square().mean())
-
-    handles = [norm.register_forward_pre_hook(see) for norm in norms]
-    try:
-        call.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
-
-
-def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """Of a loss, for each tensor; None if one does not arrive or is not finite."""
-    if not loss.requires_grad:
-        return None
-    found = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found
 
 
 def _pink_images(count: int, size: int, generator: Generator) -> Tensor:

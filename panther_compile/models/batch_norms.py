@@ -1,0 +1,69 @@
+"""What batch norms know of inputs in training, and how far others are from it.
+
+A norm keeps the mean m and the deviation s of each channel of its input. Inputs that give m' and s' are off
+by
+
+    min(((m' - m) / s)², 25) + log²(s' / s)
+
+the mean over its channels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from panther_compile.models.batches import Call
+
+Norm = nn.BatchNorm1d | nn.BatchNorm2d
+
+_SMALLEST, _LARGEST = 1e-6, 25.0
+
+
+def batch_norms(model: nn.Module) -> list[Norm]:
+    """Those that keep statistics."""
+    return [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
+
+
+def off_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> Tensor:
+    """How far statistics are from those that a norm keeps, a number in their dtype.
+
+    Args:
+        norm: of C channels.
+        mean: of its inputs (C,).
+        variance: likewise.
+    """
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    deviation = norm.running_var.to(variance).clamp_min(_SMALLEST).sqrt()
+    off = (mean - norm.running_mean.to(mean)) / deviation
+    wide = (variance + _SMALLEST).sqrt().log() - deviation.log()
+    return off.square().clamp_max(_LARGEST).mean() + wide.square().mean()
+
+
+def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
+    """How far what reaches the norms in a call is off their statistics, the mean over the norms."""
+    parts: list[Tensor] = []
+
+    def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(norm, Norm)
+        x = given[0].float()
+        own = [place for place in range(x.dim()) if place != 1]
+        parts.append(off_statistics(norm, x.mean(own), x.var(own, unbiased=False)))
+
+    handles = [norm.register_forward_pre_hook(see) for norm in norms]
+    try:
+        call.run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
+
+
+def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The gradient of a loss for each tensor; None if one does not arrive or is not finite."""
+    if not loss.requires_grad:
+        return None
+    found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found
