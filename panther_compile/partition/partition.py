@@ -190,7 +190,7 @@ def partition_model(
         if fixed is not None:
             own.check(fixed)
         graphs = read_graphs(model, inputs, boundaries, costs, tied, profile, sequence_parallel)
-        if fixed is not None and fixed.cp > 1:
+        if fixed is not None:
             graphs = graphs.in_context(find_context(chosen, fixed))
         if differ:
             graphs = with_paces(graphs, places)

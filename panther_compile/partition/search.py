@@ -114,8 +114,8 @@ def expect_meshes(
 
 
 def _of_mesh(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Graphs:
-    """The model as a device sees it, where those of a mesh divide its sequences."""
-    return graphs.in_context(find_context(options.hardware, mesh)) if mesh.cp > 1 else graphs
+    """The model as a device of a mesh sees it, where several divide its sequences."""
+    return graphs.in_context(find_context(options.hardware, mesh))
 
 
 def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from panther_compile.partition.graph.hardware import Hardware
-from panther_compile.partition.records import Collective, Mesh, SharedParameter, Stage
+from panther_compile.partition.records import AXES, Collective, Mesh, SharedParameter, Stage
 from panther_compile.partition.replicas import StateSharding
 
 # The last only where devices divide a sequence.
@@ -77,8 +77,8 @@ def count_traffic(
     inside, between = dict.fromkeys(PURPOSES, 0.0), dict.fromkeys(PURPOSES, 0.0)
     for purpose, first, second, size in (
         *_along_the_pipeline(mesh, microbatches, stages),
-        *_between_shards(mesh, microbatches, stages, collectives),
-        *_over_sequences(mesh, microbatches, stages, context),
+        *_along_axis("shards", "tp", mesh, microbatches, stages, collectives),
+        *_along_axis("context", "cp", mesh, microbatches, stages, context),
         *sharing.messages(stages),
         *_of_tied_parameters(mesh, shared),
     ):
@@ -97,33 +97,25 @@ def _along_the_pipeline(mesh: Mesh, microbatches: int, stages: Sequence[Stage]) 
             yield "pipeline", first, second, size
 
 
-def _between_shards(
-    mesh: Mesh, microbatches: int, stages: Sequence[Stage], collectives: Sequence[Collective]
+def _along_axis(
+    purpose: str,
+    axis: str,
+    mesh: Mesh,
+    microbatches: int,
+    stages: Sequence[Stage],
+    collectives: Sequence[Collective],
 ) -> Iterator[_Message]:
-    sent = _sent_by_device(mesh, microbatches, stages, collectives, mesh.tp)
-    for dp, pp, cp in product(range(mesh.dp), range(mesh.pp), range(mesh.cp)):
-        ranks = [mesh.rank(dp, pp, tp, cp) for tp in range(mesh.tp)]
-        yield from _ring("shards", ranks, sent[pp])
-
-
-def _over_sequences(
-    mesh: Mesh, microbatches: int, stages: Sequence[Stage], context: Sequence[Collective]
-) -> Iterator[_Message]:
-    sent = _sent_by_device(mesh, microbatches, stages, context, mesh.cp)
-    for dp, pp, tp in product(range(mesh.dp), range(mesh.pp), range(mesh.tp)):
-        ranks = [mesh.rank(dp, pp, tp, cp) for cp in range(mesh.cp)]
-        yield from _ring("context", ranks, sent[pp])
-
-
-def _sent_by_device(
-    mesh: Mesh, microbatches: int, stages: Sequence[Stage], collectives: Sequence[Collective], members: int
-) -> list[float]:
-    """What each member of the rings of each device along the pipeline sends."""
-    sent = [0.0] * mesh.pp
+    """Collectives of the rings of devices that differ along one axis alone, all but the pipeline's."""
+    members = getattr(mesh, axis)
+    sent = [0.0] * mesh.pp  # by each member, for each device along the pipeline
     for one in collectives:
         whole = one.bytes * microbatches * (2 if one.kind == "all_reduce" else 1)
         sent[stages[one.stage].device] += whole * (members - 1) / members
-    return sent
+    others = [one for one in AXES if one != axis]
+    for places in product(*(range(getattr(mesh, one)) for one in others)):
+        at = dict(zip(others, places, strict=True))
+        ranks = [mesh.rank(**at, **{axis: place}) for place in range(members)]
+        yield from _ring(purpose, ranks, sent[at["pp"]])
 
 
 @dataclass(frozen=True, slots=True)

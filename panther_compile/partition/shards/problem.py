@@ -8,7 +8,14 @@ from torch import fx, nn
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import Work
-from panther_compile.partition.graph.flow_graph import Costs, add_work, held_bytes, loss_bytes, weigh
+from panther_compile.partition.graph.flow_graph import (
+    Costs,
+    add_work,
+    held_bytes,
+    loss_bytes,
+    tensor_size,
+    weigh,
+)
 from panther_compile.partition.graph.hardware import Link
 from panther_compile.partition.graph.observe import Observed
 from panther_compile.partition.shards.layers import ShardableLayer, find_shardable_layers
@@ -133,8 +140,7 @@ class Problem:
 
     def tensor_bytes(self, node: fx.Node) -> int:
         """Bytes of a node's whole result, of the part of the sequences that is here."""
-        tensor = node.meta["tensor"]
-        return int(tensor.numel() * tensor.element_size()) // self.shares.get(node, 1)
+        return tensor_size(node.meta["tensor"]) // self.shares.get(node, 1)
 
     def is_parameter(self, node: fx.Node) -> bool:
         """Whether a node reads a parameter."""
