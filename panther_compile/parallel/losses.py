@@ -62,27 +62,35 @@ def share_loss(
     """
     targets = divide_target(target, batch)
     rows = [size if batch.is_filled_up else None for size in batch.sizes]
-    counts = [0] * len(targets) if count_tokens is None else [int(count_tokens(one)) for one in targets]
-    number, dp = len(targets), devices.shape.dp
-    sums = torch.tensor([sum(counts), number, number**2], dtype=torch.float64, device=devices.device)
-    # Stages of graphs have as many microbatches whatever the rows.
-    if dp > 1 and (count_tokens is not None or (in_step and not batch.width)):
-        dist.all_reduce(sums, group=devices.group("dp"))
-        _, numbers, squares = sums.tolist()
-        if in_step and squares * dp != numbers**2:
-            raise BatchError(
-                f"replicas have different numbers of microbatches, {number} of {batch.rows} rows here and "
-                f"{numbers / dp:.4g} on average, and wait for each other in each of them "
-                "(fully_shard, sync_batchnorm); a replica needs a row for each microbatch"
-            )
-    total = float(sums[0])
     if count_tokens is None:
-        weights = [size / batch.rows if batch.rows else 1 / number for size in batch.sizes]
-    elif total > 0:
-        weights = [dp / total] * number
+        # Stages of graphs have as many microbatches whatever the rows.
+        if in_step and not batch.width:
+            _sum_tokens(0, batch, devices, in_step=True)
+        weights = [size / batch.rows if batch.rows else 1 / len(batch.sizes) for size in batch.sizes]
     else:
-        raise BatchError("count_tokens gave 0 for the batches of all replicas: there is no loss to take")
+        count = sum(int(count_tokens(one)) for one in targets)
+        total = _sum_tokens(count, batch, devices, in_step=in_step)
+        if not total > 0:
+            raise BatchError("count_tokens gave 0 for the batches of all replicas: there is no loss to take")
+        weights = [devices.shape.dp / total] * len(targets)
     return [Share(*one) for one in zip(targets, rows, weights, strict=True)]
+
+
+def _sum_tokens(count: int, batch: Batch, devices: Devices, *, in_step: bool) -> float:
+    """The tokens of all replicas; replicas in step must have as many microbatches as one another."""
+    dp, number = devices.shape.dp, len(batch.sizes)
+    if dp == 1:
+        return count
+    sums = torch.tensor([count, number, number**2], dtype=torch.float64, device=devices.device)
+    dist.all_reduce(sums, group=devices.group("dp"))
+    total, numbers, squares = sums.tolist()
+    if in_step and squares * dp != numbers**2:
+        raise BatchError(
+            f"replicas have different numbers of microbatches, {number} of {batch.rows} rows here and "
+            f"{numbers / dp:.4g} on average, and wait for each other in each of them "
+            "(fully_shard, sync_batchnorm); a replica needs a row for each microbatch"
+        )
+    return float(total)
 
 
 def no_loss(outputs: Sequence[Tensor]) -> Tensor:
