@@ -18,6 +18,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from accuracy_models import load_subject
 from accuracy_models.gpt import calibration as draw_calibration
 from accuracy_models.gpt import prepare
+from accuracy_models.subject import kept
 from compress_smollm2 import LENGTH, PROJECTIONS, load_smollm2
 from peft import EvaConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig
@@ -159,19 +161,13 @@ def train(subject: Subject, tuned: nn.Module, rate: float, checked: list[int]) -
 
 def sketch(subject: Subject, given: argparse.Namespace) -> nn.Module:
     """The model at the ratio; kept in the folder given, if one is."""
-    kept = (
-        given.kept and given.kept / f"{given.model}-{given.ratio:g}-{'weights' if given.weights else 'data'}"
-    )
-    if kept and kept.exists():
-        return pc.load_sketched(copy.deepcopy(subject.model), kept).eval()
+    name = f"{given.model}-{given.ratio:g}-{'weights' if given.weights else 'data'}"
     fitted = list(subject.fitted.split(subject.batch))
     options = {"data": fitted, "narrow": False, **subject.options}
     if given.weights:
         options = {"synthetic": False}
-    small = pc.sketchify(subject.model, given.ratio, progress=False, **options)
-    if kept:
-        pc.save_sketched(small, kept)
-    return small
+    make = partial(pc.sketchify, subject.model, given.ratio, progress=False, **options)
+    return kept(given.kept and given.kept / name, subject.model, make)
 
 
 def table(

@@ -13,7 +13,6 @@ Embeddings, norms and head of a sketch are the dense model's own tensors; `share
 """
 
 import argparse
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from accuracy_models import CACHE
 from accuracy_models.smollm2 import BATCH, LENGTH, PIECES, pieces, smollm2_texts
+from accuracy_models.subject import kept
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -107,13 +107,12 @@ def stored(*models: nn.Module) -> int:
     return sum(found.values())
 
 
-def kept(folder: Path, dense: PreTrainedModel, make: Callable[[], nn.Module]) -> PreTrainedModel:
-    """The sketch that the folder holds, made first if it holds none."""
-    if not folder.exists():
-        begin = time.process_time()
-        pc.save_sketched(make(), folder)
-        print(f"{folder.name}: {time.process_time() - begin:.0f} s", flush=True)
-    return pc.load_sketched(copy.deepcopy(dense), folder).eval()
+def kept_and_timed(folder: Path, dense: PreTrainedModel, make: Callable[[], nn.Module]) -> Any:
+    """See `kept`; prints what it took."""
+    begin = time.process_time()
+    model = kept(folder, dense, make)
+    print(f"{folder.name}: {time.process_time() - begin:.0f} s", flush=True)
+    return model
 
 
 def heal(small: nn.Module, dense: nn.Module, data: Tensor, steps: int) -> nn.Module:
@@ -210,11 +209,13 @@ def main() -> None:
     ways, sizes = list(other_ways(dense)), {}
     for ratio in sorted({*given.ratios, *given.healed}, reverse=True):
         folder = given.kept / f"smollm2-{ratio:g}"
-        small = kept(folder, dense, partial(pc.sketchify, dense, ratio, data=fitted, progress=False))
+        small = kept_and_timed(
+            folder, dense, partial(pc.sketchify, dense, ratio, data=fitted, progress=False)
+        )
         models = {f"`ratio={ratio:g}`": small} if ratio in given.ratios else {}
         if ratio in given.healed:
             folder = folder.with_name(f"{folder.name}-healed-{given.steps}")
-            made = kept(folder, dense, partial(heal, small, dense, fresh, given.steps))
+            made = kept_and_timed(folder, dense, partial(heal, small, dense, fresh, given.steps))
             models[f"`ratio={ratio:g}`, healed"] = made
         for name, model in models.items():
             saved = share(model, dense)

@@ -55,10 +55,20 @@ def classify(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([model(batch).log_softmax(-1) for batch in images.split(200)])
 
 
-def kept_sketch(subject: Subject, ratio: float, folder: Path, **options: Any) -> nn.Module:
-    """The sketch that the folder holds, or else one fitted to the subject's data, which it holds then."""
-    if folder.exists():
-        return pc.load_sketched(copy.deepcopy(subject.model), folder).eval()
-    model = pc.sketchify(subject.model, ratio, data=subject.calibration("in", 0), **options)
-    pc.save_sketched(model, folder)
+def kept(folder: Path | None, dense: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """The sketch that a folder holds, or else one that is made, which it holds then; None holds none."""
+    if folder is not None and folder.exists():
+        return pc.load_sketched(copy.deepcopy(dense), folder).eval()
+    model = make()
+    if folder is not None:
+        pc.save_sketched(model, folder)
     return model
+
+
+def kept_sketch(subject: Subject, ratio: float, folder: Path, **options: Any) -> nn.Module:
+    """The sketch that the folder holds, or else one fitted to the subject's data; see `kept`."""
+
+    def make() -> nn.Module:
+        return pc.sketchify(subject.model, ratio, data=subject.calibration("in", 0), **options)
+
+    return kept(folder, subject.model, make)
