@@ -163,7 +163,7 @@ def losses_by_rank(
         dense: the model.
         twins: its layers, by name.
         lacking: D, what the weight (O, I) of each lacks, float64.
-        calls: the data, of which G and S = E[x xᵀ] are; None takes both as the identity.
+        calls: the data that G and S = E[x xᵀ] are measured on; None takes the identity for both.
         logits: whether results are, see `outputs.distance`.
     """
     if calls is None:

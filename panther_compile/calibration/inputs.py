@@ -167,7 +167,7 @@ def _integers(call: Call) -> list[Tensor]:
 
 
 def _numbers(found: Found) -> int:
-    """Of what may be sketched."""
+    """How many numbers may be sketched."""
     return sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
 
 

@@ -139,7 +139,7 @@ class _Healer:
     def run(self, hides_progress: bool) -> HealReport:
         """Heal the model, and leave it in the best state that was seen, whatever happens."""
         before = after = self._judge()
-        best = last = self._objective(before)
+        at_start = best = last = self._objective(before)
         kept_step, worse = 0, 0
         if not math.isfinite(best):
             bad = next(name for name, loss in before.items() if not math.isfinite(loss))
@@ -168,13 +168,13 @@ class _Healer:
                     continue
                 found = self._judge()
                 now = self._objective(found)
-                bar.set_postfix(start=f"{self._objective(before):.4f}", now=f"{now:.4f}")
+                bar.set_postfix(start=f"{at_start:.4f}", now=f"{now:.4f}")
                 worse = 0 if now < last else worse + 1
                 last = now
                 if now < best:
                     best, after, kept_step = now, found, step
                     kept = [parameter.detach().clone() for parameter in parameters]
-                elif now > _ASTRAY * self._objective(before) and rate > _SLOWEST * self.lr:
+                elif now > _ASTRAY * at_start and rate > _SLOWEST * self.lr:
                     _restore(parameters, kept)
                     rate *= _SLOWER
                     descent = Descent(factors, rate, self.steps - step)

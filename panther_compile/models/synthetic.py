@@ -8,7 +8,7 @@ than 4 x 4, if there is one.
              of an encoder whose tokenizer is at hand: words at random, see `word_texts.py`; else tokens drawn
              evenly
     images   with the spectrum of natural ones, see `natural.py`; where there are batch norms, of the colours
-             and contrasts that give their statistics
+             and contrasts that give their statistics, and nearer to them by descent, see `matched_images.py`
     sounds   noise of the spectrum 1 / f
     vectors  normal numbers
 

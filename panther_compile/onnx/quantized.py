@@ -98,7 +98,7 @@ def twins_of(quantized: Sequence[Product], dense: Sequence[Product]) -> dict[int
 
 
 def _distance(one: Tensor, other: Tensor, *, probe: bool = False) -> float:
-    """Of two matrices, relative to the other; of some of their rows and columns alone, as a probe."""
+    """How far one matrix is from another, relative to the other; a probe compares some rows and columns."""
     if probe:
         rows, columns = (slice(None, None, max(1, size // _PROBE)) for size in one.shape)
         one, other = one[rows, columns], other[rows, columns]
