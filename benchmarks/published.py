@@ -2,16 +2,17 @@
 
     python benchmarks/published.py [--rows 0 1 ...] [--ranked 8b 70b] [--kept FILE] [--output docs/benchmarks]
 
-The rows are in published_rows.json, with their sources. Three constants are fitted, on the rows marked "fit"
-alone: how many FLOP/s products and attention reach in bf16, and products in fp8 by torchao on torchtitan's
-boards of 500 W and by Transformer Engine on DGX of 700 W, the last layer and attention staying in bf16.
-Everything else is data sheets. Rows marked "test" are predicted with them. The runs were compiled or had
-fused kernels (`compiled=True`), the devices of a stage sent each a part of what the next one takes, and the
-loss took logits in shards. Attention is causal; keys and values of grouped queries are kept once where the
-runtime does ("grouped"), and what products read in one byte where it does ("keeps"). Each published mesh is
-also ranked among all meshes of as many devices at its global batch, by what the planner expects of them;
-where sequences were divided (cp), among those that do not as well. "selective" keeps what torchtitan keeps:
-every second product, and attention. No GPU is used. Writes published.md.
+The rows are in published_rows.json, with their sources. Five constants are fitted, on the rows marked "fit"
+alone: how many FLOP/s products reach in bf16 and in fp8, each on torchtitan's boards of 500 W and on those of
+700 W that the others have, and what share of the rate of products in bf16 attention reaches. The last layer
+and attention stay in bf16. Everything else is data sheets. Rows marked "test" are predicted with them. The
+runs were compiled or had fused kernels (`compiled=True`), the devices of a stage sent, and kept, each a part
+of what the next one takes, what is gathered or computed again at once is a decoder layer, and the loss took
+logits in shards. Attention is causal; keys and values of grouped queries are kept once where the runtime does
+("grouped"), and what products read in one byte where it does ("keeps"). Each published mesh is also ranked
+among all meshes of as many devices at its global batch, by what the planner expects of them; where sequences
+were divided (cp), among those that do not as well. "selective" keeps what torchtitan keeps: every second
+product, and attention. No GPU is used. Writes published.md.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panther_compile.partition import Link, Partition
+from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graph.flow_graph import Costs, tensor_size
 from panther_compile.partition.graph.hardware import H100, Hardware
 from panther_compile.partition.graph.observe import Observed
@@ -47,9 +50,13 @@ TOKENS = 8192  # of a sequence, where a row does not say
 SHAPES = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16384, 53248, 126, 128)}
 # TB/s of boards by their GB of memory (torchtitan's have 96), of which 80 %.
 MEMORY_RATES = {80: 3.35, 96: 2.4}
-UNLIMITED = 10**12  # bytes: a layout that was run fits
-FIRST = {"bf16": 0.5 * 989e12, "fp8": 0.35 * 1979e12}  # FLOP/s to begin with
 TITAN, DGX = 96, 80  # boards by their GB
+# FLOP/s to begin with, and the share of the first that attention reaches.
+FIRST = {
+    **{f"bf16 {board}": 0.5 * 989e12 for board in (TITAN, DGX)},
+    **{f"fp8 {board}": 0.35 * 1979e12 for board in (TITAN, DGX)},
+    "attention": 0.6,
+}
 HIDDEN = Link(1e15, 0.0)  # NVLink where collectives of shards run behind products
 ATTENTIONS = ("causal", "grouped causal")  # the latter without repeating keys and values
 
@@ -102,12 +109,22 @@ class Rates:
     """FLOP/s that are reached.
 
     Attributes:
-        bf16: by attention, and products that are not in eight bits.
+        bf16: by products that are not in eight bits.
         fp8: by those that are; None of a row without.
+        attention: by attention.
     """
 
     bf16: float
-    fp8: float | None = None
+    fp8: float | None
+    attention: float
+
+
+def rates_of(row: Mapping[str, Any], constants: Mapping[str, float]) -> Rates:
+    """Those of a row's boards, from constants named as in `FIRST`."""
+    size = row["memory_gb"]
+    bf16 = constants[f"bf16 {size}"]
+    fp8 = constants[f"fp8 {size}"] if row["precision"] == "fp8" else None
+    return Rates(bf16, fp8, constants["attention"] * bf16)
 
 
 def board(row: dict[str, Any], rates: Rates) -> Hardware:
@@ -118,6 +135,7 @@ def board(row: dict[str, Any], rates: Rates) -> Hardware:
         H100,
         flops_per_second=rates.bf16,
         fp8_flops_per_second=rates.fp8,
+        attention_flops_per_second=rates.attention,
         memory_bytes=memory * 10**9,
         memory_bytes_per_second=rate,
     )
@@ -136,6 +154,23 @@ def keep_every_second(notes: Mapping[Any, Observed]) -> None:
             note.operations[number] = replace(one, kept=size * (number == 0) if keeps else None)
 
 
+def divide_by_layers(layers: Mapping[str, str], flow: FlowGraph) -> tuple[int, ...]:
+    """Where decoder layers end, and what is before and behind them: what the runs gather and compute again.
+
+    Args:
+        layers: by the name of a node, the layer that it is of.
+        flow: the graph, a vertex a node.
+    """
+    names = [layers[vertex] for vertex in flow.work]
+    return (*(number for number, (one, after) in enumerate(pairwise(names), 1) if one != after), len(names))
+
+
+def layer_of(node: fx.Node) -> str:
+    """The decoder layer of a node, or the other module right below the model."""
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return ".".join(paths[-1].split(".")[:3]) if paths else ""
+
+
 class Study:
     """Graphs that are read once, and predictions from them."""
 
@@ -149,7 +184,7 @@ class Study:
         mesh = Mesh(**row["mesh"])
         options = PlanOptions(
             hardware=graphs.costs.hardware,
-            memory_bytes=UNLIMITED,
+            memory_bytes=row["memory_gb"] * 10**9,
             microbatches=row["microbatches"],
             samples=row["rows"],
             schedule=row["schedule"],
@@ -200,44 +235,74 @@ class Study:
         )
         if key not in self._read:
             model, ids = build(row["model"], row["rows"], tokens, grouped=grouped)
-            self._read[key] = read_graphs(model, {"input_ids": ids}, (), costs)
-            keep_every_second(self._read[key].notes)
+            read = read_graphs(model, {"input_ids": ids}, (), costs)
+            keep_every_second(read.notes)
+            layers = {node.name: layer_of(node) for node in read.captured.graph_module.graph.nodes}
+            self._read[key] = replace(read, divide=partial(divide_by_layers, layers))
         if self._weighed is None or self._weighed[0] != (key, costs):
             self._weighed = (key, costs), reweigh(self._read[key], costs)
         return self._weighed[1]
 
 
-def fit(
-    study: Study, rows: list[dict[str, Any]], precision: str, memory_gb: int, bf16: float | None = None
-) -> float:
-    """FLOP/s for which the rows' tokens a second are met best: seconds are nearly linear in its inverse.
+def fit(study: Study, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Constants, as in `FIRST`, for which tokens a second of the rows marked "fit" are met best.
 
-    Args:
-        study: of the graphs.
-        rows: of the file.
-        precision: "bf16" or "fp8".
-        memory_gb: of the boards.
-        bf16: FLOP/s, for "fp8".
+    Seconds are nearly linear in the inverse of each rate: each is tried at two values.
     """
-    flops = FIRST[precision]
-    rows = [
-        row
-        for row in rows
-        if row["use"] == "fit" and row["precision"] == precision and row["memory_gb"] == memory_gb
-    ]
-    lines = []
-    for row in rows:
-        tried = (factor * flops for factor in (1.0, 1.25))
-        found = (Rates(one) if bf16 is None else Rates(bf16, one) for one in tried)
-        near, far = (1 / study.predict(row, rates)[0] for rates in found)
-        slope = (near - far) / (1 - 1 / 1.25)
-        lines.append((near - slope, slope, 1 / row["tokens"]))  # fixed, per inverse factor, wanted
-    factors = [0.3 * 1.01**step for step in range(240)]
-    errors = [
-        sum(math.log((fixed + slope / factor) / wanted) ** 2 for fixed, slope, wanted in lines)
-        for factor in factors
-    ]
-    return flops * factors[errors.index(min(errors))]
+    lines = [_Line.of(study, row) for row in rows if row["use"] == "fit"]
+    factors = dict.fromkeys(FIRST, 1.0)
+    grid = [0.3 * 1.01**step for step in range(240)]
+
+    def error(tried: Mapping[str, float]) -> float:
+        return sum(math.log(line.seconds(tried) / line.wanted) ** 2 for line in lines)
+
+    for _ in range(20):
+        for name in FIRST:
+            factors[name] = min(grid, key=lambda one: error({**factors, name: one}))
+    return {name: FIRST[name] * factor for name, factor in factors.items()}
+
+
+_STEP = 1.25
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Seconds of a token of a row, by what its constants are of those in `FIRST`.
+
+    Attributes:
+        fixed: of what no constant changes.
+        parts: by the names of the constants that divide them together.
+        wanted: as published.
+    """
+
+    fixed: float
+    parts: Mapping[tuple[str, ...], float]
+    wanted: float
+
+    @classmethod
+    def of(cls, study: Study, row: Mapping[str, Any]) -> "_Line":
+        """From predictions at `FIRST`, and with each rate alone higher by `_STEP`."""
+
+        def seconds(**higher: float) -> float:
+            rates = rates_of(row, FIRST)
+            found = replace(rates, **{name: getattr(rates, name) * factor for name, factor in higher.items()})
+            return 1 / study.predict(row, found)[0]
+
+        names = {
+            "bf16": (f"bf16 {row['memory_gb']}",),
+            "attention": (f"bf16 {row['memory_gb']}", "attention"),
+        }
+        if row["precision"] == "fp8":
+            names["fp8"] = (f"fp8 {row['memory_gb']}",)
+        now = seconds()
+        parts = {of: (now - seconds(**{name: _STEP})) / (1 - 1 / _STEP) for name, of in names.items()}
+        return cls(now - sum(parts.values()), parts, 1 / row["tokens"])
+
+    def seconds(self, factors: Mapping[str, float]) -> float:
+        """What is expected with constants of so many times `FIRST`."""
+        return self.fixed + sum(
+            part / math.prod(factors[name] for name in of) for of, part in self.parts.items()
+        )
 
 
 HEAD = (
@@ -286,9 +351,9 @@ class Found:
         gib = self.memory_bytes / 2**30
         per_device = f" x {row['stages_per_device']}" if "stages_per_device" in row else ""
         tokens = f", {row['sequence']:,} tokens" if "sequence" in row else ""
-        run = (
-            f"{row['precision']}, {row['states']}, {row['recompute']}, {row['schedule']}{per_device}{tokens}"
-        )
+        hidden = ", hidden tp" if row.get("overlaps_tp") else ""
+        schedule = f"{row['schedule']}{per_device}" if row["mesh"].get("pp", 1) > 1 else "no pipeline"
+        run = f"{row['precision']}, {row['states']}, {row['recompute']}, {schedule}{tokens}{hidden}"
         memory = ["", f"{gib:.1f}", ""]
         if row["gib"] is not None:
             memory = [f"{row['gib']}", f"{gib:.1f}", f"{gib / row['gib'] - 1:+.0%}"]
@@ -306,15 +371,16 @@ _TEXT = """\
 
 Made by `benchmarks/published.py`; the rows and their sources are in `benchmarks/published_rows.json`.
 Llama-3 on H100, sequences of 8,192 tokens where the run does not say, Adam with float32 master weights, the
-loss divided over tp. Nothing was run on a GPU. Three constants are fitted on the rows marked "fit", what is
-reached: {bf16:.0f} TFLOP/s in bf16, by products and by attention in every row, {fp8:.0f} by products in fp8
-by torchao on torchtitan's boards of 500 W, and {engine:.0f} by Transformer Engine on DGX of 700 W
-(`products="fp8"`, the last layer in bf16). All else is data sheets. The runs were compiled, or had fused
-kernels (`compiled=True`). Their stages send parts that the next stage gathers, where ours send all from each
-device, and so does the plan here. NVIDIA's ran collectives of shards behind products: they take no time
-here. Its runtime keeps keys and values of grouped queries once, and what products read in one byte
-(`keeps="fp8"`). With cp 2 keys and values are gathered in full, and nothing hides it. The fit did not look
-at rows marked "test". Rank: the place of the published mesh among all that are expected to fit at the same
+loss divided over tp. Nothing was run on a GPU. Five constants are fitted on the rows marked "fit", what is
+reached: by products in bf16 {titan:.0f} TFLOP/s on torchtitan's boards of 500 W and {dgx:.0f} on the others,
+of 700 W; in fp8 {torchao:.0f} by torchao on the first and {engine:.0f} by Transformer Engine on the others
+(`products="fp8"`, the last layer in bf16); by attention {attention:.0%} of the rate in bf16. All else is data
+sheets. The runs were compiled, or had fused kernels (`compiled=True`). Their stages send and keep parts of
+what crosses a cut, where ours send all from each device, and what is gathered or computed again at once is a
+decoder layer; so it is in the plan here. NVIDIA's runs, and those with AsyncTP, ran collectives of shards
+behind products ("hidden tp"): they take no time here. NVIDIA's runtime keeps keys and values of grouped
+queries once, and what products read in one byte (`keeps="fp8"`). With cp keys and values are gathered in
+full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the published mesh among all that are expected to fit at the same
 global batch and microbatch, those without cp among them. Rows that miss (a step time by more than 15 %,
 memory by more than 10 %, or more than the board has where none is published, or a rank behind 3) come first,
 and what that follows from is below the table.
@@ -351,14 +417,13 @@ def main() -> None:
         return kept[name]
 
     lines, notes = [], []
-    bf16 = keep("bf16", partial(fit, study, rows, "bf16", TITAN))
-    fp8 = {size: keep(f"fp8 {size}", partial(fit, study, rows, "fp8", size, bf16)) for size in (TITAN, DGX)}
+    constants = keep("constants", partial(fit, study, rows))
     for number, row in enumerate(rows):
         if arguments.rows is not None and number not in arguments.rows:
             left = f"{row['source']}, {row['model']} on {Mesh(**row['mesh'])}, {row['schedule']}"
             notes.append(f"- {left}: in the file, and not predicted for this table.\n")
             continue
-        rates = Rates(bf16, fp8[row["memory_gb"]] if row["precision"] == "fp8" else None)
+        rates = rates_of(row, constants)
         tokens, size = keep(f"{number}", partial(study.predict_sizes, row, rates))
         rank = None
         if row["model"] in arguments.ranked:
@@ -375,9 +440,11 @@ def main() -> None:
         for cells in (HEAD, ["---"] * 5 + ["--:"] * 6 + ["---"], *(cells for _, cells in lines))
     ]
     text = _TEXT.format(
-        bf16=bf16 / 1e12,
-        fp8=fp8[TITAN] / 1e12,
-        engine=fp8[DGX] / 1e12,
+        titan=constants[f"bf16 {TITAN}"] / 1e12,
+        dgx=constants[f"bf16 {DGX}"] / 1e12,
+        torchao=constants[f"fp8 {TITAN}"] / 1e12,
+        engine=constants[f"fp8 {DGX}"] / 1e12,
+        attention=constants["attention"],
         table="\n".join(table),
         notes="".join(notes),
         sources="; ".join(f"{name}: {where}" for name, where in read["sources"].items()),

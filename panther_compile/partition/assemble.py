@@ -291,8 +291,8 @@ class _StageBuilder:
             in_flight=in_flight,
             memory=StageMemory(
                 states=sum(item.memory_bytes for item in held),
-                activations=in_flight * (saved + self._kept_input(index, received)),
-                buffers=received + sent,
+                activations=in_flight * (saved + self._kept_input(index, received) // request.parts),
+                buffers=(received + sent) // request.parts,
                 recomputed=recomputed,
                 gathered=gathered,
             ),

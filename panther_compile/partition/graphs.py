@@ -1,6 +1,6 @@
 """A model read once, and its flow graph as one device sees it, for any number of devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,7 @@ class Graphs:
         flows: by what is done with tied parameters.
         sequence_parallel: see `partition_model`.
         positions: of a device, where devices divide a sequence.
+        divide: where units end in a flow graph; see `find_units`.
     """
 
     captured: Captured
@@ -65,6 +66,7 @@ class Graphs:
     flows: Mapping[str, FlowGraph]
     sequence_parallel: bool | str = "auto"
     positions: int | None = None
+    divide: Callable[[FlowGraph], tuple[int, ...]] = find_units
     _known: KnownRules = field(default_factory=KnownRules)
     _per_device_flows: dict[tuple[Ring, Prices], tuple[FlowGraph, ...]] = field(default_factory=dict)
     _in_context: dict[Context, "Graphs"] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class Graphs:
     @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """Where units end in each flow graph."""
-        return tuple(find_units(flow) for flow in self.flows.values())
+        return tuple(map(self.divide, self.flows.values()))
 
     def recomputed_flows(self, ring: Ring, prices: Prices, kind: str | float) -> tuple[_Recomputed, ...]:
         """The flow graphs of a device with activation checkpointing, and the bytes of the largest unit."""
@@ -221,6 +223,7 @@ def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
         flows,
         graphs.sequence_parallel,
         graphs.positions,
+        graphs.divide,
         graphs._known,
     )
 

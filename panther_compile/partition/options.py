@@ -166,15 +166,14 @@ class PlanOptions:
         """
         pipeline = self.pipeline(mesh, strategy)
         memory = max(1, self.memory_bytes - whole_bytes) // strategy.stages_per_device
-        return StageRequest(pipeline.links, pipeline.in_flight, memory, pipeline.spare_bytes)
+        parts = self._parts(mesh)
+        return StageRequest(pipeline.links, pipeline.in_flight, memory, pipeline.spare_bytes, parts)
 
     def pipeline(self, mesh: Mesh, strategy: Strategy) -> PipelineShape:
         """The pipeline of a mesh."""
         stages, microbatches = mesh.pp * strategy.stages_per_device, self.microbatches_of(mesh)
         return PipelineShape(
-            links=_stage_links(
-                self.places or (self.hardware,), mesh, stages, mesh.tp if self.scattered else 1
-            ),
+            links=_stage_links(self.places or (self.hardware,), mesh, stages, self._parts(mesh)),
             in_flight=_in_flight(
                 strategy.schedule, mesh.pp, microbatches, strategy.stages_per_device, self.training
             ),
@@ -187,6 +186,10 @@ class PlanOptions:
             sharding=strategy.sharding,
             replica_links=find_replica_links(self.hardware, mesh, strategy.sharding.sharers),
         )
+
+    def _parts(self, mesh: Mesh) -> int:
+        """Devices of a stage that divide what crosses a cut."""
+        return mesh.tp if self.scattered else 1
 
     def shared_link(self, mesh: Mesh) -> Link:
         """The slowest link between devices that share a stage."""

@@ -1,4 +1,4 @@
-"""Products in eight bits: their time alone, and the bytes of what they read."""
+"""Products in eight bits, and attention: their times alone, and the bytes of what products read."""
 
 import dataclasses
 
@@ -44,6 +44,19 @@ def test_products_alone_take_half():
     saved = 3 * own / 2
     assert bf16.stages[0].backward_seconds - fp8.stages[0].backward_seconds == pytest.approx(saved, rel=1e-3)
     assert bf16.stages[0].activation_bytes == fp8.stages[0].activation_bytes
+
+
+def test_attention_has_a_rate_of_its_own():
+    half = dataclasses.replace(TWICE, attention_flops_per_second=5e11)
+    even, slow = plan(), plan(hardware=half)
+    own = 2 * 4 * 2 * 32 * 32 * 16 * 2 / 1e12  # heads of 2 rows, 32 by 32 scores of 16 features, two products
+    assert slow.stages[0].forward_seconds - even.stages[0].forward_seconds == pytest.approx(own, rel=1e-3)
+    more = slow.stages[0].backward_seconds - even.stages[0].backward_seconds
+    assert more == pytest.approx(2.5 * own, rel=1e-3)
+    # A cluster of both kinds has the slower one, which is that of products where none is given.
+    assert slowest_of([TWICE, half]).attention_flops_per_second == 5e11
+    with pytest.raises(ConfigError, match=r"attention_flops_per_second is 0\.0; it must"):
+        dataclasses.replace(TWICE, attention_flops_per_second=0.0)
 
 
 def test_what_they_read_is_kept_in_one_byte():

@@ -1,5 +1,6 @@
 """What replicas share of a model's states, and what is computed again, in memory and time."""
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -331,9 +332,9 @@ class Classifier(nn.Module):
         return self.head(x)
 
 
-def planned(model, x, costs, mesh, **options):
+def planned(model, x, costs, mesh, *, divide=find_units, **options):
     """By the planner's own records, for what `partition_model` does not offer."""
-    graphs = read_graphs(model, x, (), costs)
+    graphs = dataclasses.replace(read_graphs(model, x, (), costs), divide=divide)
     asked = PlanOptions(hardware=costs.hardware, memory_bytes=10**12, microbatches=4, **options)
     return partition_mesh("model", graphs, asked, Mesh(**mesh))
 
@@ -350,11 +351,22 @@ def test_a_divided_loss_takes_logits_in_shards():
     assert shards.stages[0].memory.activations < whole.stages[0].memory.activations
 
 
-def test_stages_that_send_parts_send_faster():
+def test_stages_that_send_parts_send_faster_and_hold_less():
     costs = Costs(cluster(rate=1e6))
     mesh, x = {"pp": 2, "tp": 2}, torch.randn(4, WIDTH)
     all_of_it, parts = (planned(Blocks(), x, costs, mesh, scattered=one) for one in (False, True))
-    assert parts.stages[0].send_seconds == pytest.approx(all_of_it.stages[0].send_seconds / 2)
+    for one, other in zip(all_of_it.stages, parts.stages, strict=True):
+        assert other.send_seconds == pytest.approx(one.send_seconds / 2)
+        assert other.memory.buffers == one.memory.buffers / 2
+    # A unit across the cut: to compute it again, the second stage keeps what it receives.
+    options = {"recompute": "full", "schedule": "gpipe"}
+    one, other = (
+        planned(
+            Blocks(), x, costs, mesh, scattered=parts, divide=lambda flow: (len(flow.work),), **options
+        ).stages[1]
+        for parts in (False, True)
+    )
+    assert one.memory.activations - other.memory.activations == one.in_flight * one.received_bytes / 2 > 0
 
 
 def test_the_loss_keeps_its_logits():

@@ -292,7 +292,13 @@ def _weigh_alone(node: fx.Node, note: Observed, costs: Costs, devices: int) -> W
 
 
 def _device(note: Observed, costs: Costs) -> cost.Device:
+    if _is_attention(note):
+        return costs.hardware.attention_device
     return costs.hardware.fp8_device if note.fp8 else costs.hardware.device
+
+
+def _is_attention(note: Observed) -> bool:
+    return any(one.kind == "attention" for one in note.operations)
 
 
 def _seconds(note: Observed, operations: Sequence[Operation], costs: Costs, devices: int) -> float:
@@ -330,8 +336,7 @@ def _by_roofline(note: Observed, costs: Costs, devices: int) -> tuple[float, flo
         backward = cost.seconds(products, device, itemsize=1)
     elif costs.training and note.gradients:
         # Attention computes its scores again, then two products for each of the forward's.
-        is_attention = any(one.kind == "attention" for one in note.operations)
-        times = 2.5 if is_attention else min(2, note.gradients)
+        times = 2.5 if _is_attention(note) else min(2, note.gradients)
         products = tuple(replace(product, macs=product.macs * times) for product in products)
         factor = 2 if any(product.macs for product in products) else 1
         products = tuple(

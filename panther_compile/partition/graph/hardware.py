@@ -90,6 +90,7 @@ class Hardware:
         rates: of kinds of operations, in place of a roofline of the numbers above, where measured.
         overlap: whether a device computes while the replicas' gradients and parameters are sent.
         fp8_flops_per_second: of large matrix products in eight bits, as reached; None where there are none.
+        attention_flops_per_second: of fused attention, as reached; None for that of products.
     """
 
     name: str
@@ -104,15 +105,15 @@ class Hardware:
     rates: tuple[Rate, ...] = ()
     overlap: bool = False
     fp8_flops_per_second: float | None = None
+    attention_flops_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("flops_per_second", "memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"Hardware.{field} is {getattr(self, field)}; it must be positive")
-        if self.fp8_flops_per_second is not None and self.fp8_flops_per_second <= 0:
-            raise ConfigError(
-                f"Hardware.fp8_flops_per_second is {self.fp8_flops_per_second}; it must be positive"
-            )
+        for field in ("fp8_flops_per_second", "attention_flops_per_second"):
+            if getattr(self, field) is not None and getattr(self, field) <= 0:
+                raise ConfigError(f"Hardware.{field} is {getattr(self, field)}; it must be positive")
         for link in (self.intra_node, self.inter_node):
             if link.bytes_per_second <= 0 or link.latency_seconds < 0:
                 raise ConfigError(f"Hardware: {link} needs a positive rate and a latency of zero or more")
@@ -132,6 +133,12 @@ class Hardware:
     def fp8_device(self) -> cost.Device:
         """The same for products in eight bits."""
         rate = self.fp8_flops_per_second or self.flops_per_second
+        return replace(self.device, macs_per_second=rate / 2)
+
+    @property
+    def attention_device(self) -> cost.Device:
+        """The same for fused attention."""
+        rate = self.attention_flops_per_second or self.flops_per_second
         return replace(self.device, macs_per_second=rate / 2)
 
     def link(self, first: int, second: int) -> Link:
@@ -155,6 +162,7 @@ def slowest_of(several: Sequence[Hardware]) -> Hardware:
     if len({one.devices_per_node for one in kinds}) > 1:
         sizes = ", ".join(f"{one.name} {one.devices_per_node}" for one in kinds)
         raise ConfigError(f"hardware: devices_per_node is {sizes}; in one mesh it has to be the same")
+    attention = (one.attention_flops_per_second or one.flops_per_second for one in kinds)
     return replace(
         min(kinds, key=lambda one: one.flops_per_second),
         name=" + ".join(one.name for one in kinds),
@@ -163,6 +171,7 @@ def slowest_of(several: Sequence[Hardware]) -> Hardware:
         inter_node=min((one.inter_node for one in kinds), key=lambda link: link.bytes_per_second),
         overlap=all(one.overlap for one in kinds),
         fp8_flops_per_second=min(one.fp8_flops_per_second or 0 for one in kinds) or None,
+        attention_flops_per_second=min(attention),
     )
 
 
@@ -181,7 +190,8 @@ CPU = Hardware(
 )
 # NVIDIA's data sheets of the SXM boards: 989 TFLOP/s in bf16 and 1,979 in fp8 without sparsity, and 60 % of
 # it taken as reached; 80 % of 3.35 and 4.8 TB/s; 80 % of NVLink's 450 GB/s a direction, and of one 400 Gbit/s
-# port a device between nodes. Latencies are orders of magnitude. Nothing here was measured.
+# port a device between nodes. Attention is FlashAttention-2's forward and backward (arXiv 2307.08691, section
+# 4.1). Latencies are orders of magnitude. Nothing here was measured.
 _NVLINK, _INFINIBAND = Link(360e9, 5e-6), Link(40e9, 10e-6)
 H100 = Hardware(
     "h100",
@@ -192,6 +202,7 @@ H100 = Hardware(
     _INFINIBAND,
     overlap=True,
     fp8_flops_per_second=0.6 * 1979e12,
+    attention_flops_per_second=335e12,
 )
 H200 = replace(H100, name="h200", memory_bytes_per_second=0.8 * 4.8e12, memory_bytes=141 * 10**9)
 

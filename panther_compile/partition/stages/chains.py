@@ -40,12 +40,14 @@ class StageRequest:
         in_flight: microbatches that each stage holds at once.
         memory_bytes: that a stage may take; None for no limit.
         spare_bytes: that each may take beyond that, where devices differ; empty if they do not.
+        parts: devices of a stage that each receive, keep and send a part of what crosses a cut.
     """
 
     links: tuple[Link, ...]
     in_flight: tuple[int, ...]
     memory_bytes: int | None = None
     spare_bytes: tuple[int, ...] = ()
+    parts: int = 1
 
     @property
     def count(self) -> int:
@@ -166,9 +168,10 @@ class Candidates:
             held = held + whole * (uses[end] > uses[starts])
         saved = self._saved[end] - self._saved[starts]
         in_flight = np.array(request.in_flight[stages], dtype=float)[:, None]
-        ends = self.forward_bytes[starts] + self.forward_bytes[end]
+        ends = (self.forward_bytes[starts] + self.forward_bytes[end]) / request.parts
+        kept_inputs = self._kept_inputs[starts] / request.parts
         spare = np.array(request.spare_bytes[stages] or (0,), dtype=float)[:, None]
-        return held + ends + in_flight * (saved + self._kept_inputs[starts]) - spare
+        return held + ends + in_flight * (saved + kept_inputs) - spare
 
     def transfers(self, links: Sequence[Link]) -> Floats:
         """Time that each cut costs a stage at either side, at the end of each stage: (stages + 1, C)."""
