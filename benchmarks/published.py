@@ -380,8 +380,9 @@ what crosses a cut, where ours send all from each device, and what is gathered o
 decoder layer; so it is in the plan here. NVIDIA's runs, and those with AsyncTP, ran collectives of shards
 behind products ("hidden tp"): they take no time here. NVIDIA's runtime keeps keys and values of grouped
 queries once, and what products read in one byte (`keeps="fp8"`). With cp keys and values are gathered in
-full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the published mesh among all that are expected to fit at the same
-global batch and microbatch, those without cp among them. Rows that miss (a step time by more than 15 %,
+full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the published mesh
+among all that are expected to fit at the same global batch and microbatch, those without cp among them. Rows
+that miss (a step time by more than 15 %,
 memory by more than 10 %, or more than the board has where none is published, or a rank behind 3) come first,
 and what that follows from is below the table.
 
