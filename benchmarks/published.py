@@ -20,6 +20,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -34,6 +35,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from panther_compile.errors import StageMemoryError
 from panther_compile.partition import Link, Partition
 from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graph.flow_graph import Costs, tensor_size
@@ -50,6 +52,7 @@ TOKENS = 8192  # of a sequence, where a row does not say
 SHAPES = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64), "405b": (16384, 53248, 126, 128)}
 # TB/s of boards by their GB of memory (torchtitan's have 96), of which 80 %.
 MEMORY_RATES = {80: 3.35, 96: 2.4}
+UNLIMITED = 10**12  # bytes
 TITAN, DGX = 96, 80  # boards by their GB
 # FLOP/s to begin with, and the share of the first that attention reaches.
 FIRST = {
@@ -195,7 +198,11 @@ class Study:
             master_weights=True,
             scattered=True,
         )
-        part = partition_mesh(f"Llama-{row['model']}", graphs, options, mesh)
+        name = f"Llama-{row['model']}"
+        part = partition_mesh(name, graphs, replace(options, memory_bytes=UNLIMITED), mesh)
+        if part.device_memory_bytes > options.memory_bytes:
+            with suppress(StageMemoryError):  # it was run, so that it fits
+                part = partition_mesh(name, graphs, options, mesh)
         tokens = row["rows"] * row["microbatches"] * mesh.dp * row.get("sequence", TOKENS)
         return tokens / part.step_seconds / mesh.devices, part
 

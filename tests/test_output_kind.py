@@ -85,6 +85,17 @@ def test_rows_that_are_sure_are_logits_and_others_are_not():
     assert recognize_output(steep, calls(CLASSES)).output == "auto"
 
 
+@pytest.mark.parametrize(("scale", "output"), [(12.0, "logits"), (1.5, "auto")])
+def test_few_rows_show_many_classes(scale, output):
+    """Of twelve rows that each choose among a thousand no more than log 12 can be told."""
+    model = nn.Sequential(nn.Linear(32, 1000, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(nn.functional.normalize(torch.randn(1000, 32), dim=1) * scale)
+    rows = nn.functional.normalize(torch.randn(12, 32), dim=1) * 4
+    kind = recognize_output(model, [Call((rows,), {})])
+    assert (kind.output, kind.head) == (output, "0" if output == "logits" else None)
+
+
 @pytest.mark.parametrize(("last", "output"), [(nn.LogSoftmax(-1), "logits"), (nn.Softmax(-1), "auto")])
 def test_probabilities_and_their_logarithms(last, output):
     assert recognize_output(nn.Sequential(*classifier(False), last), calls(CLASSES)).output == output

@@ -2,9 +2,9 @@
 
 A result that names its logits is taken at its word. One tensor without a name is taken for logits if a
 linear layer makes it that is as wide as the vocabulary of an embedding, as a configuration's labels or as the
-model's num_classes, which those of timm have; if its
-rows are log-probabilities; or if its rows, as logits, would be sure of choices that differ from row to row,
-which those of a trained classifier are, and features are not. What is uncertain is taken for features.
+model's num_classes, which those of timm have; if its rows are log-probabilities; or if its rows, as logits,
+would be sure of choices that differ from row to row, which those of a trained classifier are, and features
+are not. What is uncertain is taken for features.
 """
 
 import math
@@ -23,7 +23,7 @@ from panther_compile.models.watched import copy_sharing
 NAMED = "it names them"
 _CALLS = 4
 _ROWS = 1024
-_SURE = 0.4  # of the information that choices among so many can give
+_SURE = 0.4  # of the information that choices among so many, or that so many rows, can give
 _STEEP = 30.0  # deviation of a row beyond which it holds no logits
 _NEAR = 1e-3
 
@@ -92,15 +92,26 @@ def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
                 return OutputKind("logits", f"{head} is as wide as config.{option}", head)
         if getattr(model, "num_classes", None) == width:
             return OutputKind("logits", f"{head} is as wide as the model's num_classes", head)
-    chances = rows.log_softmax(-1)
-    mean = chances.logsumexp(0) - math.log(len(rows))
-    information = float((chances.exp() * chances).sum(-1).mean() - (mean.exp() * mean).sum())
-    share = information / math.log(width)
+    sure, told = _sureness(rows)
     deviation = float((rows - rows.mean(-1, keepdim=True)).square().mean().sqrt())
-    said = f"its rows, as logits, would tell {share:.0%} of a choice among {width}"
-    if head is not None and share >= _SURE and deviation <= _STEEP:
+    said = f"its rows, as logits, would be {sure:.0%} sure of one of {width}, and tell {told:.0%} of a choice"
+    if head is not None and min(sure, told) >= _SURE and deviation <= _STEEP:
         return OutputKind("logits", f"{head} makes it, and {said}", head)
     return OutputKind("auto", said if head is not None else "no linear layer makes it")
+
+
+def _sureness(rows: Tensor) -> tuple[float, float]:
+    """How sure rows of logits are, and how much they tell of each other's choices apart.
+
+    The first is 1 - H / log C, with H the entropy of a row and C its width; the second the information of a
+    row's number about the choice, over the most that can be, log min(C, rows).
+    """
+    chances = rows.log_softmax(-1)
+    mean = chances.logsumexp(0) - math.log(len(rows))
+    entropy = -float((chances.exp() * chances).sum(-1).mean())
+    information = -float((mean.exp() * mean).sum()) - entropy
+    most = math.log(min(rows.shape[-1], max(2, len(rows))))
+    return 1 - entropy / math.log(rows.shape[-1]), information / most
 
 
 def _run(
