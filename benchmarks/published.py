@@ -389,9 +389,8 @@ behind products ("hidden tp"): they take no time here. NVIDIA's runtime keeps ke
 queries once, and what products read in one byte (`keeps="fp8"`). With cp keys and values are gathered in
 full, and nothing hides it. The fit did not look at rows marked "test". Rank: the place of the published mesh
 among all that are expected to fit at the same global batch and microbatch, those without cp among them. Rows
-that miss (a step time by more than 15 %,
-memory by more than 10 %, or more than the board has where none is published, or a rank behind 3) come first,
-and what that follows from is below the table.
+that miss (a step time by more than 15 %, memory by more than 10 %, or more than the board has where none is
+published, or a rank behind 3) come first, and what that follows from is below the table.
 
 {table}
 

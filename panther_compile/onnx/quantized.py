@@ -106,7 +106,7 @@ def _distance(one: Tensor, other: Tensor, *, probe: bool = False) -> float:
 
 
 def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
-    """Of a quantized product: what it reads, the same before any rounding, its result, and I; else None."""
+    """What a quantized product reads, the same before rounding, its result, and I; None of other nodes."""
     x = node.inputs[0] if node.inputs else None
     if x is None:
         return None

@@ -246,7 +246,7 @@ def _arrays(
 
 
 def _steps(pairs: Pairs) -> list[list[tuple[Product, Product]]]:
-    """The pairs in their order, in groups; no product hangs on another one of its group."""
+    """The pairs in their order, in groups in which no product reads the result of another."""
     steps: list[list[tuple[Product, Product]]] = []
     made: set[ir.Value] = set()
     for pair in pairs:

@@ -96,7 +96,7 @@ class Graphs:
 
     @cached_property
     def outline(self) -> Outline:
-        """Of the model, to know what to expect of meshes."""
+        """The outline of the model, by which meshes are compared before any is cut."""
         return Outline(next(iter(self.flows.values())))
 
     def prices(self, tp: int) -> tuple[Prices, ...]:

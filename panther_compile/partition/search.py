@@ -163,7 +163,7 @@ def _expect_one(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Stra
 
 
 def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Of each way to share states, budgets of checkpointing that are expected to fit, up to the largest.
+    """Budgets of checkpointing that are expected to fit, for each way to share states, up to the largest.
 
     A larger budget keeps more and computes less again, so that it is found by bisection. Passed over are ways
     that would be slower than one that fits of their mesh, or not close to that of any, were nothing computed

@@ -132,14 +132,16 @@ class Hardware:
     @property
     def fp8_device(self) -> cost.Device:
         """The same for products in eight bits."""
-        rate = self.fp8_flops_per_second or self.flops_per_second
-        return replace(self.device, macs_per_second=rate / 2)
+        return self._device_at(self.fp8_flops_per_second)
 
     @property
     def attention_device(self) -> cost.Device:
         """The same for fused attention."""
-        rate = self.attention_flops_per_second or self.flops_per_second
-        return replace(self.device, macs_per_second=rate / 2)
+        return self._device_at(self.attention_flops_per_second)
+
+    def _device_at(self, flops_per_second: float | None) -> cost.Device:
+        """One device at another rate of multiply-adds; None for that of products."""
+        return replace(self.device, macs_per_second=(flops_per_second or self.flops_per_second) / 2)
 
     def link(self, first: int, second: int) -> Link:
         """The link between two devices, numbered through the cluster node by node."""
