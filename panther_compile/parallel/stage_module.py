@@ -63,6 +63,11 @@ def contiguous_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(passed)
 
 
+def _no_view(tensor: Tensor) -> Tensor:
+    """The same numbers; torch's zero-bubble schedules detach in place what needs no gradient, too."""
+    return tensor.data if tensor._is_view() and not tensor.requires_grad else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _ModeArgument:
     """An argument of a node that train and eval differ in; what the graph has is that of train."""
@@ -164,7 +169,7 @@ class StageModule(nn.Module):
         outputs = self.graph(*contiguous_gradients(inputs))
         if self.promised is not None:
             _check_outputs(self._index, self.promised, outputs)
-        return contiguous_gradients(outputs)
+        return tuple(_no_view(tensor) for tensor in contiguous_gradients(outputs))
 
     def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the user's names."""

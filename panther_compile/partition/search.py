@@ -19,6 +19,7 @@ from panther_compile.partition.shards.collectives import place_collectives
 from panther_compile.partition.shards.describe import Sharding, describe_shards, explain_whole
 from panther_compile.partition.shards.device_flow import per_device_flow
 from panther_compile.partition.shards.problem import Prices, Ring
+from panther_compile.partition.stages.chains import StageRequest
 from panther_compile.partition.stages.ends import StageCuts, choose_cuts, least_memory
 from panther_compile.partition.stages.mesh_search import Expectation, find_meshes
 from panther_compile.partition.stages.units import recompute_units
@@ -320,21 +321,37 @@ def _fit(
             f"{stages} stages are asked for (pp {mesh.pp} x {strategy.stages_per_device} a device), and the "
             f"graph of {name} has {largest} operations to divide between them{hint}"
         )
-    found = []
-    for whole, plan in divisible:
-        cuts = choose_cuts(plan.flow, plan.request)
+    found = (_cut(name, graphs, options, mesh, whole, plan, ring, prices) for whole, plan in divisible)
+    fitting = [partition for partition in found if partition is not None]
+    return min(fitting, key=lambda partition: partition.step_seconds, default=None)
+
+
+def _cut(
+    name: str,
+    graphs: Graphs,
+    options: PlanOptions,
+    mesh: Mesh,
+    whole: FlowGraph,
+    plan: DevicePlan,
+    ring: Ring,
+    prices: Prices,
+) -> Partition | None:
+    """The fastest partition of a flow graph that fits; None if none was found."""
+    spare = options.spare_bytes or (0,) * mesh.pp
+    for request in _requests(plan):
+        cuts = choose_cuts(plan.flow, request)
         if cuts is None:
             continue
-        sharding = None
+        cut, sharding = plan, None
         if mesh.tp > 1:
             flow, sharding = _shard_stages(graphs, whole, cuts, ring, prices)
-            flow, recomputed = recompute_units(flow, plan.units, strategy.recompute)
-            flow, gathered = share_states(flow, strategy.sharding, plan.units)
-            plan = _device_plan(options, mesh, strategy, flow, plan.units, recomputed, gathered)
+            flow, recomputed = recompute_units(flow, plan.units, plan.strategy.recompute)
+            flow, gathered = share_states(flow, plan.strategy.sharding, plan.units)
+            cut = _device_plan(options, mesh, plan.strategy, flow, plan.units, recomputed, gathered)
         partition = assemble(
             name,
             graphs.captured,
-            plan,
+            cut,
             cuts,
             options,
             mesh,
@@ -343,11 +360,20 @@ def _fit(
             sharding=sharding,
             notes=graphs.notes,
         )
-        spare = options.spare_bytes or (0,) * mesh.pp
         room = (options.memory_bytes + one for one in spare)
         if all(held <= most for held, most in zip(partition.held_bytes, room, strict=True)):
-            found.append(partition)
-    return min(found, key=lambda partition: partition.step_seconds, default=None)
+            return partition
+    return None
+
+
+def _requests(plan: DevicePlan) -> Iterator[StageRequest]:
+    """What to ask of the stages, in turn, until those of each device fit into it together.
+
+    Where a device holds several, large ones may be beside small ones: none has a limit of its own at first.
+    """
+    if plan.strategy.stages_per_device > 1 and plan.request.memory_bytes is not None:
+        yield replace(plan.request, memory_bytes=None, spare_bytes=())
+    yield plan.request
 
 
 def _shard_stages(

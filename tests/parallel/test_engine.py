@@ -3,13 +3,13 @@
 import pytest
 import torch
 from parallel import behavior
-from torch import nn
+from torch import fx, nn
 
 from panther_compile import parallelize_model, partition_model
 from panther_compile.errors import BatchError, ConfigTypeError, ParallelError, ProcessGroupError
 from panther_compile.parallel.devices import place_stages
 from panther_compile.parallel.microbatches import divide_target, merge, read_batch, take_rows
-from panther_compile.parallel.stage_module import contiguous_gradients
+from panther_compile.parallel.stage_module import StageModule, contiguous_gradients
 from panther_compile.partition import TensorSpec
 
 
@@ -162,6 +162,18 @@ def test_gradients_become_contiguous_and_outputs_are_no_views():
     plain = torch.autograd.grad((x.t() * torch.randn(4, 3)).sum(), x)[0]
     assert seen[0]
     assert not plain.is_contiguous()  # else the test proves nothing
+
+
+def test_masks_that_a_stage_gives_are_no_views():
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return (x * 2).t(), mask[None].expand(2, -1)
+
+    stage = StageModule(fx.symbolic_trace(Masked()), None)
+    x, mask = torch.randn(3, 4, requires_grad=True), torch.ones(3)
+    for given, wanted in zip(stage(x, mask), (2 * x.t(), mask.repeat(2, 1)), strict=True):
+        assert torch.equal(given, wanted)
+        given.detach_()  # as torch's zero-bubble schedules do
 
 
 def _spec(name, *shape):

@@ -81,6 +81,33 @@ def test_schedules(schedule):
     assert part.stages[0].in_flight == {"gpipe": 4, "1f1b": 2, "interleaved": 4}[schedule]
 
 
+class Table(nn.Module):
+    """An embedding that holds much and takes no time, in front of layers that take time."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4000, 32)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+
+    def forward(self, ids):
+        return self.layers(self.table(ids))
+
+
+def test_memory_is_that_of_a_device_over_all_its_stages():
+    def interleaved(**options):
+        options = {"mesh": {"pp": 2}, "schedule": "interleaved", "microbatches": 4} | options
+        return partition_model(Table(), torch.zeros(8, 4, dtype=torch.long), **options)
+
+    free = interleaved()
+    most = free.device_memory_bytes
+    assert max(stage.memory_bytes for stage in free.stages) > most / 2  # one takes more than an equal share
+    tight = interleaved(memory_per_device=most)
+    assert tight.device_memory_bytes <= most
+    assert tight.step_seconds == free.step_seconds
+    with pytest.raises(StageMemoryError):
+        interleaved(memory_per_device=4000 * 32 * 4)
+
+
 def test_data_parallel_reduction_takes_time():
     assert cut(mesh={"dp": 4, "pp": 2}).step_seconds > cut(mesh={"dp": 1, "pp": 2}).step_seconds
 

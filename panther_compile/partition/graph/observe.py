@@ -183,8 +183,9 @@ class _Observer(fx.Interpreter):
             note.gradients = max(1, matrices + trains)
         note.fixed = not isinstance(result, Tensor) and self._is_fixed(n)
         if n.target in ATTENTION:
-            # Without a device torch takes the unfused path, which no GPU does: scores never reach memory.
-            macs = sum(product.macs for product in note.products) / (2 if _is_causal(n) else 1)
+            # Whatever path torch takes here, a GPU runs one kernel: scores never reach memory.
+            queries, keys = (self.env[one] for one in n.args[:2] if isinstance(one, fx.Node))
+            macs = _attention_macs(queries, keys, made[0]) / (2 if _is_causal(n) else 1)
             note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
             kept = None if _drops_out(n) else sum(map(_bytes, made))
             moved = note.products[0].activations
@@ -349,6 +350,12 @@ def _laid_out_as(result: Tensor, queries: Tensor) -> Tensor:
     if not is_turned or result.transpose(1, 2).is_contiguous():
         return result
     return result.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention_macs(queries: Tensor, keys: Tensor, result: Tensor) -> float:
+    """Multiply-adds of (..., L, E) by (..., S, E) for scores, and of these by values for (..., L, V)."""
+    rows = result.numel() // result.shape[-1]
+    return float(rows * keys.shape[-2] * (queries.shape[-1] + result.shape[-1]))
 
 
 def _drops_out(node: fx.Node) -> bool:
