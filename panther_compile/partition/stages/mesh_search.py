@@ -6,8 +6,9 @@ device of M bytes has room for a share
 
     x_i  <=  M / (H + k_i S)
 
-of the model in stage i. The shares are made equal where there is room, and each cut goes where the fewest
-bytes cross within a quarter of a stage from there. What comes of it orders the meshes, and nothing else.
+of the model in stage i. The shares are made equal where there is room, and each cut goes where the work
+that it moves to another stage and the transfer together take the least time, within a quarter of a stage.
+What comes of it orders the meshes, and nothing else.
 """
 
 from collections.abc import Iterator, Sequence
@@ -132,17 +133,17 @@ class Outline:
         """Seconds of the slowest stage for one microbatch; given are those of vertices, by place."""
         done = np.stack([np.concatenate(((0.0,), np.cumsum(one))) for one in seconds])
         work = done[0]
-        crossing = self._forward_bytes + self._backward_bytes
-        window, ends = _WINDOW * shares.min() * work[-1], [0]
-        for place in np.cumsum(shares)[:-1] * work[-1]:
+        window, ends, transfers = _WINDOW * shares.min() * work[-1], [0], []
+        for place, link in zip(np.cumsum(shares)[:-1] * work[-1], links, strict=True):
             first, last = np.searchsorted(work, (place - window, place + window))
             first = max(int(first), ends[-1])
-            ends.append(first + int(crossing[first : max(int(last), first + 1)].argmin()))
+            near = slice(first, max(int(last), first + 1))
+            sent = np.array([self._forward_bytes[near], self._backward_bytes[near]])
+            taken = (sent / link.bytes_per_second + link.latency_seconds * (sent > 0)).sum(axis=0)
+            least = int((taken + np.abs(work[near] - place)).argmin())
+            ends.append(first + least)
+            transfers.append(float(taken[least]))
         ends.append(len(work) - 1)
-        transfers = [
-            link.seconds(self._forward_bytes[end]) + link.seconds(self._backward_bytes[end])
-            for link, end in zip(links, ends[1:-1], strict=True)
-        ]
         at_ends = np.array([0.0, *transfers, 0.0])
         stages = np.arange(len(shares)) % len(done)
         own = done[stages, ends[1:]] - done[stages, ends[:-1]]
