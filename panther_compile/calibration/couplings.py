@@ -294,7 +294,9 @@ def _is_apart(coupling: Coupling, others: Sequence[Coupling]) -> bool:
 
 
 def _head_width(x: Tensor) -> int:
-    """How many features in a row are equal, if it is the same number all along; else 0."""
+    """How many features in a row are equal, if it is the same number all along; else 0, as without rows."""
+    if not x.numel():
+        return 0
     rows = x.reshape(-1, x.shape[-1])
     size = float(rows.abs().max())
     new = (rows[:, 1:] - rows[:, :-1]).abs().amax(0) > _tolerance(x) * size

@@ -221,6 +221,12 @@ def test_models_of_the_zoo(name):
     assert (len(found) - heads, heads) == COUNTS[name]
 
 
+def test_experts_that_no_token_reaches():
+    model = zoo.ZOO["mixtral"].build()
+    found = couplings_of(model, [{"input_ids": torch.tensor([[3]])}])
+    assert not [coupling for coupling in found if not coupling.padded]
+
+
 def test_half_types_are_seen_through():
     torch.manual_seed(0)
     model = Part(plain).to(torch.bfloat16)
