@@ -3,6 +3,7 @@
 accelerated   accelerate's own loop over a parallel model
 adapters      LoRA of PEFT on sketched layers, by the names of the dense ones, its start from what is left out
 aliases       Parameters of a model that have several names
+conversions   Weights that transformers merges or splits, left apart in sketched layers
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
 hf_trainer    transformers' Trainer over a parallel model

@@ -39,6 +39,7 @@ from panther_compile.checkpoint import (
 )
 from panther_compile.errors import CheckpointError, CheckpointMismatchError, CheckpointVersionError
 from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.integrations.conversions import keep_apart, without_sketched
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import replace_inside
@@ -122,6 +123,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         if not layers:
             register(model)
             return None, {}
+        keep_apart(model)
         for name, tensor in model.state_dict().items():
             if keeps_numbers_elsewhere(tensor) and not isinstance(tensor, DTensor):
                 raise CheckpointError(
@@ -142,6 +144,12 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         record = record_to_json(vars(model).get(RECORD_ATTRIBUTE))
         metadata = {} if record is None else {RECORD_KEY: json.dumps(record)}
         return {**model.state_dict(), **refusal}, metadata
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Those that leave the tensors of sketched layers as they are; early transformers 5 give no model."""
+        kept = without_sketched(model[0], weight_conversions) if model else weight_conversions
+        updated: list[Any] = super().update_weight_conversions(kept, *model)
+        return updated
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **others: Any

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -54,6 +55,22 @@ def assert_same(found, wanted, inputs):
         pairs = zip(tensors(call(found, inputs)), tensors(call(wanted, inputs)), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_factors_are_not_merged_as_dense_weights_are(tmp_path):
+    """Files of GTE hold queries, keys and values in one tensor; a sketch of queries alone cannot."""
+    pytest.importorskip("transformers.models.gte")
+    widths = WIDTHS | {"num_key_value_heads": 4, "max_position_embeddings": 64}
+    AutoModel.from_config(AutoConfig.for_model("gte", **widths)).save_pretrained(tmp_path / "dense")
+    assert "qkv_proj" in "".join(load_file(tmp_path / "dense/model.safetensors"))
+    model = AutoModel.from_pretrained(tmp_path / "dense").eval()
+    small = sketch(model, include="*.q_proj")
+    small.save_pretrained(tmp_path / "small")
+    loaded = AutoModel.from_pretrained(tmp_path / "small").eval()
+    assert_same(loaded, small, {"input_ids": IDS})
+    dense = pc.densify(small)
+    dense.save_pretrained(tmp_path / "dense again")
+    assert_same(AutoModel.from_pretrained(tmp_path / "dense again").eval(), dense, {"input_ids": IDS})
 
 
 def types(model):
