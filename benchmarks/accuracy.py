@@ -57,14 +57,10 @@ def fingerprint(model: nn.Module) -> str:
 def replaced_layers(subject: Subject, ratios: Sequence[float]) -> tuple[tuple[str, ...], int]:
     """The names of the layers that all methods replace, and their dense count of numbers."""
     plans = [pc.plan_sketch(subject.model, ratio, progress=False, **subject.options) for ratio in ratios]
-    found = {
-        tuple((line.name, line.dense_numbers) for line in plan.sketched if line.name not in subject.heads)
-        for plan in plans
-    }
-    if len(found) != 1:
+    names = {tuple(line.name for line in plan.sketched) for plan in plans}
+    if len(names) != 1:
         raise SystemExit(f"{subject.title}: which layers are replaced depends on the ratio; nothing compares")
-    lines = dict(found.pop())
-    return tuple(lines), sum(lines.values())
+    return names.pop(), plans[0].dense_numbers
 
 
 def compress(job: Job, subject: Subject, method: str, domain: str, ratio: float) -> nn.Module:

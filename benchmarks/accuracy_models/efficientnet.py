@@ -106,5 +106,4 @@ def efficientnet(cache: Path, quick: bool) -> Subject:
         outputs="classes",
         options={"allow_slower": True},
         remark="Held out are crops of five photographs; their classes are the dense model's own.",
-        heads=("_fc",),
     )

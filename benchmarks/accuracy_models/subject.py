@@ -31,7 +31,6 @@ class Subject:
         outputs: what the model computes: "classes" are logits with the classes last, "values" the rest.
         options: of `plan_sketch` and `sketchify`.
         remark: on how to read the metrics, a sentence.
-        heads: layers that a plan would replace, and that `sketchify` leaves alone once it sees logits.
     """
 
     title: str
@@ -48,7 +47,6 @@ class Subject:
     outputs: str
     options: Mapping[str, Any] = field(default_factory=dict)
     remark: str = ""
-    heads: tuple[str, ...] = ()
 
 
 @torch.inference_mode()

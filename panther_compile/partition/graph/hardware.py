@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from panther_compile.errors import ConfigError
 from panther_compile.factorization import cost
 
@@ -29,6 +32,11 @@ class Link:
     def seconds(self, moved_bytes: float) -> float:
         """Time of one message; nothing sent takes no time."""
         return self.latency_seconds + moved_bytes / self.bytes_per_second if moved_bytes else 0.0
+
+    def seconds_of_each(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same of many messages."""
+        result: NDArray[np.float64] = moved_bytes / self.bytes_per_second
+        return result + self.latency_seconds * (moved_bytes > 0)
 
 
 NO_LINK = Link(float("inf"), 0.0)

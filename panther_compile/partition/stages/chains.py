@@ -178,7 +178,7 @@ class Candidates:
         result = np.zeros((len(links) + 2, self.count))
         for number, link in enumerate(links):
             for moved in (self.forward_bytes, self.backward_bytes):
-                result[number + 1] += moved / link.bytes_per_second + link.latency_seconds * (moved > 0)
+                result[number + 1] += link.seconds_of_each(moved)
         return result
 
 
