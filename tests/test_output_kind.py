@@ -129,6 +129,34 @@ def test_a_square_head_is_left_alone(data):
     assert type(included.head) is not nn.Linear
 
 
+@pytest.mark.parametrize("data", [False, True])
+def test_the_only_linear_layer_behind_convolutions_is_a_head(data):
+    """Known by its place: the plan, made without running anything, says what the sketch will do."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(64, 100))
+    images = [torch.randn(8, 3, 12, 12) for _ in range(4)]
+    plan = pc.plan_sketch(model, 0.5, progress=False, allow_slower=True)
+    assert [line.name for line in plan.sketched] == ["0.2"]
+    assert "output head" in next(line for line in plan.layers if line.name == "2").reason
+    small = pc.sketchify(model, 0.5, data=images if data else None, progress=False, allow_slower=True)
+    assert type(small[2]) is nn.Linear
+    ahead = nn.Sequential(nn.Linear(64, 100), nn.Unflatten(1, (100, 1, 1)), nn.ConvTranspose2d(100, 64, 4))
+    named = [line.name for line in pc.plan_sketch(ahead, 0.5, progress=False, allow_slower=True).sketched]
+    assert named == ["0", "2"]
+
+
+def test_rows_of_few_kinds_among_many_classes_are_logits():
+    """Photographs of four things tell no more than log 4 of a choice among a thousand."""
+    model = nn.Sequential(nn.Linear(4, 1000, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4).repeat(250, 1) * torch.rand(1000, 1) * 9)
+    rows = torch.eye(4).repeat(16, 1)
+    kind = recognize_output(model, [Call((rows,), {})])
+    assert (kind.output, kind.head) == ("logits", "0")
+    same = recognize_output(model, [Call((rows[:1].repeat(64, 1),), {})])
+    assert same.output == "auto"
+
+
 def test_a_head_in_a_list_of_layers_is_known_by_its_place():
     class Listed(nn.Module):
         def __init__(self):

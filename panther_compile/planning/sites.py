@@ -296,15 +296,17 @@ def _any(given: tuple[Selector, ...], match: _Match) -> bool:
 def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
     """The layer that makes the model's output, if it can be distinguished from the others.
 
-    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
-    the number of features, and it is not one of a list of equal blocks.
+    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, or if the
+    convolutions and attentions that there are all come before it; if it changes the number of features; and
+    if it is not one of a list of equal blocks. Kinds that are left alone unless included do not count.
     """
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         named = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(named, nn.Module):
             return named
-    linears = [match for match in matches if match.owner.may_be_head]
-    if len(linears) < 2:
+    usual = [match for match in matches if match.owner.unless_included is None]
+    linears = [match for match in usual if match.owner.may_be_head]
+    if not linears or len(usual) < 2 or (len(linears) == 1 and linears[0] is not usual[-1]):
         return None
     last = linears[-1]
     parents = last.name.split(".")[:-1]
