@@ -23,8 +23,7 @@ from panther_compile.models.watched import copy_sharing
 NAMED = "it names them"
 _CALLS = 4
 _ROWS = 1024
-_SURE = 0.4  # of the information that choices among so many, or that so many rows, can give,
-_SURE_NATS, _TOLD_NATS = 1.8, 1.0  # or this much of it: rows of few kinds among many classes
+_SURE = 0.4  # of the information that choices among so many, or that so many rows, can give
 _STEEP = 30.0  # deviation of a row beyond which it holds no logits
 _NEAR = 1e-3
 
@@ -94,29 +93,25 @@ def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
         if getattr(model, "num_classes", None) == width:
             return OutputKind("logits", f"{head} is as wide as the model's num_classes", head)
     sure, told = _sureness(rows)
-    most_sure, most_told = math.log(width), math.log(min(width, max(2, len(rows))))
     deviation = float((rows - rows.mean(-1, keepdim=True)).square().mean().sqrt())
-    said = (
-        f"its rows, as logits, would be {sure / most_sure:.0%} sure of one of {width}, "
-        f"and tell {told / most_told:.0%} of a choice"
-    )
-    enough = sure >= min(_SURE * most_sure, _SURE_NATS) and told >= min(_SURE * most_told, _TOLD_NATS)
-    if head is not None and enough and deviation <= _STEEP:
+    said = f"its rows, as logits, would be {sure:.0%} sure of one of {width}, and tell {told:.0%} of a choice"
+    if head is not None and min(sure, told) >= _SURE and deviation <= _STEEP:
         return OutputKind("logits", f"{head} makes it, and {said}", head)
     return OutputKind("auto", said if head is not None else "no linear layer makes it")
 
 
 def _sureness(rows: Tensor) -> tuple[float, float]:
-    """How sure rows of logits are, and how much they tell of each other's choices apart, in nats.
+    """How sure rows of logits are, and how much they tell of each other's choices apart.
 
-    The first is log C - H, with H the entropy of a row and C its width; the second the information of a row's
-    number about the choice, log min(C, rows) at most.
+    The first is 1 - H / log C, with H the entropy of a row and C its width; the second the information of a
+    row's number about the choice, over the most that can be, log min(C, rows).
     """
     chances = rows.log_softmax(-1)
     mean = chances.logsumexp(0) - math.log(len(rows))
     entropy = -float((chances.exp() * chances).sum(-1).mean())
     information = -float((mean.exp() * mean).sum()) - entropy
-    return math.log(rows.shape[-1]) - entropy, information
+    most = math.log(min(rows.shape[-1], max(2, len(rows))))
+    return 1 - entropy / math.log(rows.shape[-1]), information / most
 
 
 def _run(
