@@ -304,9 +304,9 @@ def _example(kind: Kind) -> nn.Module:
 
 
 def _output_head(weights: list[OnnxWeight]) -> OnnxWeight | None:
-    """The last matrix, if others or all kernels come before it, it is not square, and it makes an output."""
+    """The last matrix, if there are others, it is not square, and what it computes is an output."""
     matrices = [weight for weight in weights if not weight.uses[0].is_conv]
-    if not matrices or len(weights) < 2 or (len(matrices) == 1 and matrices[0] is not weights[-1]):
+    if len(matrices) < 2:
         return None
     last = matrices[-1]
     shape = _shape(last.tensor)

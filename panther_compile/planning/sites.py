@@ -108,7 +108,11 @@ def without_uncalled(found: Found, uncalled: frozenset[str]) -> Found:
 
 
 def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
-    """The same, without the layer that was seen to make the logits, unless it is included or the only one."""
+    """The same, without the layer that was seen to make the logits, unless it is included.
+
+    The only linear layer, behind convolutions, is sketched as a plan made without inputs says: it is a large
+    part of such models and the cheapest to cut. At .5 CREPE keeps .69 of the pitches with it, .56 without.
+    """
     asked = [
         site
         for site, _ in found.sites
@@ -116,7 +120,8 @@ def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
         if any(selects(selector, site.module, name) for selector in selectors(config.include))
     ]
     gone = [site for site, _ in found.sites if site.name == head and site not in asked]
-    if not gone or len(found.sites) == 1:
+    others = [site for site, owner in found.sites if owner.may_be_head and site not in gone]
+    if not gone or not others:
         return found
     sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
     layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
@@ -296,17 +301,15 @@ def _any(given: tuple[Selector, ...], match: _Match) -> bool:
 def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
     """The layer that makes the model's output, if it can be distinguished from the others.
 
-    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, or if the
-    convolutions and attentions that there are all come before it; if it changes the number of features; and
-    if it is not one of a list of equal blocks. Kinds that are left alone unless included do not count.
+    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
+    the number of features, and it is not one of a list of equal blocks.
     """
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         named = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(named, nn.Module):
             return named
-    usual = [match for match in matches if match.owner.unless_included is None]
-    linears = [match for match in usual if match.owner.may_be_head]
-    if not linears or len(usual) < 2 or (len(linears) == 1 and linears[0] is not usual[-1]):
+    linears = [match for match in matches if match.owner.may_be_head]
+    if len(linears) < 2:
         return None
     last = linears[-1]
     parents = last.name.split(".")[:-1]
