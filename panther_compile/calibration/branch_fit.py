@@ -26,6 +26,7 @@ from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.config import SketchConfig
+from panther_compile.factorization.gram import gram
 from panther_compile.factorization.whiten import low_rank_solution, root_of
 from panther_compile.models.batches import Call, check_rows, kept_positions
 from panther_compile.models.output_kind import recognize_output
@@ -189,7 +190,7 @@ def _covariances(
 
     def see(name: str, x: Tensor) -> None:
         rows = kept_rows(x, kept).float()
-        product = (rows.T @ rows).double()
+        product = gram(rows).double()
         sums[name] = sums[name] + product if name in sums else product
 
     for watched in side.watched.values():
@@ -242,7 +243,7 @@ class BranchSums:
         if self._about is None:
             self._about = (t.mean(0), z.mean(0)) if self._centred else (torch.zeros(()), torch.zeros(()))
         t, z = (one - mean.to(one) for one, mean in zip((t, z), self._about, strict=True))
-        found = tuple(one.double() for one in (t.T @ z, z.T @ z, t.sum(0), z.sum(0)))
+        found = tuple(one.double() for one in (t.T @ z, gram(z), t.sum(0), z.sum(0)))
         self._sums = tuple(map(torch.add, self._sums, found)) if self._sums else found
         self._rows += len(z)
 

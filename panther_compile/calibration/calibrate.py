@@ -84,7 +84,9 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
-    check_batches(watch(model, targets), targets, calls, 0)
+    # Those that are learnt from are checked then; divided ones have other numbers than the user's.
+    first = 0 if len(calls) < LEAST else len(learnt_of(calls))
+    check_batches(watch(model, targets), targets, calls, first)
     calls = divided(watch(model, {}).model, calls, LEAST)
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
@@ -225,11 +227,12 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
         allocations.append(Allocation("sensitivity", damage))
     couplings = tuple(study.losses.values())
     plans = [_plan(studied, config, one, couplings) for one in allocations]
-    narrow, tried, doubt = _best(studied, plans, config, {}, plain=plans[1])
+    held_out = HeldOut(studied, config, studied.held_out)
+    narrow, tried, doubt = _best(studied, plans, held_out, {}, plain=plans[1])
     best, undecided = narrow, [doubt]
     if any(line.choice and line.choice.link for line in narrow.layers):
         apart = _plan(studied, config, allocations[plans.index(narrow)], ())
-        best, tried, doubt = _best(studied, [narrow, apart], config, tried, plain=apart)
+        best, tried, doubt = _best(studied, [narrow, apart], held_out, tried, plain=apart)
         undecided.append(doubt)
     means = {name: sum(found) / len(found) for name, found in tried.items()}
     return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))
@@ -253,7 +256,7 @@ def _plan(
 def _best(
     studied: Studied,
     plans: Sequence[SketchPlan],
-    config: SketchConfig,
+    held_out: HeldOut,
     known: Mapping[str, Sequence[float]],
     *,
     plain: SketchPlan,
@@ -273,7 +276,7 @@ def _best(
     new = [plan for plan in plans if plan.allocation not in known]
     tried = None if folder is None else folder.tried(new)
     if tried is None:
-        tried = _try(studied, new, config)
+        tried = {plan.allocation: held_out.distances(held_out.cut(plan)) for plan in new}
         if folder is not None:
             folder.keep_tried(new, tried)
     distances: dict[str, Sequence[float]] = {**known, **tried}
@@ -281,12 +284,6 @@ def _best(
     usual = plain.allocation if plain.allocation in names else names[0]
     name, undecided = pick({one: distances[one] for one in names}, usual)
     return plans[names.index(name)], distances, undecided
-
-
-def _try(studied: Studied, plans: Sequence[SketchPlan], config: SketchConfig) -> dict[str, list[float]]:
-    """How far the results of each plan are from the dense model's on each held-out batch, by allocation."""
-    held_out = HeldOut(studied, config, studied.held_out)
-    return {plan.allocation: held_out.distances(held_out.cut(plan)) for plan in plans}
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:

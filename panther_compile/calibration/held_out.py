@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +91,12 @@ class Calibrated:
 
 
 class HeldOut:
-    """Compares results on held-out batches with those of the dense model."""
+    """Compares results on held-out batches with those of the dense model, which runs on them once."""
 
     def __init__(
         self, studied: Studied, config: SketchConfig, batches: Sequence[tuple[Call, Tensor | None]]
     ) -> None:
-        self._studied, self._config = studied, config
-        dense = watch(studied.model, {})
-        with torch.no_grad():
-            self._wanted = [(call, kept, call.run(dense.model)) for call, kept in batches]
+        self._studied, self._config, self._batches = studied, config, batches
 
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
@@ -119,15 +118,22 @@ class HeldOut:
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""
-        return sum(self.distances(side)) / len(self._wanted)
+        return sum(self.distances(side)) / len(self._batches)
 
     def distances(self, side: Side) -> list[float]:
         """The same on each batch."""
         with torch.no_grad():
             return [
                 distance(wanted, call.run(side.model), kept, logits=self._config.logits)
-                for call, kept, wanted in self._wanted
+                for (call, kept), wanted in zip(self._batches, self._wanted, strict=True)
             ]
+
+    @cached_property
+    def _wanted(self) -> Sequence[Any]:
+        """The dense model's results."""
+        dense = watch(self._studied.model, {})
+        with torch.no_grad():
+            return [call.run(dense.model) for call, _ in self._batches]
 
 
 class Trial:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.errors import first_line
+from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.half_products import half_products
 from panther_compile.models.outputs import LOGITS, named_tensors
@@ -154,7 +155,7 @@ def _add(
     shelf: Shelf | None,
 ) -> None:
     rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
-    covariance = (rows.T @ rows).double()
+    covariance = gram(rows).double()
     if name in sums:
         sums[name] += covariance
     else:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther_compile.factorization.gram import gram
+
 MAX_ROWS = 8192  # of one batch; the moments of more would be no better
 SAMPLE = 1024  # rows kept to measure errors on
 _KEPT = 32  # batches at least that they come from, if there are so many
@@ -96,7 +98,7 @@ class MomentSums:
         z = x if same and self._cross is None else z - self._about[1]
         if not same and self._cross is None:
             self._cross = self._covariance.clone()
-        self._covariance += z.T @ z
+        self._covariance += gram(z)
         if self._cross is not None:
             self._cross += x.T @ z
         self._sum_x += x.sum(0)

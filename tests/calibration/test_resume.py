@@ -137,7 +137,7 @@ def test_a_cut_right_after_the_study(name, tmp_path, monkeypatch):
         raise CutError
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "_try", cut)
+        patch.setattr(calibrate, "_choose", cut)
         with pytest.raises(CutError):
             pc.sketchify(build(), 0.4, data=data, resume=tmp_path, **OPTIONS)
     with monkeypatch.context() as patch:
