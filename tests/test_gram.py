@@ -1,4 +1,4 @@
-"""xᵀ x in blocks: the numbers of the whole product, exactly symmetric."""
+"""xᵀ x in blocks: the numbers of the whole product."""
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ def test_blocks_are_the_whole_product(features, dtype):
     found, wanted = gram(rows), rows.double().T @ rows.double()
     assert found.dtype == dtype
     assert (found - wanted).abs().max() <= 37 * torch.finfo(dtype).eps * wanted.abs().max()
-    assert torch.equal(found, found.T)
 
 
 def test_rows_of_no_number():

@@ -7,7 +7,7 @@ _LEAST = 256  # features of a block; products of smaller ones are slower than wh
 
 
 def gram(rows: Tensor) -> Tensor:
-    """The products of all pairs of columns (I, I) of rows (N, I), in their dtype, exactly symmetric."""
+    """The products of all pairs of columns (I, I) of rows (N, I), in their dtype."""
     features = rows.shape[1]
     half = features // 2
     if half < _LEAST:
