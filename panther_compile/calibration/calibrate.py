@@ -84,9 +84,7 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
-    # Those that are learnt from are checked then; divided ones have other numbers than the user's.
-    first = 0 if len(calls) < LEAST else len(learnt_of(calls))
-    check_batches(watch(model, targets), targets, calls, first)
+    check_batches(watch(model, targets), targets, calls, 0)
     calls = divided(watch(model, {}).model, calls, LEAST)
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
