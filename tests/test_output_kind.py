@@ -143,6 +143,19 @@ def test_the_only_linear_layer_behind_convolutions_is_sketched_as_planned(data):
     assert [line.name for line in plan.sketched] == [line.name for line in made.sketched] == ["2", "5"]
 
 
+def test_a_head_behind_linear_layers_of_another_kind_is_left_alone():
+    from transformers.pytorch_utils import Conv1D
+
+    class Written(Characters):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(Conv1D(96, 64), nn.GELU(), Conv1D(64, 96))
+
+    small = pc.sketchify(Written(), 0.5, data=texts(), **OPTIONS)
+    assert type(small.head) is nn.Linear
+    assert type(small.body[0]) is not Conv1D
+
+
 def test_a_head_in_a_list_of_layers_is_known_by_its_place():
     class Listed(nn.Module):
         def __init__(self):

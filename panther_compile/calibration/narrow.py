@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, fit_whole_to, shifted_bias
+from panther_compile.factorization.gram import gram
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.whiten import lower_root, root_of, solve
 from panther_compile.kinds.targets import Target
@@ -173,7 +174,7 @@ def writer_losses(coupling: Coupling, left: Tensor, gradient: Tensor, basis: Ten
 
 def _tails(terms: Tensor) -> Tensor:
     """Squared singular values summed from the r-th on, r = 0, 1, ..., those of full rank left out."""
-    small = terms @ terms.T if terms.shape[0] <= terms.shape[1] else terms.T @ terms
+    small = gram(terms.T if terms.shape[0] <= terms.shape[1] else terms)
     values = torch.linalg.eigvalsh(small).clamp_min(0.0)
     return values.cumsum(0).flip(0)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, shifted_bias
+from panther_compile.factorization.gram import gram
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.factorization.whiten import Root, output_error
@@ -115,7 +116,7 @@ def best_of_stack(stack: Stack, moments: Moments, root: Root) -> tuple[Tensor, T
         root: of its covariance, which stacks of one input have in common.
     """
     whitened = stack.weight @ (moments.cross @ root.inverse.T)
-    vectors = torch.linalg.eigh(whitened.T @ whitened)[1][:, -min(whitened.shape) :].flip(1)
+    vectors = torch.linalg.eigh(gram(whitened))[1][:, -min(whitened.shape) :].flip(1)
     return whitened @ vectors, vectors.T @ root.inverse
 
 

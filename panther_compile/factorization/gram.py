@@ -3,7 +3,7 @@
 # N rows, I features
 from torch import Tensor
 
-_LEAST = 256  # features of a block; products of smaller ones are slower than what they save
+_LEAST = 256  # features of a block; copying smaller ones costs more than is saved
 
 
 def gram(rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.factorization.fit_matrix import FittedPair
+from panther_compile.factorization.gram import gram
 from panther_compile.factorization.pivot import to_pivoted
 
 
@@ -45,7 +46,7 @@ def _gram(weights: Sequence[Tensor], scheme: str) -> Tensor:
     total: Tensor | None = None
     for weight in weights:
         dense = weight.detach().double()
-        gram = dense @ dense.T if scheme == "pair" else dense.T @ dense
-        total = gram if total is None else total.add_(gram)
+        products = gram(dense.T if scheme == "pair" else dense)
+        total = products if total is None else total.add_(products)
     assert total is not None
     return total

@@ -120,13 +120,18 @@ def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
         if any(selects(selector, site.module, name) for selector in selectors(config.include))
     ]
     gone = [site for site, _ in found.sites if site.name == head and site not in asked]
-    others = [site for site, owner in found.sites if owner.may_be_head and site not in gone]
-    if not gone or not others:
-        return found
     sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
+    if not gone or not any(_is_linear(site, owner) for site, owner in sites):
+        return found
     layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
     skipped = [_stays_dense(name, layer, site.kind, _HEAD) for name, layer, site in layers]
     return replace(found, sites=sites, skipped=(*found.skipped, *skipped))
+
+
+def _is_linear(site: Site, owner: Kind) -> bool:
+    """Whether data sees rows of features reach it, as they are, whatever the kind is called."""
+    view = owner.view(site.module)
+    return not isinstance(view, str) and view.is_linear
 
 
 def check_module(model: object) -> None:
