@@ -1,9 +1,10 @@
-"""Quality against time and bytes: dense, int8, sketched, sketched and int8, of MiniLM in ONNX Runtime.
+"""Quality against time and bytes: dense, int8, sketched, sketched and int8, of encoders in ONNX Runtime.
 
     python benchmarks/frontier.py --cache out/frontier      an hour on two cores, minutes the second time
     python benchmarks/frontier.py --cache out/frontier --output docs/benchmarks/frontier.md
+    python benchmarks/frontier.py --cache out/bert --model bert-width       time alone: its weights are random
 
-Models are fitted to 256 paragraphs and judged by 256 others, as in accuracy.py. All files are loaded at once
+MiniLM is fitted to 256 paragraphs and judged by 256 others, as in accuracy.py. All files are loaded at once
 and take turns; the fastest turn of each counts, in processor seconds, which other work disturbs least. A
 picture is drawn beside the table.
 """
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoTokenizer, BertConfig, BertModel  # noqa: E402
 
 import panther_compile as pc  # noqa: E402
 
@@ -44,6 +45,8 @@ SKETCHES: dict[str, tuple[float, str] | None] = {
     "0.5 of int8 time": (0.5, "int8"),
 }
 PLAIN = "dense, quantize_dynamic alone"
+MINILM, BERT_WIDTH = "minilm", "bert-width"
+TITLES = {MINILM: "all-MiniLM-L6-v2", BERT_WIDTH: "4 layers as wide as BERT-base, random weights"}
 SHAPES = {"32 x 64": (32, 64), "1 x 64": (1, 64)}
 
 
@@ -72,22 +75,48 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cache", type=Path, required=True, help="folder of sketches and files, made once")
+    parser.add_argument("--model", choices=list(TITLES), default=MINILM)
     parser.add_argument("--rows", nargs="+", default=list(SKETCHES), choices=list(SKETCHES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the table there too")
     options = parser.parse_args()
-    subject = minilm(options.cache, quick=False)
+    subject = minilm(options.cache, quick=False) if options.model == MINILM else bert_width()
     files: dict[str, Path] = {}
     for name in dict.fromkeys(["dense", *options.rows]):
         files |= make_files(subject, name, options.cache)
-    quality = {name: judge(path, subject) for name, path in files.items()}
+    judged = options.model == MINILM
+    quality = {name: judge(path, subject) for name, path in files.items()} if judged else {}
     seconds = {threads: measure(files, threads, options.rounds) for threads in options.threads}
-    text = "\n".join([*heading(), *rows(files, quality, seconds), ""])
+    text = "\n".join([*heading(options.model), *rows(files, quality, seconds), ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
-        draw(quality, seconds[options.threads[0]], options.output.with_suffix(".png"))
+        if judged:
+            draw(quality, seconds[options.threads[0]], options.output.with_suffix(".png"))
+
+
+def bert_width() -> Subject:
+    """A BERT of four layers with random weights, which is fitted to random tokens: for times alone."""
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(num_hidden_layers=4), add_pooling_layer=False).eval()
+    ids = torch.randint(1000, 20000, (64, 64), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(8)]
+    return Subject(
+        title=TITLES[BERT_WIDTH],
+        model=model,
+        blocks=tuple(f"encoder.layer.{i}" for i in range(4)),
+        calibration=lambda domain, seed: data,
+        in_domain="random tokens",
+        off_domain="none",
+        healing=lambda domain, seed: data,
+        healed_on="the same",
+        heal_steps=0,
+        evaluate=lambda small: {},
+        metrics={},
+        outputs="values",
+        options={"include": "encoder.*", "allow_slower": True},
+    )
 
 
 def make_files(subject: Subject, name: str, cache: Path) -> dict[str, Path]:
@@ -155,10 +184,11 @@ def measure(files: dict[str, Path], threads: int, rounds: int) -> dict[tuple[str
     return best
 
 
-def heading() -> list[str]:
+def heading(model: str) -> list[str]:
     """What was measured, where and how."""
+    judged = ", 256 held-out texts" if model == MINILM else ""
     return [
-        f"all-MiniLM-L6-v2, ONNX Runtime {version('onnxruntime')}, {platform.machine()}, 256 held-out texts;",
+        f"{TITLES[model]}, ONNX Runtime {version('onnxruntime')}, {platform.machine()}{judged};",
         "times as fast as int8 alone, of processor time, by texts x tokens.",
         "",
     ]
@@ -172,19 +202,16 @@ def rows(
     """A line for each file."""
     columns = [(threads, shape) for threads in seconds for shape in SHAPES]
     names = [f"{shape}, {threads} thread{'s' * (threads > 1)}" for threads, shape in columns]
+    metrics = [one for one in ("Spearman", "cosine") if quality]
     found = [
-        "| | Spearman | cosine | MB | " + " | ".join(names) + " |",
-        "|---|" + "--:|" * (3 + len(names)),
+        "| | " + " | ".join([*metrics, "MB", *names]) + " |",
+        "|---|" + "--:|" * (len(metrics) + 1 + len(names)),
     ]
     for name, path in files.items():
         speeds = [seconds[threads]["dense, int8", shape] / seconds[threads][name, shape]
                   for threads, shape in columns]  # fmt: skip
-        one = quality[name]
-        found.append(
-            f"| {name} | {one['Spearman']:.3f} | {one['cosine']:.3f} | {path.stat().st_size / 1e6:.1f} | "
-            + " | ".join(f"{speed:.2f}" for speed in speeds)
-            + " |"
-        )
+        cells = [f"{quality[name][one]:.3f}" for one in metrics] + [f"{path.stat().st_size / 1e6:.1f}"]
+        found.append(f"| {name} | " + " | ".join([*cells, *(f"{speed:.2f}" for speed in speeds)]) + " |")
     return found
 
 
