@@ -10,12 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.branch_fit import (
-    Branch,
-    best_of_matrix,
-    fit_branches,
-    losses_by_rank,
-)
+from panther_compile.calibration.branch_fit import fit_branches, losses_by_rank
+from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
 from panther_compile.calibration.held_out import learnt_of
 from panther_compile.config import Selector, SketchConfig, selectors, selects

@@ -15,48 +15,27 @@ of batches that were not fitted to closest.
 
 # O out_features, I in_features, k rank of the branch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther_compile.calibration.branch_sums import Branch, BranchSums
 from panther_compile.calibration.held_out import learnt_of
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.gram import gram
-from panther_compile.factorization.whiten import low_rank_solution, root_of
+from panther_compile.factorization.whiten import root_of
 from panther_compile.models.batches import Call, check_rows, kept_positions
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.outputs import distance
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival, Side, Watched, copy_sharing
 
-_FEW_ROWS = 8  # for each input
-_RIDGE, _RIDGE_OF_FEW = 1e-4, 0.1  # of the mean power of the inputs
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of the branches, that are tried
 _MOST_OUTPUTS = 16384  # beyond them, as of a large vocabulary, errors at all outputs count alike
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """What is added to a layer's output: up (down x) + shift, float64.
-
-    Attributes:
-        up: `(O, k)`; both factors have half of the singular values of their product.
-        down: `(k, I)`.
-        shift: `(O,)`; zeros of a branch without a bias.
-    """
-
-    up: Tensor
-    down: Tensor
-    shift: Tensor
-
-    def scaled(self, share: float) -> "Branch":
-        """A share of it."""
-        return Branch(self.up * share, self.down, self.shift * share)
 
 
 def fit_branches(
@@ -222,65 +201,3 @@ def _missing(dense: nn.Module, layer: nn.Module, arrival: Arrival) -> Tensor:
     if arrival.residuals is None:
         return missing
     return missing + arrival.residuals[0] - arrival.residuals[1]
-
-
-class BranchSums:
-    """Adds up rows t (n, O) that a branch is to give and its inputs z (n, I): products float32, sums double.
-
-    Args:
-        centred: whether their means are taken off, since a bias makes up for them.
-    """
-
-    def __init__(self, centred: bool) -> None:
-        self._centred = centred
-        self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
-        self._sums: tuple[Tensor, ...] = ()
-        self._rows = 0
-
-    def add(self, t: Tensor, z: Tensor) -> None:
-        """Add rows."""
-        t, z = t.float(), z.float()
-        if self._about is None:
-            self._about = (t.mean(0), z.mean(0)) if self._centred else (torch.zeros(()), torch.zeros(()))
-        t, z = (one - mean.to(one) for one, mean in zip((t, z), self._about, strict=True))
-        found = tuple(one.double() for one in (t.T @ z, gram(z), t.sum(0), z.sum(0)))
-        self._sums = tuple(map(torch.add, self._sums, found)) if self._sums else found
-        self._rows += len(z)
-
-    def best(self, gradient: Tensor | None, rank: int, start: Tensor | None) -> Branch:
-        """The branch of a rank: see the file for the gradient, and `fit_branches` for the start."""
-        assert self._about is not None
-        product, covariance, mean_t, mean_z = (one / max(1, self._rows) for one in self._sums)
-        if self._centred:
-            product = product - torch.outer(mean_t, mean_z)
-            covariance = covariance - torch.outer(mean_z, mean_z)
-            mean_t, mean_z = mean_t + self._about[0], mean_z + self._about[1]
-        ridge = covariance.diagonal().mean().clamp_min(1e-30) * self._ridge(len(covariance))
-        covariance.diagonal().add_(ridge)
-        if start is not None:
-            product = product + ridge * start.to(product)
-        rank = min(rank, *product.shape)
-        up, down = low_rank_solution(
-            product, covariance, gradient, rank, by_outputs=product.shape[0] <= product.shape[1]
-        )
-        up, down = _evened(up, down)
-        shift = mean_t - up @ (down @ mean_z) if self._centred else torch.zeros_like(mean_t)
-        return Branch(up, down, shift)
-
-    def _ridge(self, features: int) -> float:
-        return _RIDGE_OF_FEW if self._rows < _FEW_ROWS * features else _RIDGE
-
-
-def _evened(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product, each with half of its singular values."""
-    (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
-    u, values, v = torch.linalg.svd(r @ t.T)
-    half = values.sqrt()
-    return q @ u * half, half[:, None] * (v @ p.T)
-
-
-def best_of_matrix(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best factors (O, k) and (k, I) of a matrix (O, I), each with half of the singular values."""
-    u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
-    half = values[:rank].sqrt()
-    return u[:, :rank] * half, half[:, None] * vh[:rank]

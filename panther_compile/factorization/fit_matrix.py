@@ -10,13 +10,8 @@ from torch import Tensor
 from panther_compile.factorization.balance import balanced
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
-from panther_compile.factorization.whiten import (
-    anchored_mean,
-    anchored_product,
-    best_low_rank,
-    output_error,
-    solve,
-)
+from panther_compile.factorization.told import told
+from panther_compile.factorization.whiten import anchored_mean, low_rank_solution, output_error, solve
 
 # Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
 FLOORS = (0.1, 0.03, 0.01, 0.003, 0.001, 1e-4)
@@ -64,10 +59,11 @@ def fit_matrix_to(
         dtype: in which the factors will be stored.
     """
     dense = weight.detach().to(moments.covariance.device).double()
-    left, right = best_low_rank(dense, moments, gradient, rank)
+    anchored, by_outputs = anchored_product(dense, moments), dense.shape[0] <= dense.shape[1]
+    left, right = low_rank_solution(anchored, moments.covariance, gradient, rank, by_outputs=by_outputs)
     start = None
     if pivoted and rank < min(dense.shape):
-        start, left, right = _pivot(dense, left, right, moments, gradient, dtype)
+        start, left, right = _pivot(dense, anchored, left, right, moments, gradient, dtype)
         down = split_at(right, rank, start)[1]
     else:
         left, right = balanced(left, right, moments.covariance)
@@ -84,13 +80,14 @@ def fit_beside(
     dense = weight.detach().to(moments.covariance.device).double()
     left, down = pair.left.to(dense), pair.right
     assert down is not None
+    anchored = anchored_product(dense, moments)
     if pair.start is None:
         rows = left.T if gradient is None else left.T @ gradient
-        solved = solve(moments.covariance, anchored_product(dense, moments).T).T  # W C S⁻¹
+        solved = solve(moments.covariance, anchored.T).T  # W C S⁻¹
         right = down = torch.linalg.solve(rows @ left, rows @ solved)
     else:
         right = from_pivoted(left, down.to(dense), pair.start)[1]
-        left = _refit(dense, right, moments)
+        left = _refit(anchored, right, moments)
     error = output_error(dense, left, right, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
     return FittedPair(left, down, pair.start, bias, error)
@@ -106,6 +103,25 @@ def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> Fitte
     return FittedPair(new, None, None, bias, error)
 
 
+def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
+    """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + s - s', as far as z tells it.
+
+    Of what has changed, t - W z, chance is left out, see `told.py`; so this is E[(W + C) z zᵀ].
+    """
+    product = weight @ moments.cross
+    if moments.residual is not None:
+        product = product + moments.residual.cross
+    if not moments.halves:
+        return product
+    known = weight if moments.extended is None else weight @ moments.extended
+    halves = []
+    for half in moments.halves:
+        change = weight @ half.cross - known @ half.covariance
+        halves.append((change if half.change is None else change + half.change, half.covariance))
+    changed = told(product - known @ moments.covariance, moments.covariance, halves)
+    return (known + changed) @ moments.covariance
+
+
 def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:
     """The bias that makes up for the means; None if there is none.
 
@@ -118,7 +134,13 @@ def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor |
 
 
 def _pivot(
-    weight: Tensor, left: Tensor, right: Tensor, moments: Moments, gradient: Tensor | None, dtype: torch.dtype
+    weight: Tensor,
+    anchored: Tensor,
+    left: Tensor,
+    right: Tensor,
+    moments: Moments,
+    gradient: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[int, Tensor, Tensor]:
     """Start of the pivot slice and factors of the pivoted form, as well conditioned as costs next to nothing.
 
@@ -132,14 +154,13 @@ def _pivot(
         assert found is not None
         _, rows = from_pivoted(found.left, found.right, found.start)
         rows = size[found.start : found.start + rank, None] * rows / size
-        columns = _refit(weight, rows, moments)
+        columns = _refit(anchored, rows, moments)
         best = found.start, columns, rows
         if output_error(weight, columns, rows, moments, gradient) <= accepted:
             break
     return best
 
 
-def _refit(weight: Tensor, right: Tensor, moments: Moments) -> Tensor:
-    """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹."""
-    product = anchored_product(weight, moments) @ right.T
-    return solve(right @ moments.covariance @ right.T, product.T).T
+def _refit(anchored: Tensor, right: Tensor, moments: Moments) -> Tensor:
+    """The best left factor (O, r) for a right one: W C Bᵀ (B S Bᵀ)⁻¹, W C being what was anchored."""
+    return solve(right @ moments.covariance @ right.T, (anchored @ right.T).T).T

@@ -33,6 +33,21 @@ class ResidualMoments:
 
 
 @dataclass(frozen=True, slots=True)
+class Half:
+    """What a half of the rows gives, without the ridge; see `Moments`.
+
+    Attributes:
+        cross: E[x zᵀ] (I, K).
+        covariance: E[z zᵀ] (K, K).
+        change: E[d zᵀ] (O, K), see `ResidualMoments`, or None.
+    """
+
+    cross: Tensor
+    covariance: Tensor
+    change: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Moments:
     """Moments of the inputs x of the dense layer and z of the sketched one, float64.
 
@@ -46,6 +61,8 @@ class Moments:
         sample_x: some of the rows x, float32 (n, I), less their mean.
         sample_z: the rows z at the same places.
         residual: of what the layer's output is added to, if known.
+        extended: x as z tells it where nothing has changed (I, K); None if that is z.
+        halves: two of the rows, if x and z differ, or the residual does.
     """
 
     cross: Tensor
@@ -56,6 +73,79 @@ class Moments:
     sample_x: Tensor
     sample_z: Tensor
     residual: ResidualMoments | None = None
+    extended: Tensor | None = None
+    halves: tuple[Half, ...] = ()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over rows: of z zᵀ, x zᵀ, x, z, and of d zᵀ and d if d is known.
+
+    `cross` is None while x and z do not differ, and then equal to the covariance.
+    """
+
+    covariance: Tensor
+    cross: Tensor | None
+    x: Tensor
+    z: Tensor
+    change: tuple[Tensor, ...] = ()
+    rows: int = 0
+
+    @classmethod
+    def zeros(cls, dense: int, features: int, device: torch.device, *, apart: bool) -> "_Sums":
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        size = {"dtype": dtype, "device": device}
+        cross = torch.zeros(dense, features, **size) if apart else None  # type: ignore[call-overload]
+        empty = torch.zeros(features, features, **size)  # type: ignore[call-overload]
+        return cls(empty, cross, empty.new_zeros(dense), empty.new_zeros(features))
+
+    def add(self, x: Tensor, z: Tensor, change: Tensor | None) -> None:
+        """Add rows, float32; x may be z itself."""
+        if x is not z and self.cross is None:
+            self.cross = self.covariance.clone()
+        self.covariance += gram(z)
+        if self.cross is not None:
+            self.cross += x.T @ z
+        self.x += x.sum(0)
+        self.z += z.sum(0)
+        self.rows += len(z)
+        if change is not None:
+            sums = change.T @ z, change.sum(0)
+            known = self.change
+            self.change = tuple(a + b for a, b in zip(known, sums, strict=True)) if known else sums
+
+    def plus(self, other: "_Sums") -> "_Sums":
+        """The sums of the rows of both."""
+        crosses = [one.covariance if one.cross is None else one.cross for one in (self, other)]
+        changes = [one.change for one in (self, other) if one.change]
+        return _Sums(
+            self.covariance + other.covariance,
+            crosses[0] + crosses[1],
+            self.x + other.x,
+            self.z + other.z,
+            tuple(sum(parts[1:], parts[0]) for parts in zip(*changes, strict=True)),
+            self.rows + other.rows,
+        )
+
+    def half(self, about: tuple[Tensor, Tensor], *, centred: bool) -> Half:
+        """Moments about the means, or else about zero, which is `about` away from where rows are taken."""
+        count = max(1, self.rows)
+        mean_x, mean_z = (self.x / count).double(), (self.z / count).double()
+        covariance = (self.covariance / count).double()
+        cross = covariance.clone() if self.cross is None else (self.cross / count).double()
+        cross -= torch.outer(mean_x, mean_z)
+        covariance -= torch.outer(mean_z, mean_z)
+        change = None
+        if self.change:
+            change, mean = ((total / count).double() for total in self.change)
+            change -= torch.outer(mean, mean_z)
+        if not centred:
+            mean_x, mean_z = mean_x + about[0], mean_z + about[1]
+            cross += torch.outer(mean_x, mean_z)
+            covariance += torch.outer(mean_z, mean_z)
+            if change is not None:
+                change += torch.outer(mean, mean_z)
+        return Half(cross, covariance, change)
 
 
 class MomentSums:
@@ -68,17 +158,17 @@ class MomentSums:
     """
 
     def __init__(self, features: int, device: torch.device, dense: int | None = None) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._covariance = torch.zeros(features, features, dtype=dtype, device=device)
-        self._cross: Tensor | None = None  # equal to the covariance until x and z differ
-        if dense is not None:
-            self._cross = torch.zeros(dense, features, dtype=dtype, device=device)
-        self._sum_x = torch.zeros(dense or features, dtype=dtype, device=device)
-        self._sum_z = torch.zeros(features, dtype=dtype, device=device)
+        self._sums = _Sums.zeros(dense or features, features, device, apart=dense is not None)
+        self._first: _Sums | None = (
+            None  # the first half of each batch in which x and z, or residuals, differ
+        )
         self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
         self._samples: list[tuple[Tensor, ...]] = []
-        self._change: tuple[Tensor, ...] = ()  # sums of d zᵀ and of d
-        self.rows = 0
+
+    @property
+    def rows(self) -> int:
+        """How many there were."""
+        return self._sums.rows + (0 if self._first is None else self._first.rows)
 
     def add(self, x: Tensor, z: Tensor, residuals: tuple[Tensor, Tensor] | None = None) -> None:
         """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor.
@@ -95,32 +185,34 @@ class MomentSums:
         if self._about is None:
             self._about = x.mean(0), z.mean(0)
         x = x - self._about[0]
-        z = x if same and self._cross is None else z - self._about[1]
-        if not same and self._cross is None:
-            self._cross = self._covariance.clone()
-        self._covariance += gram(z)
-        if self._cross is not None:
-            self._cross += x.T @ z
-        self._sum_x += x.sum(0)
-        self._sum_z += z.sum(0)
-        self.rows += len(x)
-        rows = [x, z]
+        z = x if same and self._sums.cross is None else z - self._about[1]
+        rows, change = [x, z], None
         if residuals is not None:
             residual = thinned(residuals[0]).float()
             change = residual - thinned(residuals[1]).float()
-            sums = change.T @ z, change.sum(0)
-            self._change = (
-                tuple(a + b for a, b in zip(self._change, sums, strict=True)) if self._change else sums
-            )
             rows += [residual, change]
+        middle = len(z) // 2 if not same or change is not None else 0
+        if middle:
+            self._first = self._first or _Sums.zeros(x.shape[1], z.shape[1], z.device, apart=True)
+            self._first.add(x[:middle], z[:middle], None if change is None else change[:middle])
+            x, change = x[middle:], None if change is None else change[middle:]
+            z = z[middle:]
+        self._sums.add(x, z, change)
         self._samples.append(tuple(thinned(one, SAMPLE // 8) for one in rows))
         if len(self._samples) == 2 * _KEPT:
             self._samples = self._samples[::2]
 
-    def _residual_moments(self, shift_z: Tensor, mean_z: Tensor, centred: bool) -> ResidualMoments | None:
-        if not self._change:
+    def _halves(self, *, centred: bool) -> tuple[Half, ...]:
+        if self._first is None or self._about is None:
+            return ()
+        return tuple(one.half(self._about, centred=centred) for one in (self._first, self._sums))
+
+    def _residual_moments(
+        self, sums: _Sums, shift_z: Tensor, mean_z: Tensor, centred: bool
+    ) -> ResidualMoments | None:
+        if not sums.change:
             return None
-        cross, mean = (total.double() / max(1, self.rows) for total in self._change)
+        cross, mean = (total.double() / max(1, sums.rows) for total in sums.change)
         cross -= torch.outer(mean, shift_z)
         if not centred:
             cross += torch.outer(mean, mean_z)
@@ -139,15 +231,16 @@ class MomentSums:
             ridge: of the mean power; the more, the more W counts as it is.
         """
         assert self._about is not None
-        count = max(1, self.rows)
-        shift_x, shift_z = (self._sum_x / count).double(), (self._sum_z / count).double()
-        covariance = (self._covariance / count).double()
-        cross = covariance.clone() if self._cross is None else (self._cross / count).double()
+        sums = self._sums if self._first is None else self._sums.plus(self._first)
+        count = max(1, sums.rows)
+        shift_x, shift_z = (sums.x / count).double(), (sums.z / count).double()
+        covariance = (sums.covariance / count).double()
+        cross = covariance.clone() if sums.cross is None else (sums.cross / count).double()
         rounding = ROUNDING * float(covariance.diagonal().mean())
         cross -= torch.outer(shift_x, shift_z)
         covariance -= torch.outer(shift_z, shift_z)
         mean_x, mean_z = self._about[0] + shift_x, self._about[1] + shift_z
-        residual = self._residual_moments(shift_z, mean_z, centred)
+        residual = self._residual_moments(sums, shift_z, mean_z, centred)
         if not centred:
             cross += torch.outer(mean_x, mean_z)
             covariance += torch.outer(mean_z, mean_z)
@@ -162,7 +255,16 @@ class MomentSums:
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)
         return Moments(
-            cross, covariance, mean_x, mean_z, self.rows, sample_x.float(), sample_z.float(), residual
+            cross,
+            covariance,
+            mean_x,
+            mean_z,
+            self.rows,
+            sample_x.float(),
+            sample_z.float(),
+            residual,
+            extended,
+            self._halves(centred=centred),
         )
 
 

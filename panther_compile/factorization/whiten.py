@@ -45,13 +45,13 @@ def best_low_rank(
 
     Args:
         weight: W, float64 `(O, I)`.
-        moments: see `Moments`.
+        moments: with x = z.
         gradient: G, float64 `(O, O)`, or None for the identity.
         rank: r.
     """
     by_outputs = weight.shape[0] <= weight.shape[1]
     return low_rank_solution(
-        anchored_product(weight, moments), moments.covariance, gradient, rank, by_outputs=by_outputs
+        weight @ moments.cross, moments.covariance, gradient, rank, by_outputs=by_outputs
     )
 
 
@@ -82,12 +82,6 @@ def low_rank_solution(
     core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
     return whitened @ vectors, vectors.T @ root.inverse
-
-
-def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
-    """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + d."""
-    product = weight @ moments.cross
-    return product if moments.residual is None else product + moments.residual.cross
 
 
 def anchored_mean(weight: Tensor, moments: Moments) -> Tensor:

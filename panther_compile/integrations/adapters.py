@@ -20,7 +20,8 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from panther_compile.calibration.branch_fit import Branch, best_of_matrix, fit_branches
+from panther_compile.calibration.branch_fit import fit_branches
+from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.errors import (
     ConfigError,
     NoTargetError,

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from panther_compile.calibration.branch_fit import Branch, BranchSums, best_of_matrix
+from panther_compile.calibration.branch_sums import Branch, BranchSums, best_of_matrix
 from panther_compile.errors import NoTargetError, SketchQualityWarning
 from panther_compile.layers.base import check_rank
 from panther_compile.models.rows import kept_rows
@@ -188,7 +188,7 @@ class _Fit:
 
     def _fit(self, pairs: Pairs, feeds: Sequence[Feed], *, behind: bool) -> None:
         biased = {id(product): self._has_bias(product) for product, _ in pairs}
-        sums = {id(product): BranchSums(biased[id(product)]) for product, _ in pairs}
+        sums = {id(product): BranchSums(biased[id(product)], halves=behind) for product, _ in pairs}
         xs = _arrays(self._dense, [twin.x for _, twin in pairs], feeds, self._folder)
         zs = _arrays(self._model, [one.x for one, _ in pairs], feeds, self._folder) if behind else None
         for place, (feed, dense) in enumerate(zip(feeds, xs, strict=True)):

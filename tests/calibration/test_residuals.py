@@ -133,9 +133,9 @@ def test_full_rank_fit_is_least_squares_to_the_sum(bias):
     wanted = (layer(x) + s - changed).detach().double()
     known = torch.cat((z, torch.ones(rows, 1)), 1).double() if bias else z.double()
     best = torch.linalg.lstsq(known, wanted).solution
-    torch.testing.assert_close((found.left @ found.right).T, best[:inputs], rtol=0, atol=5e-3)
+    torch.testing.assert_close((found.left @ found.right).T, best[:inputs], rtol=0, atol=3e-2)
     if bias:
-        torch.testing.assert_close(found.bias, best[-1], rtol=0, atol=5e-3)
+        torch.testing.assert_close(found.bias, best[-1], rtol=0, atol=3e-2)
     total = (layer(x) - layer(x).mean(0) * bias + s).detach()
     rest = (wanted - known @ best).norm() / total.norm()
     assert found.output_error == pytest.approx(float(rest), rel=0.05)

@@ -1,0 +1,51 @@
+"""How much of a change is told by the inputs that it comes with: by halves of the rows, each of the other.
+
+Of rows e that come with inputs z, a matrix C = E[e zᵀ] (S + ridge)⁻¹, S = E[z zᵀ], makes as much as the rows
+tell. Few rows tell more than there is: part of C is chance. So C is made of each half of the rows, and judged
+by the other: the ridge is taken, and the share of C, that predict most of it,
+
+    share = Σ <C, E[e zᵀ]'> / Σ <C S', C>,   0 to 1, the primed moments being those of the other half.
+"""
+
+# O out_features, I in_features
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from panther_compile.factorization.whiten import solve
+
+RIDGES = (1e-6, 1e-2, 0.3)  # of each input's own power, that are tried
+_LEAST = 1e-6  # of that, of the mean power
+
+
+def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The share of C (O, I) that is told.
+
+    Args:
+        change: E[e zᵀ], float64 `(O, I)`, of all rows.
+        covariance: S, float64 `(I, I)`, likewise.
+        halves: the same two of each half.
+    """
+    best = 0.0, 0.0, RIDGES[-1]
+    for ridge in RIDGES:
+        product = power = 0.0
+        for (own, own_covariance), (other, other_covariance) in (halves, halves[::-1]):
+            found = predictor(own, own_covariance, ridge)
+            product += float((found * other).sum())
+            power += float((found @ other_covariance * found).sum())
+        if product > 0.0 and power > 0.0:
+            best = max(best, (product * product / power, min(1.0, product / power), ridge))
+    _, share, ridge = best
+    return share * predictor(change, covariance, ridge) if share else torch.zeros_like(change)
+
+
+def predictor(change: Tensor, covariance: Tensor, ridge: float) -> Tensor:
+    """C (O, I), see the file."""
+    return solve(with_ridge(covariance, ridge), change.T).T
+
+
+def with_ridge(covariance: Tensor, ridge: float) -> Tensor:
+    """A covariance with a share of each input's own power added."""
+    power = covariance.diagonal()
+    return covariance + torch.diag(ridge * (power + _LEAST * power.mean().clamp_min(1e-30)))
