@@ -7,7 +7,8 @@ in the other, whose branches before it are fitted already, the branch D of rank 
     minimises  E ‖ G^½ (W x + s - f(z) - s' - D z - c) ‖²
 
 f being the layer without its branch, G what errors at its output do to the result, s and s' what the output
-is added to, if anything, and c a bias, if the branch has one: moments are then taken about the means.
+is added to, if anything, and c a bias, if the branch has one: moments are then taken about the means. What
+is chance of that is left out, see `branch_sums.py`.
 
 Few data fit such branches too closely, so all of them are multiplied by the one share that brings the results
 of batches that were not fitted to closest.

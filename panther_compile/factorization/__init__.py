@@ -10,5 +10,6 @@ cost        whether a sketch will be faster: a roofline in plain arithmetic
 shared_basis several weights with one factor in common
 fit_matrix  A sketched linear layer from second moments
 moments     Second moments of what reaches a layer in the dense model (x) and in the sketched one (z)
+told        How much of a change is told by the inputs that it comes with
 whiten      The best rank-r matrix in the metric of data: closed form, no training
 """
