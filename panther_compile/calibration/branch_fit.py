@@ -117,7 +117,7 @@ def gradients_of(
     logits: bool | None,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """See `output_gradients`; of the layers that have not too many outputs."""
+    """See `output_gradients`; of the layers that have not too many outputs, shrunk: branches get few data."""
     few = {
         name: twin
         for name, twin in twins.items()
@@ -127,7 +127,9 @@ def gradients_of(
         return {}
     side = _watched(dense, few)
     dims = dict.fromkeys(few, -1)
-    return output_gradients(side.model, side.watched, dims, calls, seed=0, logits=logits, progress=progress)
+    return output_gradients(
+        side.model, side.watched, dims, calls, seed=0, logits=logits, progress=progress, shrunk=True
+    )
 
 
 def losses_by_rank(

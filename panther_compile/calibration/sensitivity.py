@@ -5,10 +5,14 @@ of the result t stands in, n being standard normal. For logits it is Σ F^½ n t
 curvature of the Kullback-Leibler divergence to the probabilities p: G is then the Fisher matrix. (Labels
 drawn from p have the same mean, but where the model is sure of itself nearly all draws say nothing.) For
 other results it is Σ n t / |t|, the curvature of their relative squared distance.
+
+Of few batches G shows few directions, as if errors in all others cost nothing. If asked, it is drawn towards
+the multiple of the identity of its trace, the more, the more the projections disagree (Ledoit, Wolf 2004).
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ def output_gradients(
     seed: int,
     logits: bool | None,
     progress: bool,
+    shrunk: bool = False,
     shelf: Shelf | None = None,
 ) -> dict[str, Tensor]:
     """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
@@ -50,10 +55,10 @@ def output_gradients(
         seed: of the projections.
         logits: see `outputs.distance`.
         progress: whether to show a bar.
+        shrunk: whether to draw it towards the identity, see the file.
         shelf: where the sums are kept, if not in memory.
     """
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
+    sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
     used = calls[::every]
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", disable=not progress, leave=False)):
@@ -97,12 +102,11 @@ def output_gradients(
                     break
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
-                        _add(name, gradient, channel_dims[name], kept, sums, counts, shelf)
+                        _add(name, gradient, channel_dims[name], kept, sums, shelf)
     for one in watched.values():
         one.on_output = None
-    return {
-        name: total.div_(counts[name]) for name, total in sums.items() if bool(total.diagonal().sum() > 0)
-    }
+    told = {name: found for name, found in sums.items() if bool(found.total.diagonal().sum() > 0)}
+    return {name: found.mean(shrunk=shrunk) for name, found in told.items()}
 
 
 def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
@@ -145,19 +149,56 @@ def _projected(
     return total
 
 
+@dataclass(slots=True)
+class _Sum:
+    """A sum of g gᵀ over rows.
+
+    Attributes:
+        total: (O, O), float64.
+        rows: how many.
+        squares: sum of the squared norms of what each projection added.
+        square_rows: sum of the squared numbers of rows of each.
+    """
+
+    total: Tensor
+    rows: int
+    squares: float
+    square_rows: float
+
+    def mean(self, *, shrunk: bool) -> Tensor:
+        """The mean S over rows, or (1 - λ) S + λ μ I, μ being the mean of its diagonal; changes the sum.
+
+        λ is the variance of S between projections over its squared distance from μ I (Ledoit, Wolf, "A
+        well-conditioned estimator for large-dimensional covariance matrices", 2004, section 3.1), with the
+        rows of one projection taken as one: those of an image or a text are much alike.
+        """
+        found = self.total.div_(self.rows)
+        square, middle = float(found.square().sum()), float(found.diagonal().mean())
+        alone = self.square_rows / self.rows**2  # 1 over the number of projections, if they are alike
+        apart = square - len(found) * middle**2
+        if shrunk and alone < 1.0 and apart > 0.0:
+            variance = (self.squares / self.rows**2 - alone * square) / (1.0 - alone)
+            share = min(1.0, max(0.0, variance / apart))
+            found.mul_(1.0 - share).diagonal().add_(share * middle)
+        return found
+
+
 def _add(
     name: str,
     gradient: Tensor,
     channel_dim: int,
     kept: Tensor | None,
-    sums: dict[str, Tensor],
-    counts: dict[str, int],
+    sums: dict[str, _Sum],
     shelf: Shelf | None,
 ) -> None:
     rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
     covariance = gram(rows).double()
+    square, count = float(covariance.square().sum()), len(rows)
     if name in sums:
-        sums[name] += covariance
+        found = sums[name]
+        found.total += covariance
+        found.rows, found.squares = found.rows + count, found.squares + square
+        found.square_rows += count**2
     else:
-        sums[name] = covariance if shelf is None else shelf.put(covariance)
-    counts[name] = counts.get(name, 0) + len(rows)
+        total = covariance if shelf is None else shelf.put(covariance)
+        sums[name] = _Sum(total, count, square, float(count**2))

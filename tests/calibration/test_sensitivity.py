@@ -35,6 +35,18 @@ def test_last_layer_of_features_is_the_identity():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_few_rows_are_believed_as_far_as_projections_agree():
+    """The last layer's is the identity; 16 random rows of 64 outputs would say that most errors are free."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 64)), torch.randn(8, 6)
+    plain, shrunk = (gradients(model, x, logits=False, shrunk=one)["2"] for one in (False, True))
+    torch.testing.assert_close(shrunk.diagonal().mean(), plain.diagonal().mean())
+    values = torch.linalg.eigvalsh(shrunk / shrunk.diagonal().mean())
+    assert values[0] > 0.5
+    assert values[-1] < 3.0
+    assert torch.linalg.eigvalsh(plain)[0] < 1e-6
+
+
 def test_logits_give_the_fisher_matrix():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
