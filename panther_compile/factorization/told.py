@@ -4,7 +4,9 @@ Of rows e that come with inputs z, a matrix C = E[e zᵀ] (S + ridge)⁻¹, S = 
 tell. Few rows tell more than there is: part of C is chance. So C is made of each half of the rows, and judged
 by the other: the ridge is taken, and the share of C, that predict most of it,
 
-    share = Σ <C, E[e zᵀ]'> / Σ <C S', C>,   0 to 1, the primed moments being those of the other half.
+    half = Σ <C, E[e zᵀ]'> / Σ <C S', C>,   0 to 1, the primed moments being those of the other half.
+
+All rows have half the chance of one half of them: share = 2 half / (1 + half) (Spearman, Brown 1910).
 """
 
 # O out_features, I in_features
@@ -36,7 +38,8 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
             power += float((found @ other_covariance * found).sum())
         if product > 0.0 and power > 0.0:
             best = max(best, (product * product / power, min(1.0, product / power), ridge))
-    _, share, ridge = best
+    _, half, ridge = best
+    share = 2.0 * half / (1.0 + half)
     return share * predictor(change, covariance, ridge) if share else torch.zeros_like(change)
 
 
