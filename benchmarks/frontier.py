@@ -85,14 +85,14 @@ def main() -> None:
     files: dict[str, Path] = {}
     for name in dict.fromkeys(["dense", *options.rows]):
         files |= make_files(subject, name, options.cache)
-    judged = options.model == MINILM
-    quality = {name: judge(path, subject) for name, path in files.items()} if judged else {}
+    judged = files if options.model == MINILM else {}
+    quality = {name: judge(path, subject) for name, path in judged.items()}
     seconds = {threads: measure(files, threads, options.rounds) for threads in options.threads}
     text = "\n".join([*heading(options.model), *rows(files, quality, seconds), ""])
     print(text)
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
-        if judged:
+        if quality:
             draw(quality, seconds[options.threads[0]], options.output.with_suffix(".png"))
 
 

@@ -271,13 +271,13 @@ def chain(path, layers=6):
 
 def test_one_by_one_is_closer_in_a_deep_model(tmp_path):
     source, x = chain(tmp_path / "in.onnx"), rows(256)
-    data = batches(lambda: rows(256))
+    data = batches(lambda: rows(1024))
     found = []
     for sequential in (False, True):
         report, target = sketch(source, data=data, sequential=sequential, **ALL)
         assert {fitted.method for fitted in report.fitted.values()} == {"calibrated"}
         found.append(error(source, target, x))
-    assert found[1] < 0.95 * found[0]
+    assert found[1] < 0.9 * found[0]
 
 
 def test_weights_that_do_not_hang_on_one_another_are_one_step(tmp_path, monkeypatch):

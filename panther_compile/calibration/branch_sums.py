@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.factorization.gram import gram
+from panther_compile.factorization.row_sums import HalvedSums, Means
 from panther_compile.factorization.told import predictor, told, with_ridge
 from panther_compile.factorization.whiten import low_rank_solution
 
@@ -39,20 +39,6 @@ class Branch:
         return Branch(self.up * share, self.down, self.shift * share)
 
 
-@dataclass(frozen=True, slots=True)
-class _Means:
-    """E[t zᵀ] (O, I), E[z zᵀ] (I, I), E[t] and E[z], float64; about the means if they count for nothing."""
-
-    product: Tensor
-    covariance: Tensor
-    t: Tensor
-    z: Tensor
-
-    def beyond(self, known: Tensor) -> tuple[Tensor, Tensor]:
-        """E[(t - D z) zᵀ], and E[z zᵀ] with the least ridge, for D (O, I)."""
-        return self.product - known @ self.covariance, with_ridge(self.covariance, _RIDGE)
-
-
 class BranchSums:
     """Adds rows up: products in float32, sums in float64.
 
@@ -62,25 +48,17 @@ class BranchSums:
     """
 
     def __init__(self, centred: bool, *, halves: bool = True) -> None:
-        self._centred = centred
+        self._centred, self._halved = centred, halves
         self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
-        self._sums: list[tuple[Tensor, ...]] = [()] * (1 + halves)
-        self._rows = [0] * (1 + halves)
+        self._sums: HalvedSums | None = None
 
     def add(self, t: Tensor, z: Tensor) -> None:
         """Add rows t (n, O) and z (n, I); where there are halves, one half of them to each."""
         t, z = t.float(), z.float()
-        if self._about is None:
-            self._about = (t.mean(0), z.mean(0)) if self._centred else (torch.zeros(()), torch.zeros(()))
-        t, z = (one - mean.to(one) for one, mean in zip((t, z), self._about, strict=True))
-        middle = len(z) // len(self._sums) if len(self._sums) > 1 else len(z)
-        for half, part in enumerate((slice(middle), slice(middle, None))[: len(self._sums)]):
-            rows, inputs = t[part], z[part]
-            found = (rows.T @ inputs, gram(inputs), rows.sum(0), inputs.sum(0))
-            new = tuple(one.double() for one in found)
-            known = self._sums[half]
-            self._sums[half] = tuple(map(torch.add, known, new)) if known else new
-            self._rows[half] += len(inputs)
+        if self._about is None or self._sums is None:
+            self._about = t.mean(0), z.mean(0)
+            self._sums = HalvedSums(t.shape[1], z.shape[1], z.device, apart=True)
+        self._sums.add(t - self._about[0], z - self._about[1], None, halved=self._halved)
 
     def best(self, gradient: Tensor | None, rank: int, lacking: Tensor | None) -> Branch:
         """The branch of a rank.
@@ -91,33 +69,33 @@ class BranchSums:
             lacking: D (O, I); None for zeros.
         """
         assert self._about is not None
-        means = self._means(*map(sum, zip(*self._sums, strict=True)), rows=sum(self._rows))  # type: ignore[arg-type]
-        known = torch.zeros_like(means.product) if lacking is None else lacking.to(means.product)
+        assert self._sums is not None
+        means = self._sums.total().means(self._about, centred=self._centred)
+        known = torch.zeros_like(means.cross) if lacking is None else lacking.to(means.cross)
         wanted = known + self._beside(means, known)
-        few = sum(self._rows) < _FEW_ROWS * len(means.covariance)
+        few = self._sums.rows < _FEW_ROWS * len(means.covariance)
         metric = with_ridge(means.covariance, _RIDGE_OF_FEW if few else _RIDGE)
         by_outputs = known.shape[0] <= known.shape[1]
         rank = min(rank, *known.shape)
         up, down = low_rank_solution(wanted @ metric, metric, gradient, rank, by_outputs=by_outputs)
         up, down = _evened(up, down)
-        shift = torch.zeros_like(means.t)
-        if self._centred:
-            shift = means.t + self._about[0] - up @ (down @ (means.z + self._about[1]))
+        shift = means.x - up @ (down @ means.z) if self._centred else torch.zeros_like(means.x)
         return Branch(up, down, shift)
 
-    def _means(self, product: Tensor, covariance: Tensor, t: Tensor, z: Tensor, *, rows: int) -> _Means:
-        product, covariance, t, z = (one / max(1, rows) for one in (product, covariance, t, z))
-        if self._centred:
-            product, covariance = product - torch.outer(t, z), covariance - torch.outer(z, z)
-        return _Means(product, covariance, t, z)
-
-    def _beside(self, means: _Means, known: Tensor) -> Tensor:
+    def _beside(self, means: Means, known: Tensor) -> Tensor:
         """C (O, I), see the file."""
-        change, covariance = means.beyond(known)
-        if len(self._sums) == 1 or not all(self._rows):
+        assert self._about is not None
+        assert self._sums is not None
+        halves = self._sums.halves(self._about, centred=self._centred)
+        change, covariance = _beyond(means, known)
+        if not halves:
             return predictor(change, covariance, 0.0)
-        halves = [self._means(*one, rows=rows) for one, rows in zip(self._sums, self._rows, strict=True)]
-        return told(change, covariance, [half.beyond(known) for half in halves])
+        return told(change, covariance, [_beyond(half, known) for half in halves])
+
+
+def _beyond(means: Means, known: Tensor) -> tuple[Tensor, Tensor]:
+    """E[(t - D z) zᵀ], and E[z zᵀ] with the least ridge, for D (O, I)."""
+    return means.cross - known @ means.covariance, with_ridge(means.covariance, _RIDGE)
 
 
 def best_of_matrix(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -102,11 +102,11 @@ def output_gradients(
                     break
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
-                        _add(name, gradient, channel_dims[name], kept, sums, shelf)
+                        _add(name, gradient, channel_dims[name], kept, sums, shelf, shrunk=shrunk)
     for one in watched.values():
         one.on_output = None
-    told = {name: found for name, found in sums.items() if bool(found.total.diagonal().sum() > 0)}
-    return {name: found.mean(shrunk=shrunk) for name, found in told.items()}
+    reached = {name: found for name, found in sums.items() if bool(found.total.diagonal().sum() > 0)}
+    return {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()}
 
 
 def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
@@ -156,27 +156,31 @@ class _Sum:
     Attributes:
         total: (O, O), float64.
         rows: how many.
-        squares: sum of the squared norms of what each projection added.
-        square_rows: sum of the squared numbers of rows of each.
+        squares: sum of the squared norms of what each projection added, if it is to be shrunk.
+        square_rows: sum of the squared numbers of rows of each, likewise.
     """
 
     total: Tensor
-    rows: int
-    squares: float
-    square_rows: float
+    rows: int = 0
+    squares: float = 0.0
+    square_rows: int = 0
 
-    def mean(self, *, shrunk: bool) -> Tensor:
-        """The mean S over rows, or (1 - λ) S + λ μ I, μ being the mean of its diagonal; changes the sum.
+    def mean(self) -> Tensor:
+        """The mean S over rows; changes the sum."""
+        return self.total.div_(self.rows)
+
+    def shrunk(self) -> Tensor:
+        """(1 - λ) S + λ μ I, μ being the mean of the diagonal of the mean S over rows; changes the sum.
 
         λ is the variance of S between projections over its squared distance from μ I (Ledoit, Wolf, "A
         well-conditioned estimator for large-dimensional covariance matrices", 2004, section 3.1), with the
         rows of one projection taken as one: those of an image or a text are much alike.
         """
-        found = self.total.div_(self.rows)
+        found = self.mean()
         square, middle = float(found.square().sum()), float(found.diagonal().mean())
         alone = self.square_rows / self.rows**2  # 1 over the number of projections, if they are alike
         apart = square - len(found) * middle**2
-        if shrunk and alone < 1.0 and apart > 0.0:
+        if alone < 1.0 and apart > 0.0:
             variance = (self.squares / self.rows**2 - alone * square) / (1.0 - alone)
             share = min(1.0, max(0.0, variance / apart))
             found.mul_(1.0 - share).diagonal().add_(share * middle)
@@ -190,15 +194,16 @@ def _add(
     kept: Tensor | None,
     sums: dict[str, _Sum],
     shelf: Shelf | None,
+    *,
+    shrunk: bool,
 ) -> None:
     rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
     covariance = gram(rows).double()
-    square, count = float(covariance.square().sum()), len(rows)
+    square = float(covariance.square().sum()) if shrunk else 0.0
     if name in sums:
-        found = sums[name]
-        found.total += covariance
-        found.rows, found.squares = found.rows + count, found.squares + square
-        found.square_rows += count**2
+        sums[name].total += covariance
     else:
-        total = covariance if shelf is None else shelf.put(covariance)
-        sums[name] = _Sum(total, count, square, float(count**2))
+        sums[name] = _Sum(covariance if shelf is None else shelf.put(covariance))
+    sums[name].rows += len(rows)
+    sums[name].squares += square
+    sums[name].square_rows += len(rows) ** 2

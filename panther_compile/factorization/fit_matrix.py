@@ -117,7 +117,7 @@ def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
     halves = []
     for half in moments.halves:
         change = weight @ half.cross - known @ half.covariance
-        halves.append((change if half.change is None else change + half.change, half.covariance))
+        halves.append((change if half.change is None else change + half.change[0], half.covariance))
     changed = told(product - known @ moments.covariance, moments.covariance, halves)
     return (known + changed) @ moments.covariance
 

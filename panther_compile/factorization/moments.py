@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.factorization.gram import gram
+from panther_compile.factorization.row_sums import HalvedSums, Means
 
 MAX_ROWS = 8192  # of one batch; the moments of more would be no better
 SAMPLE = 1024  # rows kept to measure errors on
@@ -33,21 +33,6 @@ class ResidualMoments:
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
-    """What a half of the rows gives, without the ridge; see `Moments`.
-
-    Attributes:
-        cross: E[x zᵀ] (I, K).
-        covariance: E[z zᵀ] (K, K).
-        change: E[d zᵀ] (O, K), see `ResidualMoments`, or None.
-    """
-
-    cross: Tensor
-    covariance: Tensor
-    change: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Moments:
     """Moments of the inputs x of the dense layer and z of the sketched one, float64.
 
@@ -62,7 +47,7 @@ class Moments:
         sample_z: the rows z at the same places.
         residual: of what the layer's output is added to, if known.
         extended: x as z tells it where nothing has changed (I, K); None if that is z.
-        halves: two of the rows, if x and z differ, or the residual does.
+        halves: means over two halves of the rows, without the ridge, if x and z differ, or the residual does.
     """
 
     cross: Tensor
@@ -74,78 +59,7 @@ class Moments:
     sample_z: Tensor
     residual: ResidualMoments | None = None
     extended: Tensor | None = None
-    halves: tuple[Half, ...] = ()
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums over rows: of z zᵀ, x zᵀ, x, z, and of d zᵀ and d if d is known.
-
-    `cross` is None while x and z do not differ, and then equal to the covariance.
-    """
-
-    covariance: Tensor
-    cross: Tensor | None
-    x: Tensor
-    z: Tensor
-    change: tuple[Tensor, ...] = ()
-    rows: int = 0
-
-    @classmethod
-    def zeros(cls, dense: int, features: int, device: torch.device, *, apart: bool) -> "_Sums":
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        size = {"dtype": dtype, "device": device}
-        cross = torch.zeros(dense, features, **size) if apart else None  # type: ignore[call-overload]
-        empty = torch.zeros(features, features, **size)  # type: ignore[call-overload]
-        return cls(empty, cross, empty.new_zeros(dense), empty.new_zeros(features))
-
-    def add(self, x: Tensor, z: Tensor, change: Tensor | None) -> None:
-        """Add rows, float32; x may be z itself."""
-        if x is not z and self.cross is None:
-            self.cross = self.covariance.clone()
-        self.covariance += gram(z)
-        if self.cross is not None:
-            self.cross += x.T @ z
-        self.x += x.sum(0)
-        self.z += z.sum(0)
-        self.rows += len(z)
-        if change is not None:
-            sums = change.T @ z, change.sum(0)
-            known = self.change
-            self.change = tuple(a + b for a, b in zip(known, sums, strict=True)) if known else sums
-
-    def plus(self, other: "_Sums") -> "_Sums":
-        """The sums of the rows of both."""
-        crosses = [one.covariance if one.cross is None else one.cross for one in (self, other)]
-        changes = [one.change for one in (self, other) if one.change]
-        return _Sums(
-            self.covariance + other.covariance,
-            crosses[0] + crosses[1],
-            self.x + other.x,
-            self.z + other.z,
-            tuple(sum(parts[1:], parts[0]) for parts in zip(*changes, strict=True)),
-            self.rows + other.rows,
-        )
-
-    def half(self, about: tuple[Tensor, Tensor], *, centred: bool) -> Half:
-        """Moments about the means, or else about zero, which is `about` away from where rows are taken."""
-        count = max(1, self.rows)
-        mean_x, mean_z = (self.x / count).double(), (self.z / count).double()
-        covariance = (self.covariance / count).double()
-        cross = covariance.clone() if self.cross is None else (self.cross / count).double()
-        cross -= torch.outer(mean_x, mean_z)
-        covariance -= torch.outer(mean_z, mean_z)
-        change = None
-        if self.change:
-            change, mean = ((total / count).double() for total in self.change)
-            change -= torch.outer(mean, mean_z)
-        if not centred:
-            mean_x, mean_z = mean_x + about[0], mean_z + about[1]
-            cross += torch.outer(mean_x, mean_z)
-            covariance += torch.outer(mean_z, mean_z)
-            if change is not None:
-                change += torch.outer(mean, mean_z)
-        return Half(cross, covariance, change)
+    halves: tuple[Means, ...] = ()
 
 
 class MomentSums:
@@ -158,17 +72,14 @@ class MomentSums:
     """
 
     def __init__(self, features: int, device: torch.device, dense: int | None = None) -> None:
-        self._sums = _Sums.zeros(dense or features, features, device, apart=dense is not None)
-        self._first: _Sums | None = (
-            None  # the first half of each batch in which x and z, or residuals, differ
-        )
+        self._sums = HalvedSums(dense or features, features, device, apart=dense is not None)
         self._about: tuple[Tensor, Tensor] | None = None  # near the means, so that no digits are lost to them
         self._samples: list[tuple[Tensor, ...]] = []
 
     @property
     def rows(self) -> int:
         """How many there were."""
-        return self._sums.rows + (0 if self._first is None else self._first.rows)
+        return self._sums.rows
 
     def add(self, x: Tensor, z: Tensor, residuals: tuple[Tensor, Tensor] | None = None) -> None:
         """Add rows x (N, I), and rows z (N, I) of the sketched model; they may be one tensor.
@@ -185,37 +96,22 @@ class MomentSums:
         if self._about is None:
             self._about = x.mean(0), z.mean(0)
         x = x - self._about[0]
-        z = x if same and self._sums.cross is None else z - self._about[1]
+        z = x if same and not self._sums.differ else z - self._about[1]
         rows, change = [x, z], None
         if residuals is not None:
             residual = thinned(residuals[0]).float()
             change = residual - thinned(residuals[1]).float()
             rows += [residual, change]
-        middle = len(z) // 2 if not same or change is not None else 0
-        if middle:
-            self._first = self._first or _Sums.zeros(x.shape[1], z.shape[1], z.device, apart=True)
-            self._first.add(x[:middle], z[:middle], None if change is None else change[:middle])
-            x, change = x[middle:], None if change is None else change[middle:]
-            z = z[middle:]
-        self._sums.add(x, z, change)
+        self._sums.add(x, z, change, halved=not same or change is not None)
         self._samples.append(tuple(thinned(one, SAMPLE // 8) for one in rows))
         if len(self._samples) == 2 * _KEPT:
             self._samples = self._samples[::2]
 
-    def _halves(self, *, centred: bool) -> tuple[Half, ...]:
-        if self._first is None or self._about is None:
-            return ()
-        return tuple(one.half(self._about, centred=centred) for one in (self._first, self._sums))
-
-    def _residual_moments(
-        self, sums: _Sums, shift_z: Tensor, mean_z: Tensor, centred: bool
-    ) -> ResidualMoments | None:
-        if not sums.change:
+    def _residual_moments(self, means: Means, centred: bool) -> ResidualMoments | None:
+        if means.change is None:
             return None
-        cross, mean = (total.double() / max(1, sums.rows) for total in sums.change)
-        cross -= torch.outer(mean, shift_z)
+        cross, mean = means.change
         if not centred:
-            cross += torch.outer(mean, mean_z)
             mean = torch.zeros_like(mean)
         sample, change = (
             thinned(torch.cat(rows), SAMPLE) for rows in list(zip(*self._samples, strict=True))[2:]
@@ -231,19 +127,12 @@ class MomentSums:
             ridge: of the mean power; the more, the more W counts as it is.
         """
         assert self._about is not None
-        sums = self._sums if self._first is None else self._sums.plus(self._first)
-        count = max(1, sums.rows)
-        shift_x, shift_z = (sums.x / count).double(), (sums.z / count).double()
-        covariance = (sums.covariance / count).double()
-        cross = covariance.clone() if sums.cross is None else (sums.cross / count).double()
-        rounding = ROUNDING * float(covariance.diagonal().mean())
-        cross -= torch.outer(shift_x, shift_z)
-        covariance -= torch.outer(shift_z, shift_z)
-        mean_x, mean_z = self._about[0] + shift_x, self._about[1] + shift_z
-        residual = self._residual_moments(sums, shift_z, mean_z, centred)
+        sums = self._sums.total()
+        rounding = ROUNDING * float((sums.covariance.diagonal() / max(1, sums.rows)).double().mean())
+        means = sums.means(self._about, centred=centred)
+        cross, covariance = means.cross, means.covariance
+        mean_x, mean_z = means.x, means.z
         if not centred:
-            cross += torch.outer(mean_x, mean_z)
-            covariance += torch.outer(mean_z, mean_z)
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
         added = rounding + ridge * float(covariance.diagonal().mean().clamp_min(1e-30))
         covariance.diagonal().add_(added)
@@ -259,12 +148,12 @@ class MomentSums:
             covariance,
             mean_x,
             mean_z,
-            self.rows,
+            sums.rows,
             sample_x.float(),
             sample_z.float(),
-            residual,
+            self._residual_moments(means, centred),
             extended,
-            self._halves(centred=centred),
+            self._sums.halves(self._about, centred=centred),
         )
 
 

@@ -112,7 +112,7 @@ def test_hooks_are_gone_afterwards():
 @pytest.mark.parametrize("bias", [True, False])
 def test_full_rank_fit_is_least_squares_to_the_sum(bias):
     generator = torch.Generator().manual_seed(0)
-    rows, inputs, outputs = 400, 7, 5
+    rows, inputs, outputs = 4000, 7, 5
     x = torch.randn(rows, inputs, generator=generator) + 1
     z = x + 0.3 * torch.randn(rows, inputs, generator=generator)
     s = torch.randn(rows, outputs, generator=generator)
@@ -133,9 +133,9 @@ def test_full_rank_fit_is_least_squares_to_the_sum(bias):
     wanted = (layer(x) + s - changed).detach().double()
     known = torch.cat((z, torch.ones(rows, 1)), 1).double() if bias else z.double()
     best = torch.linalg.lstsq(known, wanted).solution
-    torch.testing.assert_close((found.left @ found.right).T, best[:inputs], rtol=0, atol=3e-2)
+    torch.testing.assert_close((found.left @ found.right).T, best[:inputs], rtol=0, atol=5e-3)
     if bias:
-        torch.testing.assert_close(found.bias, best[-1], rtol=0, atol=3e-2)
+        torch.testing.assert_close(found.bias, best[-1], rtol=0, atol=5e-3)
     total = (layer(x) - layer(x).mean(0) * bias + s).detach()
     rest = (wanted - known @ best).norm() / total.norm()
     assert found.output_error == pytest.approx(float(rest), rel=0.05)
