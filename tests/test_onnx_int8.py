@@ -7,11 +7,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx.version_converter import ConvertError
 from onnx_models import make, mlp, node, random, run
 from torch import nn
 
 import panther_compile as pc
 from panther_compile.cli import main
+from panther_compile.onnx import int8
 from panther_compile.onnx.int8 import as_pairs
 from panther_compile.records import Choice, LayerPlan, SketchPlan
 
@@ -131,7 +133,7 @@ def test_destroyed_outputs_are_warned_of(tmp_path):
     assert found.grade == "destroyed"
 
 
-def test_errors(tmp_path, model):
+def test_errors(tmp_path, model, monkeypatch):
     source = mlp(tmp_path / "in.onnx")
     with pytest.raises(pc.errors.ConfigError, match="then='int7', wanted one of 'none', 'int8'"):
         pc.sketch_onnx(source, tmp_path / "out.onnx", then="int7")
@@ -140,7 +142,13 @@ def test_errors(tmp_path, model):
     with pytest.raises(pc.errors.ConfigError, match="data= is for then='int8'"):
         pc.export_onnx(model, torch.randn(2, 96), tmp_path / "out.onnx", data=[torch.randn(2, 96)])
     old = mlp(tmp_path / "old.onnx", opset=12)
-    with pytest.raises(pc.errors.ConfigError, match="opset 13 or newer, the source has 12"):
+
+    def fails(model, opset):
+        raise ConvertError(f"no adapter to {opset}")
+
+    monkeypatch.setattr(int8, "convert_version", fails)
+    wanted = "opset 13 or newer, the source has 12, and ONNX cannot convert it: no adapter to 13"
+    with pytest.raises(pc.errors.ConfigError, match=wanted):
         pc.sketch_onnx(old, tmp_path / "out.onnx", then="int8")
     assert not (tmp_path / "out.onnx").exists()
 

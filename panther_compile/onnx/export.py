@@ -16,12 +16,10 @@ from torch import nn
 from torch.onnx import OnnxExporterError
 from torch.utils import _pytree as pytree
 
-from panther_compile.calibration.closeness import DESTROYED
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
     OnnxExportError,
-    SketchQualityWarning,
     WeightError,
     first_line,
 )
@@ -29,7 +27,7 @@ from panther_compile.models.batches import Call, Data, record_calls
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.files import saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
-from panther_compile.onnx.int8 import check_rounding, int8_model
+from panther_compile.onnx.int8 import check_rounding, int8_model, warn_if_destroyed_by_int8
 from panther_compile.onnx.verify import compare_files, load_session, verify_export
 from panther_compile.records import Closeness
 from panther_compile.rounding import prepare_int8, rounded_layers
@@ -69,8 +67,10 @@ def export_onnx(
         opset: 18 or newer.
         then: "int8" writes the products in int8, those of dense layers too: sketched layers as
             `prepare_int8` gives them, weights with a scale for each output, ranges of activations measured at
-            each call. What is compared with the model is then the file before it was rounded.
-        data: batches as for `sketchify`, for which then="int8" prepares the factors (`prepare_int8`).
+            each call; with data so are convolutions, where that is faster, with ranges that the data show.
+            What is compared with the model is then the file before it was rounded.
+        data: batches as for `sketchify`, for which then="int8" prepares the factors (`prepare_int8`) and the
+            ranges. They have to fit the file's inputs; larger batches than a fixed size are divided.
         verify: compare with ONNX Runtime, on the example and on random inputs of several dynamic sizes.
 
     Returns:
@@ -128,7 +128,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     """
     found: list[Closeness] = []
     inputs = [] if plain is None else load_session(plain, "the model").get_inputs()
-    feeds = [feed for call in calls[1:] if (feed := _feed(call, inputs)) is not None] if plain else []
+    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)] if plain else []
 
     def check(draft: Path) -> None:
         assert plain is not None
@@ -142,29 +142,40 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
             ]
             feed = {one.name: x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
-        if feeds and found[0].grade == DESTROYED:  # an example of a few rows says too little
-            warnings.warn(
-                f"int8 destroys what the model computes; {found[0]}. Try a larger ratio, or then='none'",
-                SketchQualityWarning,
-                stacklevel=5,
-            )
+        if feeds:  # an example of a few rows says too little
+            warn_if_destroyed_by_int8(found[0], stacklevel=5)
 
     with int8_model(model, path.parent, feeds) as rounded:
         write_model(rounded, path, check=None if plain is None else check)
     return found[0] if found else None
 
 
-def _feed(call: Call, inputs: Sequence[ort.NodeArg]) -> dict[str, Any] | None:
-    """The arrays of a call by the names of a file's inputs; None if they do not fit."""
+def _feeds(call: Call, inputs: Sequence[ort.NodeArg]) -> list[dict[str, Any]]:
+    """The arrays of a call by the names of a file's inputs; none if they do not fit.
+
+    A batch that is larger than the file's, whose size is fixed, is divided.
+    """
     names = [one.name for one in inputs]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     tensors = [given.get(name) for name in names]
-    for one, tensor in zip(inputs, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor) or len(one.shape) != tensor.dim():
-            return None
-        if any(isinstance(size, int) and size != n for size, n in zip(one.shape, tensor.shape, strict=True)):
-            return None
-    return {name: tensor.numpy(force=True) for name, tensor in zip(names, tensors, strict=True)}  # type: ignore[union-attr]
+    arrays = [tensor.numpy(force=True) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if not arrays or len(arrays) < len(names) or any(array.ndim == 0 for array in arrays):
+        return []
+    samples = len(arrays[0])
+    size = inputs[0].shape[0] if inputs[0].shape and isinstance(inputs[0].shape[0], int) else samples
+    parts = (
+        {name: array[start : start + size] for name, array in zip(names, arrays, strict=True)}
+        for start in range(0, samples, max(1, size))
+    )
+    return [part for part in parts if all(_fits(part[one.name], one) for one in inputs)]
+
+
+def _fits(array: Any, wanted: ort.NodeArg) -> bool:
+    """Whether an array has the sizes of an input."""
+    sizes = list(wanted.shape)
+    return len(sizes) == array.ndim and all(
+        not isinstance(size, int) or size == n for size, n in zip(sizes, array.shape, strict=True)
+    )
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:

@@ -1,45 +1,77 @@
 """An ONNX file whose products are in int8, by ONNX Runtime's own quantizer."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx.version_converter import ConvertError, convert_version
 from onnx_ir.passes.common import NameFixPass
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from panther_compile.errors import ConfigError
+from panther_compile.calibration.closeness import DESTROYED
+from panther_compile.errors import ConfigError, SketchQualityWarning, first_line
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
+from panther_compile.onnx.int8_conv import round_convolutions
 from panther_compile.onnx.pair_range import fit_pair_range
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.smooth import smooth_inputs
 from panther_compile.onnx.verify import compare_files
-from panther_compile.records import LayerPlan, SketchPlan
+from panther_compile.records import Closeness, LayerPlan, SketchPlan
 
 ROUNDINGS = ("none", "int8")
 _PRODUCTS = ["MatMul", "Gemm"]
 _HELD_OUT = 4  # one batch in so many judges
-_OLDEST_OPSET = 13  # before it no scale for each column
+_OLDEST_OPSET = 13
 
 
-def check_rounding(then: object, model: ir.Model | None = None) -> None:
-    """Check the option `then`, and whether a model can be quantized.
+def check_rounding(then: object) -> None:
+    """Check the option `then`.
 
     Raises:
-        ConfigError: it is not one of `ROUNDINGS`, or the model's opset is older than 13.
+        ConfigError: it is not one of `ROUNDINGS`.
     """
     if then not in ROUNDINGS:
         raise ConfigError(f"{then=}, wanted one of {', '.join(map(repr, ROUNDINGS))}")
-    if model is not None and then == "int8" and (model.opset_imports.get("") or 0) < _OLDEST_OPSET:
+
+
+def for_int8(model: ir.Model) -> ir.Model:
+    """The model in opset 13, before which there is no scale for each output; itself if its own is no older.
+
+    Raises:
+        ConfigError: ONNX's converter cannot convert it.
+    """
+    opset = model.opset_imports.get("") or 0
+    if opset >= _OLDEST_OPSET:
+        return model
+    try:
+        return ir.from_proto(convert_version(ir.to_proto(model), _OLDEST_OPSET))
+    except ConvertError as error:
         raise ConfigError(
-            f"{then=} needs opset {_OLDEST_OPSET} or newer, the source has {model.opset_imports.get('')}; "
-            "onnx.version_converter converts"
+            f"then='int8' needs opset {_OLDEST_OPSET} or newer, the source has {opset}, and ONNX cannot "
+            f"convert it: {first_line(error)}"
+        ) from error
+
+
+def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
+    """Warn of outputs that rounding alone has destroyed.
+
+    Args:
+        closeness: of the outputs to those of before.
+        stacklevel: of the warning, as `warnings.warn` in the function that calls this one would have it.
+    """
+    if closeness.grade == DESTROYED:
+        warnings.warn(
+            f"int8 destroys what the model computes; {closeness}. Try a larger ratio, or then='none'",
+            SketchQualityWarning,
+            stacklevel=stacklevel + 1,
         )
 
 
@@ -73,7 +105,8 @@ def _as_pair(line: LayerPlan, step: int | None) -> LayerPlan:
 def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Iterator[ir.Model]:
     """A model whose MatMul and Gemm nodes with constant weights are in int8, for as long as this lasts.
 
-    Weights get a scale for each output, activations a range that is measured at each call.
+    Weights get a scale for each output, activations a range that is measured at each call. With data so do
+    Conv nodes, whose ranges are fixed by it (`int8_conv.py`).
 
     Args:
         model: is left as it is.
@@ -85,12 +118,12 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
         OnnxFileError: they cannot be written.
     """
     with saved_copy(model, folder) as path, _quiet():
-        rounded = _quantized(path, is_large(model))
         learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)]
+        rounded = _quantized(path, is_large(model), learnt or feeds)
         smooth = read_model(path) if learnt else None
         if smooth is not None and smooth_inputs(smooth, learnt, folder):
             with saved_copy(smooth, path.parent) as other:
-                scaled = _quantized(other, is_large(smooth))
+                scaled = _quantized(other, is_large(smooth), learnt)
                 held_out = feeds[len(learnt) :]
                 shares = [compare_files(path, one, held_out).closeness.share for one in (scaled, rounded)]
                 result = read_model(scaled if shares[0] < shares[1] else rounded)
@@ -99,8 +132,14 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
             yield _in_fast_forms(read_model(rounded))
 
 
-def _quantized(path: Path, large: bool) -> Path:
-    """The file of the model of another, beside it, in int8; `large` puts weights into a file of their own."""
+def _quantized(path: Path, large: bool, feeds: Sequence[Feed]) -> Path:
+    """The file of the model of another, beside it, in int8.
+
+    Args:
+        path: of the other.
+        large: put weights into a file of their own.
+        feeds: data for the ranges of convolutions, which stay in float32 without.
+    """
     plain, rounded, fitted = (path.with_name(name) for name in ("plain.onnx", "int8.onnx", "fitted.onnx"))
     quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
     source = read_model(plain)
@@ -109,7 +148,7 @@ def _quantized(path: Path, large: bool) -> Path:
         NameFixPass()(source)
         write_model(source, plain)
     quantize_dynamic(
-        plain,
+        round_convolutions(plain, feeds, large) if feeds else plain,
         rounded,
         op_types_to_quantize=_PRODUCTS,
         nodes_to_exclude=[str(node.name) for node in batched],

@@ -20,7 +20,13 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
-from panther_compile.onnx.int8 import as_pairs, check_rounding, int8_model
+from panther_compile.onnx.int8 import (
+    as_pairs,
+    check_rounding,
+    for_int8,
+    int8_model,
+    warn_if_destroyed_by_int8,
+)
 from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
 from panther_compile.onnx.made_up import JUDGED, made_up_images
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
@@ -166,6 +172,8 @@ def sketch_onnx(
         then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
             are pairs that int8 costs little, of as many numbers, and the outputs compared are those of the
             int8 file. Weights have a scale for each output, ranges of activations are measured at each call.
+            With data so are convolutions, where that is faster, with ranges that the data show. The opset
+            becomes 13 if it was older. At a ratio of 1 nothing but this is done.
         verify: whether to run both; False also writes what ONNX Runtime cannot run.
         **options: the fields of `SketchConfig` that have a meaning here.
 
@@ -189,11 +197,11 @@ def sketch_onnx(
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
     model = read_model(source)
-    check_rounding(then, model)
     before = stored_bytes(model, source)
+    model = for_int8(model) if then == "int8" else model
     sites = find_onnx_sites(model, config)
     plan = _planned(sites, config, then)
-    if not plan.sketched:
+    if not plan.sketched and (then == "none" or not _keeps_all(config)):
         reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
         more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
         raise NoTargetError(
@@ -217,26 +225,35 @@ def sketch_onnx(
     def check(draft: Path) -> None:
         compared.append(compare_files(source, draft, feeds, FITTED_TO if images is None else MADE_UP))
 
-    with int8_model(model, target.parent, feeds) if then == "int8" else nullcontext(model) as written:
+    seen = feeds if data is not None else ()
+    with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
     report = OnnxReport(plan, fitted, before, after, {}, data is not None, images is not None)
     if not compared:
         return report
-    fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
-    warn_if_destroyed(SketchRecord(plan, fitted), compared[0].closeness, fitted_to=fitted_to)
-    return replace(report, output_errors=compared[0].errors, closeness=compared[0].closeness)
+    (found,) = compared
+    if plan.sketched:
+        fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
+        warn_if_destroyed(SketchRecord(plan, fitted), found.closeness, fitted_to=fitted_to)
+    else:
+        warn_if_destroyed_by_int8(found.closeness, stacklevel=2)
+    return replace(report, output_errors=found.errors, closeness=found.closeness)
 
 
 def _made_up(model: ir.Model, sites: OnnxFound, config: SketchConfig, folder: Path) -> Sequence[Feed] | None:
     """Images to fit to where there is no data, of a model of a size that is worth it; None otherwise."""
     numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
-    dense = all(ratio == 1.0 for _, ratio in config.ratios())
-    if not config.synthetic or dense or not SMALLEST <= numbers <= LARGEST:
+    if not config.synthetic or _keeps_all(config) or not SMALLEST <= numbers <= LARGEST:
         return None
     try:
         return made_up_images(ObservedModel(model, (), folder), config.seed)
     except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
         return None
+
+
+def _keeps_all(config: SketchConfig) -> bool:
+    """Whether no weight is to become smaller."""
+    return all(ratio == 1.0 for _, ratio in config.ratios())
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
