@@ -1,9 +1,11 @@
 """Files run and quantized by ONNX Runtime alone, as the benchmarks of quality against time do."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
-from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 
@@ -24,3 +26,24 @@ def write_int8(source: Path, path: Path, operators: list[str] | None = None) -> 
     """
     quant_pre_process(source, path, skip_symbolic_shape=True)
     quantize_dynamic(path, path, operators, per_channel=True, weight_type=QuantType.QInt8)
+
+
+def write_static(source: Path, path: Path, batches: Sequence[np.ndarray]) -> None:
+    """Write a file in int8 by `quantize_static`, ranges of activations those that the batches have, unsigned.
+
+    Args:
+        source: in float32, of one input.
+        path: of the new file.
+        batches: of that input.
+    """
+    quant_pre_process(source, path, skip_symbolic_shape=True)
+    reader = _Batches(session(path, 1).get_inputs()[0].name, batches)
+    quantize_static(path, path, reader, per_channel=True, activation_type=QuantType.QUInt8)
+
+
+class _Batches(CalibrationDataReader):
+    def __init__(self, name: str, batches: Sequence[np.ndarray]) -> None:
+        self._left = iter([{name: batch} for batch in batches])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._left, None)

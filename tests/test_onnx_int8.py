@@ -158,3 +158,13 @@ def test_on_the_command_line(tmp_path):
     target = tmp_path / "out.onnx"
     main(["sketch-onnx", str(source), str(target), "--then", "int8", "--min-params", "300"])
     assert kinds(target)["MatMul"] == 0
+
+
+def test_kernels_of_one_pixel_are_pairs_where_they_will_be_in_int8():
+    choice = Choice("pivoted", 100, (100,), 100 * (480 + 480 - 100), 0.1)
+    line = LayerPlan("0", "Conv", (480, 480, 1, 1), 480 * 480, choice, "")
+    wanted = SketchPlan((line,), "0.5", "ONNX graph")
+    assert as_pairs(wanted, None).layers == (line,)
+    (found,) = as_pairs(wanted, None, kernels=True).layers
+    assert (found.choice.scheme, found.choice.ranks) == ("channel", (88,))
+    assert found.choice.stored_numbers <= choice.stored_numbers

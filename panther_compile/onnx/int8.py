@@ -75,7 +75,7 @@ def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
         )
 
 
-def as_pairs(plan: SketchPlan, step: int | None) -> SketchPlan:
+def as_pairs(plan: SketchPlan, step: int | None, *, kernels: bool = False) -> SketchPlan:
     """The plan with plain pairs of as many numbers in place of the pivoted form, which int8 costs dearly.
 
     A weight whose pair would be no faster in int8 than itself stays dense.
@@ -83,21 +83,22 @@ def as_pairs(plan: SketchPlan, step: int | None) -> SketchPlan:
     Args:
         plan: of matrices among others.
         step: ranks are multiples of it; None for 8, or less where that would be 0.
+        kernels: whether 1 x 1 kernels will be in int8 too.
     """
-    return replace(plan, layers=tuple(_as_pair(line, step) for line in plan.layers))
+    return replace(plan, layers=tuple(_as_pair(line, step, kernels) for line in plan.layers))
 
 
-def _as_pair(line: LayerPlan, step: int | None) -> LayerPlan:
-    choice = line.choice
-    if choice is None or choice.scheme != "pivoted" or len(line.shape) != 2:
+def _as_pair(line: LayerPlan, step: int | None, kernels: bool) -> LayerPlan:
+    choice, is_kernel = line.choice, len(line.shape) > 2
+    if choice is None or choice.scheme != "pivoted" or (is_kernel and not kernels):
         return line
-    outputs, inputs = line.shape
+    outputs, inputs = line.shape[:2]
     rank = choice.stored_numbers // (outputs + inputs)
     rank -= rank % (step or (8 if rank >= 8 else 1))
     if rank == 0 or not pays_in_int8(outputs, inputs, rank):
         return replace(line, choice=None, reason="in int8 it is as fast dense")
-    numbers = rank * (outputs + inputs)
-    choice = replace(choice, scheme="pair", rank=rank, ranks=(rank,), stored_numbers=numbers, error=None)
+    numbers, scheme = rank * (outputs + inputs), "channel" if is_kernel else "pair"
+    choice = replace(choice, scheme=scheme, rank=rank, ranks=(rank,), stored_numbers=numbers, error=None)
     return replace(line, choice=choice)
 
 

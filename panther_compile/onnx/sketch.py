@@ -2,7 +2,7 @@
 
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -53,6 +53,7 @@ class OnnxSketchOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
+_GRAPH = "ONNX graph"
 MADE_UP, FITTED_TO = "made-up images", "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
@@ -200,7 +201,11 @@ def sketch_onnx(
     before = stored_bytes(model, source)
     model = for_int8(model) if then == "int8" else model
     sites = find_onnx_sites(model, config)
-    plan = _planned(sites, config, then)
+
+    def form(plan: SketchPlan) -> SketchPlan:
+        return as_pairs(plan, config.round_rank_to, kernels=data is not None) if then == "int8" else plan
+
+    plan = form(make_plan(sites.found, config, _GRAPH))
     if not plan.sketched and (then == "none" or not _keeps_all(config)):
         reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
         more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
@@ -212,10 +217,10 @@ def sketch_onnx(
     feeds: Sequence[Feed] = ()
     images = _made_up(model, sites, config, target.parent) if data is None else None
     if images is not None:
-        plan, fitted, _ = _fit_to_data(model, sites, config, images[:-JUDGED], target.parent, False, then)
+        plan, fitted, _ = _fit_to_data(model, sites, config, images[:-JUDGED], target.parent, False, form)
         feeds = images[-JUDGED:]
     elif data is not None:
-        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, then)
+        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, form)
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
     note = NEVER_REACHED if feeds else ""
     others = _rewrite(model, sites, rest, config, FittedWeights())
@@ -267,14 +272,6 @@ def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any])
     return SketchConfig(ratio=ratio, **options)
 
 
-def _planned(
-    sites: OnnxFound, config: SketchConfig, then: str, values: Mapping[str, torch.Tensor] | None = None
-) -> SketchPlan:
-    """The plan; of factors that will be rounded, as pairs."""
-    plan = make_plan(sites.found, config, "ONNX graph", values=values)
-    return as_pairs(plan, config.round_rank_to) if then == "int8" else plan
-
-
 def _fit_to_data(
     model: ir.Model,
     sites: OnnxFound,
@@ -282,14 +279,14 @@ def _fit_to_data(
     data: OnnxData,
     folder: Path,
     sequential: bool,
-    then: str,
+    form: Callable[[SketchPlan], SketchPlan],
 ) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
     """Plan by what data show, and replace the weights that they reach; gives the batches too."""
     weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
     outputs = [end.output for end in ends]
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
-    plan = _planned(sites, config, then, weights.spectra(runs))
+    plan = form(make_plan(sites.found, config, _GRAPH, values=weights.spectra(runs)))
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}
