@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from panther_compile.errors import NoTargetError
 from panther_compile.factorization.balance import balanced, pays_in_int8
+from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import is_plain, outermost, take_over
+from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
@@ -64,6 +66,35 @@ def rounded_layers(model: nn.Module) -> list[SketchedLinear]:
         and is_plain(layer.down, nn.Linear)
         and is_plain(layer.up, nn.Linear)
     ]
+
+
+def pair_kernels(model: Model) -> Model:
+    """A copy in which 1 x 1 kernels in the pivoted form are plain pairs, or dense if int8 is as fast so.
+
+    What convolutions that will be in int8 need; the model itself if it has none such. Outputs stay the same.
+    """
+    new: dict[nn.Module, nn.Module] = {
+        layer: _rewritten_kernel(layer)
+        for layer in outermost(model)
+        if isinstance(layer, SketchedConv2d)
+        and layer.scheme == "pivoted"
+        and is_plain(layer.down, nn.Conv2d)
+        and is_plain(layer.up, nn.Conv2d)
+    }
+    return copy_with(model, new) if new else model  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def _rewritten_kernel(layer: SketchedConv2d) -> nn.Module:
+    """A pair, or a dense layer."""
+    dense = layer.to_dense()
+    left, right = from_pivoted(
+        layer.up.weight.double().flatten(1), layer.down.weight.double().flatten(1), layer.start
+    )
+    if not pays_in_int8(layer.out_channels, layer.in_channels, len(right)):
+        return dense
+    kernels = tuple(factor[..., None, None] for factor in balanced(left, right))
+    return SketchedConv2d.from_kernels("channel", kernels[::-1], dense)
 
 
 def _sharing(layers: Iterable[SketchedLinear]) -> list[list[SketchedLinear]]:

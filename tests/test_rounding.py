@@ -7,7 +7,7 @@ from torch import nn
 import panther_compile as pc
 from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.rounding import rounded_layers
+from panther_compile.rounding import pair_kernels, rounded_layers
 
 
 def rounded(tensor, axis=None):
@@ -158,3 +158,21 @@ def test_errors(small, inputs):
         pc.prepare_int8(small, [inputs * float("nan")])
     with pytest.raises(pc.errors.ConfigTypeError):
         pc.prepare_int8("model")
+
+
+def test_kernels_of_one_pixel_become_pairs_or_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(256, 256, 1, stride=2, padding=1), nn.ReLU(), nn.Conv2d(256, 256, 1)
+    ).eval()
+    options = {"include": "*", "min_params": 0, "allow_slower": True, "narrow": False, "progress": False}
+    small = pc.sketchify(model, {"0": 0.3, "2": 0.9}, synthetic=False, **options)
+    assert [layer.scheme for layer in (small[0], small[2])] == ["pivoted"] * 2
+    paired = pair_kernels(small)
+    assert paired[0].scheme == "channel"
+    assert paired[0].ranks == small[0].ranks
+    assert type(paired[2]) is nn.Conv2d
+    x = torch.randn(2, 256, 7, 7)
+    torch.testing.assert_close(paired(x), small(x), rtol=0, atol=1e-5)
+    assert small[0].scheme == "pivoted"
+    assert pair_kernels(model) is model
