@@ -167,6 +167,28 @@ def test_biases_take_up_what_rounding_weights_moves(tmp_path, monkeypatch):
     assert far(found, wanted) < 0.01
 
 
+def test_a_convolution_that_runs_twice(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(64, 64, 3, padding=1)
+            self.head = nn.Linear(64 * 16, 10)
+
+        def forward(self, x):
+            small, large = self.conv(x).sigmoid(), self.conv(20 * x).sigmoid()
+            return self.head((small + large)[..., ::6, ::6].flatten(1))
+
+    torch.manual_seed(0)
+    model, data = Twice().eval(), [torch.randn(8, 64, SIDE, SIDE)]
+    model.conv.bias.data.uniform_(-2, 2)
+    path = tmp_path / "int8.onnx"
+    found = pc.export_onnx(model, data[0], path, then="int8", data=data)
+    assert found.grade == "good"
+    assert len(stored(path)) == 2
+    assert all(is_rounded for _, is_rounded in stored(path).values())
+    assert far(run(path, data[0].numpy())[0], model(data[0]).detach().numpy()) < 0.02
+
+
 def test_no_pair_overflows_but_in_depthwise_kernels():
     weight = random(16, 7, 3, 3)
     rounded, scales = _rounded_kernel(weight, 1)

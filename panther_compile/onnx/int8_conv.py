@@ -68,12 +68,12 @@ class _Seen:
         """The mean of each channel (channels,)."""
         return np.asarray(self._sums / self._count)
 
-    def range(self) -> tuple[np.ndarray, np.ndarray]:
+    def range(self) -> tuple[np.float32, np.float32]:
         """The ends, 0 between them, by which the kept values are rounded with the least squared error."""
         values = np.concatenate(self._kept)
         errors = [_rounding_error(values, share * self._low, share * self._high) for share in _SHARES]
         share = float(_SHARES[int(np.argmin(errors))])
-        return np.float32(share * self._low), np.float32(share * self._high)  # type: ignore[return-value]
+        return np.float32(share * self._low), np.float32(share * self._high)
 
 
 def round_convolutions(path: Path, feeds: Sequence[Feed], large: bool) -> Path:
