@@ -83,6 +83,9 @@ def test_batches_are_divided_to_fit(tmp_path):
     model, data = cnn(), [torch.randn(8, 3, SIDE, SIDE)]
     found = pc.export_onnx(model, data[0][:2], tmp_path / "int8.onnx", then="int8", data=data)
     assert found.inputs == "4 batches of the data"
+    unchecked = tmp_path / "unchecked.onnx"
+    assert pc.export_onnx(model, data[0][:2], unchecked, then="int8", data=data, verify=False) is None
+    assert unchecked.read_bytes() == (tmp_path / "int8.onnx").read_bytes()
     assert all(is_rounded for _, is_rounded in stored(tmp_path / "int8.onnx").values())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.onnx.files import saved_copy
-from panther_compile.onnx.verify import RUNTIME_ERRORS, load_session, numpy_dtype
+from panther_compile.onnx.verify import RUNTIME_ERRORS, has_sizes, load_session, numpy_dtype
 
 OnnxData: TypeAlias = Iterable[Any]
 """Batches: a mapping from input name to array, a tuple or list of arrays in the order of the inputs, or the
@@ -125,12 +125,8 @@ def _checked(given: object, wanted: ort.NodeArg, where: str) -> Any:
         raise DataError(
             f"{where} is {array.dtype}, wanted {wanted.type if dtype is None else np.dtype(dtype)}"
         )
-    sizes = list(wanted.shape)
-    fits = len(sizes) == array.ndim and all(
-        not isinstance(size, int) or size == found for size, found in zip(sizes, array.shape, strict=True)
-    )
-    if not fits:
-        raise DataError(f"{where} has shape {array.shape}, wanted {tuple(sizes)}")
+    if not has_sizes(array, wanted.shape):
+        raise DataError(f"{where} has shape {array.shape}, wanted {tuple(wanted.shape)}")
     if np.issubdtype(array.dtype, np.floating) and bool(np.isnan(array).any()):
         raise DataError(f"{where} holds NaN")
     return array

@@ -10,7 +10,6 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
@@ -28,7 +27,7 @@ from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.files import saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.int8 import check_rounding, int8_model, warn_if_destroyed_by_int8
-from panther_compile.onnx.verify import compare_files, load_session, verify_export
+from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
 from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers
 from panther_compile.storage import checked_path
@@ -129,8 +128,8 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
         calls: the example, then the data.
     """
     found: list[Closeness] = []
-    inputs = [] if plain is None else load_session(plain, "the model").get_inputs()
-    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)] if plain else []
+    inputs = model.graph.inputs
+    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)]
 
     def check(draft: Path) -> None:
         assert plain is not None
@@ -142,7 +141,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
                 for leaf in pytree.tree_leaves((calls[0].args, calls[0].kwargs))
                 if isinstance(leaf, torch.Tensor)
             ]
-            feed = {one.name: x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
+            feed = {str(one.name): x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
             warn_if_destroyed_by_int8(found[0], stacklevel=5)
@@ -152,32 +151,29 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     return found[0] if found else None
 
 
-def _feeds(call: Call, inputs: Sequence[ort.NodeArg]) -> list[dict[str, Any]]:
-    """The arrays of a call by the names of a file's inputs; none if they do not fit.
+def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[dict[str, Any]]:
+    """The arrays of a call by the names of a model's inputs; none if they do not fit.
 
-    A batch that is larger than the file's, whose size is fixed, is divided.
+    A batch that is larger than the model's, whose size is fixed, is divided.
     """
-    names = [one.name for one in inputs]
+    names = [str(one.name) for one in inputs]
+    sizes = [list(one.shape or ()) for one in inputs]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     tensors = [given.get(name) for name in names]
     arrays = [tensor.numpy(force=True) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if not arrays or len(arrays) < len(names) or any(array.ndim == 0 for array in arrays):
+    if not arrays or len(arrays) < len(names) or not all(array.ndim for array in arrays):
         return []
     samples = len(arrays[0])
-    size = inputs[0].shape[0] if inputs[0].shape and isinstance(inputs[0].shape[0], int) else samples
+    size = sizes[0][0] if sizes[0] and isinstance(sizes[0][0], int) else samples
     parts = (
         {name: array[start : start + size] for name, array in zip(names, arrays, strict=True)}
         for start in range(0, samples, max(1, size))
     )
-    return [part for part in parts if all(_fits(part[one.name], one) for one in inputs)]
-
-
-def _fits(array: Any, wanted: ort.NodeArg) -> bool:
-    """Whether an array has the sizes of an input."""
-    sizes = list(wanted.shape)
-    return len(sizes) == array.ndim and all(
-        not isinstance(size, int) or size == n for size, n in zip(sizes, array.shape, strict=True)
-    )
+    return [
+        part
+        for part in parts
+        if all(has_sizes(array, wanted) for array, wanted in zip(part.values(), sizes, strict=True))
+    ]
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:

@@ -188,6 +188,13 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
     return feed
 
 
+def has_sizes(array: Any, wanted: Sequence[Any]) -> bool:
+    """Whether an array has the sizes that are wanted, those that are whole numbers."""
+    return len(wanted) == array.ndim and all(
+        not isinstance(size, int) or size == n for size, n in zip(wanted, array.shape, strict=True)
+    )
+
+
 def numpy_dtype(value: ort.NodeArg) -> Any:
     """The dtype of an input; None where NumPy has none for it."""
     kind = re.fullmatch(r"tensor\((\w+)\)", value.type)
