@@ -11,10 +11,10 @@ counts, in processor seconds of one thread.
 import argparse
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from accuracy_models.efficientnet import folder_of  # noqa: E402
 from accuracy_models.subject import kept_sketch  # noqa: E402
 from ocr import BATCH, CALIBRATION, READERS, answers  # noqa: E402
 from onnx.version_converter import convert_version  # noqa: E402
-from onnx_files import session, write_static  # noqa: E402
+from onnx_files import processor_seconds, session, write_static  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import panther_compile as pc  # noqa: E402
@@ -122,15 +122,12 @@ def of_file(name: str, ratios: Sequence[float], cache: Path) -> Network:
 def seconds(network: Network, rounds: int) -> dict[tuple[str, int], float]:
     """Processor seconds of a call, by row and number of pictures."""
     runs = {row: session(path, 1) for row, path in network.files.items()}
-    best: dict[tuple[str, int], float] = {}
-    for _ in range(rounds):
-        for size in SIZES:
-            for row, run in runs.items():
-                begin = time.process_time()
-                run.run(None, {run.get_inputs()[0].name: network.pictures[:size]})
-                taken = time.process_time() - begin
-                best[row, size] = min(taken, best.get((row, size), taken))
-    return best
+    calls = {
+        (row, size): partial(run.run, None, {run.get_inputs()[0].name: network.pictures[:size]})
+        for size in SIZES
+        for row, run in runs.items()
+    }
+    return processor_seconds(calls, rounds)
 
 
 def table(network: Network, rounds: int) -> Iterator[str]:

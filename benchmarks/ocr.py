@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from accuracy_models.efficientnet import folder_of
 from accuracy_models.written import lines, pages
 from accuracy_report import Result, Store
 from onnx import numpy_helper
+from onnx_files import processor_seconds
 
 import panther_compile as pc
 
@@ -196,13 +198,12 @@ def _describe(
 
 def times_as_fast(source: Path, target: Path, pictures: np.ndarray) -> float:
     """Processor time of the source over that of the target, side by side, the least of some turns each."""
-    runners, best = [session(source), session(target)], [float("inf")] * 2
-    for _ in range(TURNS):
-        for place, runner in enumerate(runners):
-            begin = time.process_time()
-            runner.run(None, {runner.get_inputs()[0].name: pictures})
-            best[place] = min(best[place], time.process_time() - begin)
-    return best[0] / best[1]
+    runners = {path: session(path) for path in (source, target)}
+    calls = {
+        path: partial(run.run, None, {run.get_inputs()[0].name: pictures}) for path, run in runners.items()
+    }
+    best = processor_seconds(calls, TURNS)
+    return best[source] / best[target]
 
 
 def cut_evenly(

@@ -1,12 +1,27 @@
 """Files run and quantized by ONNX Runtime alone, as the benchmarks of quality against time do."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnxruntime as ort
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def processor_seconds(calls: Mapping[Key, Callable[[], object]], turns: int) -> dict[Key, float]:
+    """Processor seconds of each call, which take turns: the least of each."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(turns):
+        for key, call in calls.items():
+            begin = time.process_time()
+            call()
+            best[key] = min(best[key], time.process_time() - begin)
+    return best
 
 
 def session(path: Path, threads: int) -> ort.InferenceSession:

@@ -1,5 +1,6 @@
 """Small ONNX models whose weights have a low rank, and what holds for every sketch of one."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -40,6 +41,16 @@ def make(path, nodes, weights, x=("n", 48), y=None, *, opset=13, ir_version=8, *
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path
+
+
+def kinds(path):
+    """How often each operator comes up."""
+    return Counter(one.op_type for one in onnx.load(path).graph.node)
+
+
+def far(found, wanted):
+    """Relative error."""
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
 def run(path, x):

@@ -1,14 +1,11 @@
 """Files in int8: the right nodes, the right outputs, the right words."""
 
 import warnings
-from collections import Counter
 
-import numpy as np
-import onnx
 import pytest
 import torch
 from onnx.version_converter import ConvertError
-from onnx_models import make, mlp, node, random, run
+from onnx_models import far, kinds, make, mlp, node, random, run
 from torch import nn
 
 import panther_compile as pc
@@ -18,14 +15,6 @@ from panther_compile.onnx.int8 import as_pairs
 from panther_compile.records import Choice, LayerPlan, SketchPlan
 
 WIDTHS = (96, 1024, 96, 10)
-
-
-def kinds(path):
-    return Counter(one.op_type for one in onnx.load(path).graph.node)
-
-
-def far(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """Convolutions in int8: which they are, how close they come, and on every CPU."""
 
-from collections import Counter
-
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from onnx import numpy_helper
-from onnx_models import make, node, random, run
+from onnx_models import far, kinds, make, node, random, run
 from torch import nn
 
 import panther_compile as pc
@@ -39,10 +37,6 @@ def cnn():
     return Residual().eval()
 
 
-def kinds(path):
-    return Counter(one.op_type for one in onnx.load(path).graph.node)
-
-
 def stored(path):
     """The kernels as they are stored, by the name of the convolution."""
     model = ir.load(path)
@@ -55,10 +49,6 @@ def stored(path):
                 maker is not None,
             )
     return found
-
-
-def far(found, wanted):
-    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
 def test_a_network_in_int8(tmp_path):

@@ -79,10 +79,10 @@ class RowSums:
         )
 
     def means(self, about: tuple[Tensor, Tensor], *, centred: bool) -> Means:
-        """Means over the rows, of which `about` was taken off before they were added.
+        """Means over the rows.
 
         Args:
-            about: of x and of z.
+            about: of x and of z, what was subtracted from the rows before they were added.
             centred: second moments are about the means, else about zero.
         """
         count = max(1, self.rows)
@@ -105,7 +105,7 @@ class RowSums:
 
 
 class HalvedSums:
-    """Sums of which halves are kept apart, of the rows that are added so.
+    """Sums over rows, where wanted with a sum for each half of them.
 
     Args:
         dense: features of x.

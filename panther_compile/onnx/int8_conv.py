@@ -28,7 +28,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.files import read_model, write_model
-from panther_compile.onnx.pair_range import pair_rounded
+from panther_compile.onnx.pair_range import LARGEST, pair_rounded
 from panther_compile.onnx.patterns import feeds_output, is_onnx
 
 _ACTIVATIONS = ("Relu", "Clip")
@@ -38,7 +38,6 @@ _PAYS = 48  # multiply-adds for each number that a run reads or gives, from whic
 _LEVELS = 255  # steps of an unsigned byte
 _SHARES = np.linspace(1.0, 0.2, 17)  # of a range, that are tried
 _SAMPLED = 1 << 15  # values of a tensor that its range is judged by
-_LARGEST = 127
 
 
 class _Seen:
@@ -234,7 +233,7 @@ def _rounded_kernel(weight: np.ndarray, groups: int) -> tuple[np.ndarray, np.nda
     ONNX Runtime multiplies the channels of one tap after those of another, and depthwise kernels in 32 bits.
     """
     flat = np.moveaxis(weight, 1, -1).reshape(len(weight), -1)  # (O, taps x I)
-    scales = (np.abs(flat).max(1) / _LARGEST).clip(np.finfo(np.float32).tiny).astype(np.float32)
+    scales = (np.abs(flat).max(1) / LARGEST).clip(np.finfo(np.float32).tiny).astype(np.float32)
     if weight.shape[1] == 1 and groups == len(weight):
         rounded = np.rint(flat / scales[:, None]).astype(np.int8)
     else:

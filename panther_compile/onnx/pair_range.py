@@ -14,7 +14,7 @@ import onnx_ir as ir
 from panther_compile.onnx.patterns import is_onnx
 
 LARGEST_SUM = 128  # of two neighbours of one sign
-_LARGEST = 127
+LARGEST = 127
 _WIDER = np.linspace(
     1, 2, 11
 )  # scales that are tried, of that of the largest weight: at 2 no pair is too large
@@ -68,13 +68,13 @@ def pair_rounded(weight: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np
 
 def _rounded(weight: np.ndarray) -> np.ndarray:
     """The closest whole numbers (..., I, O) whose pairs fit; the last of odd rows has no pair."""
-    rounded = np.clip(np.rint(weight), -_LARGEST, _LARGEST)
+    rounded = np.clip(np.rint(weight), -LARGEST, LARGEST)
     even = weight.shape[-2] // 2 * 2
     first, second = rounded[..., 0:even:2, :], rounded[..., 1:even:2, :]
     over = (first * second > 0) & (np.abs(first + second) > LARGEST_SUM)
     # The closest point of |p| + |q| = 128: both lose half of what is too much.
     sizes = np.abs(weight[..., :even, :])
-    size = np.clip(np.rint((sizes[..., 0::2, :] - sizes[..., 1::2, :] + LARGEST_SUM) / 2), 1, _LARGEST)
+    size = np.clip(np.rint((sizes[..., 0::2, :] - sizes[..., 1::2, :] + LARGEST_SUM) / 2), 1, LARGEST)
     rounded[..., 0:even:2, :] = np.where(over, np.sign(first) * size, first)
     rounded[..., 1:even:2, :] = np.where(over, np.sign(second) * (LARGEST_SUM - size), second)
     return rounded

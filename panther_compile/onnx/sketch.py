@@ -219,6 +219,8 @@ def sketch_onnx(
     if images is not None:
         plan, fitted, _ = _fit_to_data(model, sites, config, images[:-JUDGED], target.parent, False, form)
         feeds = images[-JUDGED:]
+    elif data is not None and not plan.sketched:  # int8 alone
+        feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
         plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, form)
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
