@@ -47,7 +47,7 @@ def test_multiply_out_is_the_sum_of_its_formula():
 def test_full_rank_is_exact_balanced_and_float64(scheme, dtype, groups):
     weight = random_weight(dtype=dtype)
     o, i = 12 // groups, 4
-    rank = {"channel": min(o, i * 6), "spatial": min(o * 2, i * 3), "tucker2": (i, o)}[scheme]
+    rank = {"channel": min(o, i * 6), "spatial": min(o * 2, i * 3), "tucker2": (i, o), "basis": 6}[scheme]
     found = factorize_conv2d(weight, groups, scheme, rank, generator=generator())
     assert found.error < 1e-13
     assert all(kernel.dtype == torch.float64 for kernel in found.kernels)
@@ -64,9 +64,11 @@ def test_candidates_count_and_predict_every_rank(scheme, groups):
     assert candidate.energies.shape == (candidate.max_rank,)
     assert candidate.energies.diff().min() >= 0
     assert float(candidate.energies[-1]) == pytest.approx(1.0)
+    others = 4 * groups - 1 if scheme == "basis" else 0  # channels that the filters run on besides the first
     for rank in range(1, candidate.max_rank + 1):
         found = factorize_conv2d(weight, groups, scheme, rank, generator=generator())
-        assert numbers(found.kernels) == candidate.numbers(rank) == candidate.macs(rank)
+        filters = others * found.kernels[0].numel()
+        assert numbers(found.kernels) == candidate.numbers(rank) == candidate.macs(rank) - filters
         exact = torch.dist(multiply_out(found.kernels, groups, scheme), weight) / weight.norm()
         assert found.error == pytest.approx(float(exact), abs=1e-12)
         if scheme == "tucker2":  # HOOI is no worse than the HOSVD of the prediction
@@ -77,7 +79,7 @@ def test_candidates_count_and_predict_every_rank(scheme, groups):
 
 def test_the_best_pair_of_a_rank_is_the_truncated_svd():
     weight = random_weight()
-    for scheme in ("channel", "spatial"):
+    for scheme in ("channel", "spatial", "basis"):
         sigma = torch.linalg.svdvals(to_matrices(weight, 1, scheme)[0])
         found = factorize_conv2d(weight, 1, scheme, 5, generator=generator())
         assert found.error == pytest.approx(float(sigma[5:].norm() / sigma.norm()))
@@ -112,9 +114,9 @@ def test_groups_share_a_rank_and_add_their_energies():
     [
         ((8, 6, 1, 1), 1, ["pivoted"]),
         ((8, 3, 1, 1), 2, ["channel"]),
-        ((8, 6, 3, 3), 1, ["channel", "spatial", "tucker2"]),
-        ((8, 6, 1, 3), 1, ["channel", "spatial", "tucker2"]),
-        ((8, 6, 3, 1), 1, ["channel", "tucker2"]),
+        ((8, 6, 3, 3), 1, ["channel", "spatial", "tucker2", "basis"]),
+        ((8, 6, 1, 3), 1, ["channel", "spatial", "tucker2", "basis"]),
+        ((8, 6, 3, 1), 1, ["channel", "tucker2", "basis"]),
         ((8, 1, 3, 3), 8, []),
     ],
 )

@@ -90,3 +90,25 @@ def test_every_kind_of_convolution(case, opset, tmp_path):
     report, target = sketch(source, 0.9, min_params=100)
     assert [line.kind for line in report.plan.sketched] == ["Conv"]
     assert_same_outputs(source, target, random(2, 16, 9, 11))
+
+
+FEW_FILTERS = {
+    "1-D": ((32, 16, 12), {"pads": [5, 2], "strides": [2]}),
+    "1-D same": ((32, 16, 12), {"auto_pad": "SAME_UPPER", "strides": [3]}),
+    "2-D": ((32, 16, 4, 5), {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]}),
+    "2-D grouped": ((32, 8, 4, 5), {"group": 2}),
+}
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+@pytest.mark.parametrize("case", FEW_FILTERS)
+def test_kernels_that_mix_few_filters(case, opset, tmp_path):
+    shape, attributes = FEW_FILTERS[case]
+    taps = shape[2] if len(shape) == 3 else shape[2] * shape[3]
+    weights = {"w": low_rank(shape[0] * shape[1], taps, 3).reshape(shape), "b": random(32)}
+    nodes = [node("Conv", ["x", "w", "b"], ["y"], **attributes)]
+    sizes = (16, 30) if len(shape) == 3 else (16, 11, 14)
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", *sizes), opset=opset)
+    report, target = sketch(source, 0.5, min_params=100)
+    assert [line.choice.scheme for line in report.plan.sketched] == ["basis"]
+    assert_same_outputs(source, target, random(2, *sizes))

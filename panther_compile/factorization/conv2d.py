@@ -5,13 +5,17 @@ Each form is a chain of smaller convolutions, all with the G groups of the dense
     channel   kh x kw, 1 x 1           W[o,i,a,b] = Σ_p  U[o,p] V[p,i,a,b]
     spatial   kh x 1, 1 x kw           W[o,i,a,b] = Σ_p  U[o,p,b] V[p,i,a]
     tucker2   1 x 1, kh x kw, 1 x 1    W[o,i,a,b] = Σ_pq U[o,p] C[p,q,a,b] V[q,i]
+    basis     kh x kw, 1 x 1           W[o,i,a,b] = Σ_p  U[o,i,p] V[p,a,b]
 
-within a group; ranks, p = 1..r or p = 1..r_out and q = 1..r_in, are per group. The first two are truncated
-SVDs of W as a matrix, (o) x (i,a,b) and (o,b) x (i,a); the third is the higher-order SVD, refined by
-alternating projections (HOOI).
+within a group; ranks, p = 1..r or p = 1..r_out and q = 1..r_in, are per group, but for the last, whose r
+filters V are those of every channel of every group: each channel is filtered by all of them. Long kernels,
+of sound, have more in common along their taps than among channels. The first two and the last are truncated
+SVDs of W as a matrix, (o) x (i,a,b), (o,b) x (i,a) and (o,i) x (a,b); the third is the higher-order SVD,
+refined by alternating projections (HOOI).
 
 Sources: Zhang et al., TPAMI 38 (2016) (channel); Jaderberg et al., BMVC 2014 (spatial); Kim et al., ICLR
-2016 (tucker2); De Lathauwer et al., SIAM J. Matrix Anal. Appl. 21 (2000) (HOSVD, HOOI).
+2016 (tucker2); De Lathauwer et al., SIAM J. Matrix Anal. Appl. 21 (2000) (HOSVD, HOOI); Qiu et al., ICML
+2018, and Li et al., ICCV 2019 (basis).
 """
 
 # G groups, O out_channels, I in_channels, kh x kw kernel; per group: o = O/G, i = I/G, k = kh kw
@@ -25,8 +29,9 @@ from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorization.candidates import Candidate, LinearCandidate, kept_energies
 from panther_compile.factorization.factorize import factorize, singular_values
 
-SCHEMES = ("channel", "spatial", "tucker2")
+SCHEMES = ("channel", "spatial", "tucker2", "basis")
 _HOOI_SWEEPS = 3
+_MOST_FEATURES = 4096  # of a group, that a second factor is fitted to
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +142,35 @@ class Tucker2Candidate(ConvCandidate):
         return kept[r_out - 1, r_in - 1] / kept[-1, -1] if kept[-1, -1] > 0 else torch.ones(len(r_in))
 
 
+class BasisCandidate(ConvCandidate):
+    """r filters kh x kw of every channel, then 1 x 1."""
+
+    scheme = "basis"
+
+    def numbers(self, rank: int) -> int:
+        """(kh kw + G i o) r."""
+        kh, kw = self.kernel_size
+        return rank * (kh * kw + self.groups * self.inputs * self.outputs)
+
+    def macs(self, rank: int) -> int:
+        """G i r (kh kw + o): the filters run on every channel."""
+        kh, kw = self.kernel_size
+        return self.groups * self.inputs * rank * (kh * kw + self.outputs)
+
+    def _max_rank(self) -> int:
+        kh, kw = self.kernel_size
+        return min(kh * kw, self.groups * self.inputs * self.outputs, _MOST_FEATURES // self.inputs)
+
+    def _kept_energies(self, weight: Tensor) -> Tensor:
+        return super()._kept_energies(weight)[: self.max_rank]
+
+
 def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) -> tuple[Candidate, ...]:
     """Every scheme for a convolution.
 
     A 1 x 1 kernel without groups is a matrix: "pivoted". With groups it has "channel" alone, the plain
-    pair. A kh x 1 kernel has no "spatial", which would be "channel" again. A depthwise weight has none.
+    pair. A kh x 1 kernel has no "spatial", which would be "channel" again, as would "basis" where a group has
+    one input. A depthwise weight has none.
 
     Args:
         weight: (O, I/G, kh, kw); a meta tensor will do without energies.
@@ -169,6 +198,8 @@ def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) 
         kinds.append(SpatialCandidate)
     if kh * kw > 1:
         kinds.append(Tucker2Candidate)
+    if kh * kw > 1 and 1 < inputs <= _MOST_FEATURES:
+        kinds.append(BasisCandidate)
     values = weight if compute_energies else None
     return tuple(kind(tuple(weight.shape), groups, values) for kind in kinds)
 
@@ -230,6 +261,9 @@ def factorize_conv2d(
 
 def multiply_out(kernels: tuple[Tensor, ...], groups: int, scheme: str) -> Tensor:
     """The weight (O, I/G, kh, kw) that a chain of kernels stands for; differentiable."""
+    if scheme == "basis":
+        filters, up = kernels
+        return torch.einsum("oip,pab->oiab", up.flatten(1).unflatten(1, (-1, len(filters))), filters[:, 0])
     down, up = _grouped(kernels[0], groups), _grouped(kernels[-1], groups)
     if scheme == "channel":
         weight = torch.einsum("gop,gpiab->goiab", up[..., 0, 0], down)
@@ -243,7 +277,9 @@ def multiply_out(kernels: tuple[Tensor, ...], groups: int, scheme: str) -> Tenso
 
 
 def to_matrices(weight: Tensor, groups: int, scheme: str) -> Tensor:
-    """The matrices to truncate: (G, o, i kh kw) for "channel", (G, o kw, i kh) for "spatial"."""
+    """Matrices to truncate: "channel" (G, o, i kh kw), "spatial" (G, o kw, i kh), "basis" (1, O i, kh kw)."""
+    if scheme == "basis":
+        return weight.flatten(2).flatten(0, 1)[None]
     tensor = _grouped(weight, groups)
     if scheme == "channel":
         return tensor.flatten(2)
@@ -276,7 +312,10 @@ def check_scheme(scheme: str, known: tuple[str, ...] = SCHEMES) -> None:
 
 def _to_kernels(left_gmr: Tensor, right_grn: Tensor, shape: torch.Size, scheme: str) -> tuple[Tensor, ...]:
     """Two-factor kernels from the factors of `to_matrices`."""
-    _, inputs, kh, kw = shape
+    outputs, inputs, kh, kw = shape
+    if scheme == "basis":
+        up = left_gmr[0].unflatten(0, (outputs, inputs)).flatten(1)
+        return right_grn[0].unflatten(1, (kh, kw))[:, None], up[..., None, None]
     if scheme == "channel":
         return right_grn.flatten(0, 1).unflatten(1, (inputs, kh, kw)), left_gmr.flatten(0, 1)[..., None, None]
     down = right_grn.flatten(0, 1).unflatten(1, (inputs, kh))[..., None]

@@ -9,13 +9,19 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
-from panther_compile.factorization.moments import RIDGE, MomentSums, thinned
-from panther_compile.factorization.whiten import root_of, solve
+from panther_compile.factorization.moments import MAX_ROWS, RIDGE, MomentSums, thinned
+from panther_compile.factorization.row_sums import HalvedSums
+from panther_compile.factorization.told import told
+from panther_compile.factorization.whiten import root_of
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.convolution import filtered
 from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice
+
+_MOST_PIXELS = 1 << 25  # of one batch, that are looked at tap by tap
+_ROWS_EACH, _LEAST_ROWS = 8, 2048  # for a feature of the last factor, of all batches, and of one batch
 
 
 def fit_kernel(weight: Tensor, groups: int, name: str, choice: Choice, config: SketchConfig) -> ConvKernels:
@@ -51,9 +57,9 @@ def fit_conv2d_to(
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
-    The kernel is factorized where it is measured by E[z zᵀ] of its input channels and by the weight of
-    errors at its output channels; then the last factor and the bias are fitted, in closed form, so that the
-    factors on z give what the dense layer gives on x.
+    The kernel is factorized where it is measured by E[z zᵀ] of its input channels, for "basis" of its taps
+    too, and by the weight of errors at its output channels; then the last factor and the bias are fitted, in
+    closed form, so that the factors on z give what the dense layer gives on x.
 
     Args:
         conv: the dense layer.
@@ -65,7 +71,7 @@ def fit_conv2d_to(
         ridge: on second moments, of their mean power.
     """
     weight = conv.weight.detach().double()
-    inner = outer = None
+    inner = outer = taps = None
     if conv.groups == 1:
         sums = MomentSums(weight.shape[1], weight.device)
         for arrival in arrivals:
@@ -76,9 +82,17 @@ def fit_conv2d_to(
         if gradient is not None:
             outer = root_of(gradient)
             weight = torch.einsum("po,pihw->oihw", outer.factor, weight)
+    if choice.scheme == "basis":
+        taps = root_of(_tap_covariance(conv, arrivals, ridge))
+        weight = (weight.flatten(2) @ taps.factor).view_as(weight)
     found = fit_kernel(weight.contiguous(), conv.groups, name, choice, config)
     first, *between, last = found.kernels
-    if inner is not None:
+    if taps is not None:
+        first = (first.double().flatten(1) @ taps.inverse).view_as(first)
+    if inner is not None and taps is not None:
+        by_input = last.double().unflatten(1, (-1, len(first)))
+        last = torch.einsum("oirhw,ij->ojrhw", by_input, inner.inverse).flatten(1, 2)
+    elif inner is not None:
         first = torch.einsum("rihw,ij->rjhw", first.double(), inner.inverse)
     if outer is not None:
         last = torch.einsum("op,orhw->prhw", outer.inverse, last.double())
@@ -86,54 +100,71 @@ def fit_conv2d_to(
     return layer, _refit_last(layer, conv, arrivals, ridge)
 
 
+def _tap_covariance(conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> Tensor:
+    """E[p pᵀ] (k, k) of the pixels p under the kernel in one channel, about zero, of all channels alike."""
+    taps = conv.kernel_size[0] * conv.kernel_size[1]
+    sums = MomentSums(taps, conv.weight.device)
+    for arrival in arrivals:
+        channels = arrival.z.reshape(-1, 1, *arrival.z.shape[-2:])
+        channels = thinned(channels, max(1, _MOST_PIXELS // (taps * channels[0].numel())))
+        x = _padded(conv, channels)
+        columns = F.unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)  # type: ignore[arg-type]
+        rows = thinned(columns.transpose(1, 2).reshape(-1, taps))
+        sums.add(rows, rows)
+    return sums.moments(centred=False, ridge=ridge).covariance
+
+
 def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> float:
-    """Fit the last factor by ridge regression towards what it is; gives the relative error that is left."""
+    """Fit the last factor, by what is told of the change from what it is; gives the relative error left."""
     last = layer.up
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
-    taps = last.weight[0].numel()
+    features = last.weight[0].numel()
     device = last.weight.device
-    covariance = torch.zeros(groups, taps, taps, dtype=torch.float64, device=device)
-    cross = torch.zeros(groups, outputs, taps, dtype=torch.float64, device=device)
-    sum_p = torch.zeros(groups, taps, dtype=torch.float64, device=device)
-    sum_y = torch.zeros(groups, outputs, dtype=torch.float64, device=device)
-    power, rows = 0.0, 0
+    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(arrivals)))
+    sums = [HalvedSums(outputs, features, device, apart=True) for _ in range(groups)]
+    power = 0.0
     for arrival in arrivals:
-        patches = _patches(last, _before_last(layer, arrival.z)).float()  # (G, n, taps)
+        patches = _patches(last, _before_last(layer, arrival.z)).float()  # (G, n, features)
         wanted = F.conv2d(
             _padded(conv, arrival.x), conv.weight, None, conv.stride, 0, conv.dilation, conv.groups
         )
         wanted = wanted.reshape(-1, *wanted.shape[-3:]).transpose(0, 1).reshape(groups, outputs, -1)
         wanted = wanted.transpose(1, 2).float()  # (G, n, O / G)
-        patches, wanted = thinned(patches.transpose(0, 1)), thinned(wanted.transpose(0, 1))
-        covariance += torch.einsum("ngp,ngq->gpq", patches, patches)
-        cross += torch.einsum("ngo,ngp->gop", wanted, patches)
-        sum_p += patches.sum(0)
-        sum_y += wanted.sum(0)
+        patches, wanted = thinned(patches.transpose(0, 1), most), thinned(wanted.transpose(0, 1), most)
+        for group, one in enumerate(sums):
+            one.add(wanted[:, group], patches[:, group], None, halved=True)
         power += float(wanted.double().square().sum())
-        rows += len(patches)
-    covariance, cross, mean_p, mean_y = covariance / rows, cross / rows, sum_p / rows, sum_y / rows
-    if conv.bias is not None:
-        covariance = covariance - mean_p[:, :, None] * mean_p[:, None, :]
-        cross = cross - mean_y[:, :, None] * mean_p[:, None, :]
-        power -= rows * float(mean_y.square().sum())
-    present = last.weight.detach().double().reshape(groups, outputs, taps)
-    kernels, lost = [], power / rows
-    for s, c, w in zip(covariance, cross, present, strict=True):
-        added = ridge * float(s.diagonal().mean().clamp_min(1e-30))
-        system = s + added * torch.eye(taps, dtype=s.dtype, device=device)
-        kernel = solve(system, (c + added * w).T).T
-        lost += float((kernel @ s * kernel).sum() - 2.0 * (kernel * c).sum())
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    about = zero.expand(outputs), zero.expand(features)
+    centred = conv.bias is not None
+    present = last.weight.detach().double().reshape(groups, outputs, features)
+    lost = power = power / sums[0].rows
+    kernels, shifts = [], []
+    for one, kernel in zip(sums, present, strict=True):
+        means = one.total().means(about, centred=centred)
+        halves = [
+            (half.cross - kernel @ half.covariance, half.covariance)
+            for half in one.halves(about, centred=centred)
+        ]
+        system = means.covariance.clone()
+        system.diagonal().add_(ridge * float(system.diagonal().mean().clamp_min(1e-30)))
+        kernel = kernel + told(means.cross - kernel @ means.covariance, system, halves)
+        lost += float((kernel @ means.covariance * kernel).sum() - 2.0 * (kernel * means.cross).sum())
+        if centred:
+            lost -= float(means.x.square().sum())
+            power -= float(means.x.square().sum())
         kernels.append(kernel)
-    stacked = torch.stack(kernels)
-    copy_into(last.weight, stacked.reshape(last.weight.shape))
+        shifts.append(means.x - kernel @ means.z)
+    copy_into(last.weight, torch.stack(kernels).reshape(last.weight.shape))
     if conv.bias is not None and last.bias is not None:
-        shift = mean_y - torch.einsum("gop,gp->go", stacked, mean_p)
-        copy_into(last.bias, conv.bias.double() + shift.reshape(-1))
-    return float(max(0.0, lost) / max(power / rows, 1e-30)) ** 0.5
+        copy_into(last.bias, conv.bias.double() + torch.cat(shifts))
+    return float(max(0.0, lost) / max(power, 1e-30)) ** 0.5
 
 
 def _before_last(layer: SketchedConv2d, z: Tensor) -> Tensor:
     """What the last factor is given."""
+    if layer.scheme == "basis":
+        return filtered(layer.down, z, 2)
     z = layer.down(z)
     return layer.core(z) if layer.scheme == "tucker2" else z
 

@@ -2,6 +2,7 @@
 
 channel:  y = up(down(x)) + b          down k (I -> G r), up 1
 tucker2:  y = up(core(down(x))) + b    down 1 (I -> G q), core k (G q -> G p), up 1
+basis:    y = up(down(x)) + b          down k (each channel by the same r filters, I -> I r), up 1
 pivoted:  y = up(x₁ + down(x₂)) + b    kernels of 1 without groups only
 """
 
@@ -16,7 +17,7 @@ from panther_compile.errors import LayerError
 from panther_compile.factorization.pivot import split_at
 from panther_compile.layers.base import copy_into, take_over
 from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
-from panther_compile.layers.convolution import SketchedConvolution
+from panther_compile.layers.convolution import SketchedConvolution, filtered
 
 _GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
 
@@ -28,8 +29,8 @@ class SketchedConv1d(SketchedConvolution):
         in_channels: I.
         out_channels: O.
         kernel_size: as for `nn.Conv1d`, and so are the other arguments of its names.
-        rank: r per group; for "tucker2" (r_in, r_out).
-        scheme: "channel", "tucker2" or "pivoted".
+        rank: r per group, of "basis" in all; for "tucker2" (r_in, r_out).
+        scheme: "channel", "tucker2", "basis" or "pivoted".
         stride: see `nn.Conv1d`.
         padding: a number, "same" or "valid".
         dilation: see `nn.Conv1d`.
@@ -101,7 +102,7 @@ class SketchedConv1d(SketchedConvolution):
                     factor.stride[0],
                     factor.padding if isinstance(factor.padding, str) else factor.padding[0],
                     factor.dilation[0],
-                    groups,
+                    factor.groups,
                     factor.bias is not None,
                     factor.padding_mode,  # type: ignore[arg-type]
                     device=device,
@@ -140,6 +141,8 @@ class SketchedConv1d(SketchedConvolution):
             return self.up(self.core(self.down(x)))
         if self.scheme == "channel":
             return self.up(self.down(x))
+        if self.scheme == "basis":
+            return self.up(filtered(self.down, x, 1))
         if not isinstance(self.padding, str) and any(self.padding):
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             x = F.pad(x, self.padding * 2, mode=mode)
@@ -149,7 +152,8 @@ class SketchedConv1d(SketchedConvolution):
 
     def kernel_axes(self, factor: str) -> tuple[int, ...]:
         """The axes, 0 the length, along which a factor has the dense kernel, stride and padding."""
-        return (0,) if (self.scheme, factor) in (("channel", "down"), ("tucker2", "core")) else ()
+        long = {"channel": "down", "basis": "down", "tucker2": "core"}
+        return (0,) if long.get(self.scheme) == factor else ()
 
     def _plane(self, dtype: torch.dtype | None = None) -> SketchedConv2d:
         """The same chain of kernels (k, 1), with this layer's parameters."""

@@ -3,11 +3,12 @@
 channel:  y = up(down(x)) + b          down kh x kw (I -> G r), up 1 x 1
 spatial:  y = up(down(x)) + b          down kh x 1  (I -> G r), up 1 x kw
 tucker2:  y = up(core(down(x))) + b    down 1 x 1 (I -> G q), core kh x kw (G q -> G p), up 1 x 1
+basis:    y = up(down(x)) + b          down kh x kw (each channel by the same r filters, I -> I r), up 1 x 1
 pivoted:  y = up(x₁ + down(x₂)) + b    1 x 1 kernels without groups only: pivot.py
 
-Every factor has the G groups of the dense layer. Stride, padding and dilation belong to the factor that
-is as tall or as wide as the dense kernel. Padding there is the same as padding x: the factors before it
-have no bias, so zeros stay zeros and copies stay copies. The weights come from factorize_conv2d.py.
+Every factor but the filters has the G groups of the dense layer. Stride, padding and dilation belong to the
+factor that is as tall or as wide as the dense kernel. Padding there is the same as padding x: the factors
+before it have no bias, so zeros stay zeros and copies stay copies. The weights come from factorize_conv2d.py.
 """
 
 # N batch, O out_channels, I in_channels, G groups
@@ -40,7 +41,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.convolution import SketchedConvolution
+from panther_compile.layers.convolution import SketchedConvolution, filtered
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -60,6 +61,7 @@ _AXES: dict[str, dict[str, tuple[int, ...]]] = {
     "channel": {"down": (0, 1), "up": ()},
     "spatial": {"down": (0,), "up": (1,)},
     "tucker2": {"down": (), "core": (0, 1), "up": ()},
+    "basis": {"down": (0, 1), "up": ()},
     "pivoted": {"down": (), "up": ()},
 }
 
@@ -71,8 +73,8 @@ class SketchedConv2d(SketchedConvolution):
         in_channels: I.
         out_channels: O.
         kernel_size: as for `nn.Conv2d`, and so are the other arguments of its names.
-        rank: r per group; for "tucker2" (r_in, r_out), or one number that sets both.
-        scheme: "channel", "spatial", "tucker2" or "pivoted".
+        rank: r per group, of "basis" in all; for "tucker2" (r_in, r_out), or one number that sets both.
+        scheme: "channel", "spatial", "tucker2", "basis" or "pivoted".
         stride: see `nn.Conv2d`.
         padding: numbers, "same" or "valid".
         dilation: see `nn.Conv2d`.
@@ -135,6 +137,10 @@ class SketchedConv2d(SketchedConvolution):
         r_in, r_out = self.ranks[0], self.ranks[-1]
         width = in_channels - r_in if scheme == "pivoted" else in_channels
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if scheme == "basis":
+            self.down = self._make_factor("down", 1, r_in, False, factory | {"groups": 1})
+            self.up = self._make_factor("up", in_channels * r_in, out_channels, bias, factory)
+            return
         self.down = self._make_factor("down", width, groups * r_in, False, factory)
         if scheme == "tucker2":
             self.core = self._make_factor("core", groups * r_in, groups * r_out, False, factory)
@@ -152,6 +158,7 @@ class SketchedConv2d(SketchedConvolution):
         largest = {
             "channel": min(outputs, inputs * kh * kw),
             "spatial": min(outputs * kw, inputs * kh),
+            "basis": min(kh * kw, self.out_channels * inputs),
             "pivoted": min(outputs, inputs - 1),
         }
         return _one_rank(rank, largest[self.scheme], what)
@@ -172,10 +179,9 @@ class SketchedConv2d(SketchedConvolution):
             along(self.stride, 1),
             self.padding if isinstance(self.padding, str) else along(self.padding, 0),
             along(self.dilation, 1),
-            self.groups,
-            bias,
-            self.padding_mode if axes else "zeros",
-            **factory,
+            bias=bias,
+            padding_mode=self.padding_mode if axes else "zeros",
+            **{"groups": self.groups, **factory},
         )
 
     @classmethod
@@ -190,7 +196,7 @@ class SketchedConv2d(SketchedConvolution):
         """A layer of the given factors; all else, bias and dtype included, is that of a dense layer.
 
         Args:
-            scheme: "channel", "spatial", "tucker2" or "pivoted".
+            scheme: see the constructor.
             kernels: weights of the factors, first one first, (C_out, C_in / G, height, width) each.
             like: the layer whose place this one takes.
             start: first channel of the pivot slice ("pivoted" only).
@@ -199,7 +205,8 @@ class SketchedConv2d(SketchedConvolution):
             ConfigError, LayerError, RankError: see the constructor.
         """
         check_scheme(scheme, CONV_SCHEMES)
-        ranks = tuple(kernel.shape[0] // like.groups for kernel in kernels[:-1])
+        sharing = 1 if scheme == "basis" else like.groups
+        ranks = tuple(kernel.shape[0] // sharing for kernel in kernels[:-1])
         new = cls(
             **_geometry(like),
             rank=ranks if scheme == "tucker2" else ranks[0],
@@ -298,6 +305,8 @@ class SketchedConv2d(SketchedConvolution):
         """Map input (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
             return self.up(self._pivoted_latent(input))
+        if self.scheme == "basis":
+            return self.up(filtered(self.down, input, 2))
         last = self.down
         if self.scheme == "tucker2":
             input, last = self.down(input), self.core

@@ -29,6 +29,7 @@ class SketchedConvolution(SketchedLayer):
     scheme: str
     rank: int | tuple[int, ...]
     start: int
+    down: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
     up: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
 
     @abstractmethod
@@ -52,6 +53,12 @@ class SketchedConvolution(SketchedLayer):
     def bias(self) -> Tensor | None:
         """The bias (O,), or None."""
         return self.up.bias
+
+    @property
+    def macs(self) -> int:
+        """See `SketchedLayer.macs`; the filters of a basis run on every channel."""
+        filters = (self.in_channels - 1) * self.down.weight.numel() if self.scheme == "basis" else 0
+        return super().macs + filters
 
     @property
     def dense_numbers(self) -> int:
@@ -78,3 +85,18 @@ class SketchedConvolution(SketchedLayer):
         """The constructor's arguments and the stored share, as `print(model)` shows them."""
         shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
         return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
+
+
+def filtered(filters: nn.Module, x: Tensor, axes: int) -> Tensor:
+    """What the same filters make of each channel.
+
+    Args:
+        filters: a convolution from one channel to r.
+        x: `(N, I, *)` or `(I, *)`, with so many axes behind the channels.
+        axes: 1 or 2.
+
+    Returns:
+        `(N, I r, *)` or `(I r, *)`, the r of a channel beside each other.
+    """
+    y = filters(x.flatten(0, -axes - 1).unsqueeze(1))
+    return y.unflatten(0, x.shape[:-axes]).flatten(-axes - 2, -axes - 1)

@@ -4,6 +4,7 @@
     pivoted             x₁, x₂ = Split(x);  MatMul(Add(MatMul(x₂, down), x₁), up)
     Gemm(x, W, b)       the same, and the last product is the Gemm, with its bias, alpha and beta
     Conv(x, W, b)       Conv(Conv(x, down), up), or three; see layers/conv2d.py
+    basis               Conv(Reshape(Conv(Reshape(x), down)), up)
     ConvTranspose       ConvTranspose(Conv(x, down), up)
 
 A dense node keeps its name, its output and its bias; what is new gets names that nothing else has.
@@ -237,14 +238,27 @@ def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], wr
     stages = [name for name in ("down", "core", "up") if hasattr(layer, name)]
     for stage, factor in zip(stages[:-1], factors[:-1], strict=True):
         if layer.scheme != "pivoted":
+            x = _regrouped(node, x, layer, stage, writer)
             (x,) = writer.node(node, "Conv", (x, factor))
             made = x.producer()
             assert made is not None
             _set_geometry(made, layer, stage, attributes)
+    x = _regrouped(node, x, layer, stages[-1], writer)
     node.replace_input_with(0, x)
     node.replace_input_with(1, factors[-1])
     if node.op_type == "Conv":  # a transposed one keeps its own
         _set_geometry(node, layer, stages[-1], attributes)
+
+
+def _regrouped(
+    node: ir.Node, x: ir.Value | None, layer: SketchedLayer, name: str, writer: GraphWriter
+) -> ir.Value | None:
+    """The input of a stage: of a basis with as many channels as it reads, one for the filters."""
+    if layer.scheme != "basis":
+        return x
+    stage: Any = layer.get_submodule(name)
+    shape = [-1, stage.in_channels, *(0 for _ in stage.kernel_size)]  # 0: as it is
+    return writer.node(node, "Reshape", (x, writer.integers(node, shape)))[0]
 
 
 def _split_pivots(

@@ -31,7 +31,7 @@ def smooth(count, channels, seed):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("scheme", ["channel", "spatial", "tucker2"])
+@pytest.mark.parametrize("scheme", ["channel", "spatial", "tucker2", "basis"])
 def test_fit_is_closer_than_the_kernel_alone_tells(scheme, case):
     torch.manual_seed(0)
     conv = nn.Conv2d(16, 24, 3, **CASES[case])

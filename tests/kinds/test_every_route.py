@@ -6,10 +6,43 @@ from kinds import routes
 from kinds.routes import Made
 from torch import nn
 
+import panther_compile as pc
 from panther_compile.layers.conv1d import SketchedConv1d
+from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
 
+
+def with_few_filters(conv):
+    """A convolution whose kernels are mixtures of the same three, and of a little else."""
+    with torch.no_grad():
+        taps = conv.weight[0, 0].numel()
+        mixed = torch.randn(conv.weight.numel() // taps, 3) @ torch.randn(3, taps)
+        mixed += 0.5 * torch.randn_like(mixed)
+        conv.weight.copy_(mixed.view_as(conv.weight) / conv.weight[0].numel() ** 0.5)
+    return conv
+
+
 KINDS = {
+    "Conv1d of few filters": (
+        lambda: Made(
+            with_few_filters(nn.Conv1d(12, 24, 16, stride=2, padding=7)),
+            with_few_filters(nn.Conv1d(24, 24, 9, dilation=2, padding="same", padding_mode="circular")),
+            with_few_filters(nn.Conv1d(24, 16, 8, groups=2, bias=False)),
+        ),
+        (3, 12, 40),
+        (SketchedConv1d,),
+        "Conv",
+    ),
+    "Conv2d of few filters": (
+        lambda: Made(
+            with_few_filters(nn.Conv2d(12, 24, (4, 5), stride=(2, 1), padding=(1, 2))),
+            with_few_filters(nn.Conv2d(24, 24, 3, padding=2, dilation=2, padding_mode="reflect")),
+            with_few_filters(nn.Conv2d(24, 16, 4, groups=2, padding="same", bias=False)),
+        ),
+        (2, 12, 12, 9),
+        (SketchedConv2d,),
+        "Conv",
+    ),
     "Conv1d": (
         lambda: Made(
             nn.Conv1d(12, 24, 5, stride=2, padding=2),
@@ -94,3 +127,14 @@ def test_onnx(case, tmp_path):
 def test_partition(case):
     build, x, _, layer_types, _ = case
     routes.partitioned(routes.by_weights(build(), x, layer_types), x)
+
+
+@pytest.mark.parametrize("name", ["Conv1d of few filters", "Conv2d of few filters"])
+def test_few_filters_are_taken_as_a_basis(name):
+    build, shape, _, _ = KINDS[name]
+    small = pc.sketchify(build(), 0.5, **routes.OPTIONS)
+    schemes = [
+        layer.scheme for layer in small.modules() if isinstance(layer, SketchedConv1d | SketchedConv2d)
+    ]
+    assert schemes == ["basis"] * 3
+    assert small(torch.randn(shape)).isfinite().all()

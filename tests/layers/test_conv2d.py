@@ -11,7 +11,7 @@ from panther_compile.errors import ConfigError, LayerError, RankError, WeightErr
 from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.layers.conv2d import SketchedConv2d
 
-SCHEMES = ("channel", "spatial", "tucker2")
+SCHEMES = ("channel", "spatial", "tucker2", "basis")
 GEOMETRIES = {
     "plain": {},
     "stride2-pad1": {"stride": 2, "padding": 1},
@@ -49,7 +49,12 @@ def conv(in_channels=8, out_channels=12, kernel_size=3, dtype=torch.float64, **g
 def full_rank(layer, scheme):
     o, i, kh, kw = layer.weight.shape
     o //= layer.groups
-    ranks = {"channel": min(o, i * kh * kw), "spatial": min(o * kw, i * kh), "tucker2": (i, o)}
+    ranks = {
+        "channel": min(o, i * kh * kw),
+        "spatial": min(o * kw, i * kh),
+        "tucker2": (i, o),
+        "basis": min(kh * kw, o * layer.groups * i),
+    }
     return ranks[scheme]
 
 
@@ -161,13 +166,14 @@ def test_channels_last_is_kept(scheme):
 @pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ratio_is_kept_and_nearly_used(scheme, ratio, groups):
-    dense = conv(32, 64, 3, groups=groups)
+    dense = conv(32, 64, (5, 7) if scheme == "basis" else 3, groups=groups)  # so many taps, so many ranks
     sketched = SketchedConv2d.from_dense(dense, ratio=ratio, scheme=scheme)
     stored = (sketched.stored_numbers - 64) / dense.weight.numel()
     assert ratio - 0.06 < stored <= ratio
     assert sketched.dense_numbers == dense.weight.numel() + 64
     assert sketched.dense_macs == dense.weight.numel()
-    assert sketched.macs == sketched.stored_numbers - 64
+    filters = 31 * sketched.down.weight.numel() if sketched.scheme == "basis" else 0  # of the other channels
+    assert sketched.macs == sketched.stored_numbers - 64 + filters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -290,7 +296,7 @@ def test_the_dense_layer_and_the_global_generator_are_left_alone():
     dense = conv(16, 24, 3)
     before, state = copy.deepcopy(dense.state_dict()), torch.get_rng_state()
     candidates = conv_candidates(dense.weight.detach(), 1)
-    assert len(candidates) == 3
+    assert len(candidates) == 4
     assert torch.equal(state, torch.get_rng_state())
     SketchedConv2d.from_dense(dense, ratio=0.5)
     assert all(torch.equal(value, before[name]) for name, value in dense.state_dict().items())
