@@ -244,6 +244,7 @@ def _plan(
         config,
         studied.route,
         values=studied.study.values,
+        energies=studied.study.energies,
         allocation=allocation,
         couplings=couplings,
         cached=studied.cached,

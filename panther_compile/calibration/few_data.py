@@ -52,7 +52,14 @@ def best_study(studied: Studied, config: SketchConfig, study: Callable[[float], 
     found = {}
     for one in (studied.study, *map(study, RIDGES)):
         tried = replace(studied, study=one)
-        plan = make_plan(tried.found, config, tried.route, values=one.values, allocation=Allocation("energy"))
+        plan = make_plan(
+            tried.found,
+            config,
+            tried.route,
+            values=one.values,
+            energies=one.energies,
+            allocation=Allocation("energy"),
+        )
         held_out = HeldOut(tried, config, tried.held_out)
         worth = 1.0 if one is studied.study else 1.0 / _WORTH
         found[worth * held_out.distance(held_out.cut(plan))] = one

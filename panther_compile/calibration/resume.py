@@ -138,6 +138,9 @@ class Folder:
                     parts.setdefault((kind, name.partition("/")[2]), []).append(tensor)
                 elif kind in ("values", "weights"):
                     getattr(study, kind)[name] = tensor
+                elif kind == "energies":
+                    scheme, _, unit = name.partition("/")
+                    study.energies[unit] = {**study.energies.get(unit, {}), scheme: tensor.cpu()}
             for (kind, name), held in parts.items():
                 if len(held) != _PARTS[kind]:
                     raise CheckpointError(f"{len(held)} parts of {name!r}, wanted {_PARTS[kind]}")
@@ -158,6 +161,8 @@ class Folder:
         tensors = {
             f"{kind}/{name}": t for kind in ("values", "weights") for name, t in getattr(study, kind).items()
         }
+        for name, kept in study.energies.items():
+            tensors |= {f"energies/{scheme}/{name}": t for scheme, t in kept.items()}
         for name, parts in study.factors.items():
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
         for name, lost in study.losses.items():

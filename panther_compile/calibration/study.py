@@ -20,6 +20,7 @@ from panther_compile.calibration.shared_input import InputGroups, Stack, best_of
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
@@ -44,6 +45,7 @@ class Study:
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
         weights: G, float32; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
+        energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         reached: units that the data reaches, and with how many rows.
         shared: for each group of layers of one input, the sets of them that may share an input factor.
@@ -57,6 +59,7 @@ class Study:
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
+    energies: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
@@ -170,9 +173,14 @@ def _study_group(
     """Add layers whose moments fit into memory together, and the stacks of them."""
     inputs = InputGroups()
     known: dict[str, MomentSums] = {}
-    for name, sums in _moments(side, group, calls, study, inputs, progress):
+    views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
+    kernels = {name: made for name, view in views.items() if (made := view.kernel_sums()) is not None}
+    for name, sums in _moments(side, group, calls, study, inputs, kernels, progress):
         known[name] = sums
         _study_layer(study, group[name], sums, parts, by_reader.get(name))
+    for name in kernels.keys() & study.reached.keys():
+        gradient = study.weights[name].double() if name in study.weights else None
+        study.energies[name] = kernels[name].energies(gradient, study.ridge)
     for sets in inputs.found(group):
         _study_stacks(study, group, sets, known[sets[0][0]])
     for stack in stacks:
@@ -335,9 +343,13 @@ def _moments(
     calls: Sequence[Call],
     study: Study,
     inputs: InputGroups,
+    kernels: Mapping[str, KernelSums],
     progress: bool,
 ) -> Iterator[tuple[str, MomentSums]]:
-    """Second moments of the inputs of matrices; layers that are given the same tensor share them."""
+    """Second moments of the inputs of matrices; layers that are given the same tensor share them.
+
+    What reaches kernels is added to their sums.
+    """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
     for place, call in enumerate(ProgressBar(calls, desc="moments", disable=not progress, leave=False)):
@@ -358,6 +370,8 @@ def _moments(
             study.reached[name] = study.reached.get(name, 0) + len(rows)
             inputs.see(place, name, x)
             if not targets[name].view.is_matrix:
+                if name in kernels:
+                    kernels[name].add(x)
                 return
             first, _ = seen.setdefault(id(x), (name, x))
             if name not in sums and first != name and targets[name].view.is_linear:

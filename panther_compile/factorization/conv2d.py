@@ -31,7 +31,6 @@ from panther_compile.factorization.factorize import factorize, singular_values
 
 SCHEMES = ("channel", "spatial", "tucker2", "basis")
 _HOOI_SWEEPS = 3
-_MOST_FEATURES = 4096  # of a group, that a second factor is fitted to
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +158,7 @@ class BasisCandidate(ConvCandidate):
 
     def _max_rank(self) -> int:
         kh, kw = self.kernel_size
-        return min(kh * kw, self.groups * self.inputs * self.outputs, _MOST_FEATURES // self.inputs)
-
-    def _kept_energies(self, weight: Tensor) -> Tensor:
-        return super()._kept_energies(weight)[: self.max_rank]
+        return min(kh * kw, self.groups * self.inputs * self.outputs)
 
 
 def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) -> tuple[Candidate, ...]:
@@ -198,7 +194,7 @@ def conv_candidates(weight: Tensor, groups: int, compute_energies: bool = True) 
         kinds.append(SpatialCandidate)
     if kh * kw > 1:
         kinds.append(Tucker2Candidate)
-    if kh * kw > 1 and 1 < inputs <= _MOST_FEATURES:
+    if kh * kw > 1 and inputs > 1:
         kinds.append(BasisCandidate)
     values = weight if compute_energies else None
     return tuple(kind(tuple(weight.shape), groups, values) for kind in kinds)

@@ -13,6 +13,7 @@ conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I
 conv_transpose  nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d
 experts         the experts of Hugging Face mixtures become SketchedExperts
 fit_conv2d      A sketched convolution from data
+kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
 recurrent       nn.LSTM and nn.GRU become SketchedLSTM and SketchedGRU
 view            What data sees of a dense layer, whatever its kind

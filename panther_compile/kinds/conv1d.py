@@ -18,6 +18,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, why_not_convolution
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv1d import SketchedConv1d, geometry
@@ -72,6 +73,10 @@ class Conv1dView(LinearView):
         """See `LinearView`."""
         return _on_line(self._plane.build(found), self.layer)
 
+    def kernel_sums(self) -> KernelSums:
+        """See `LinearView`."""
+        return _LineSums(self._plane.layer)
+
     def fit(
         self,
         name: str,
@@ -84,6 +89,14 @@ class Conv1dView(LinearView):
         """See `LinearView`."""
         layer, error = self._plane.fit(name, choice, config, _on_plane(arrivals), gradient, ridge)
         return _on_line(layer, self.layer), error
+
+
+class _LineSums(KernelSums):
+    """Sums over inputs (N, I, L)."""
+
+    def add(self, x: Tensor) -> None:
+        """See `KernelSums`."""
+        super().add(x.unsqueeze(-1))
 
 
 class Conv1dKind(Kind):

@@ -18,7 +18,8 @@ from panther_compile.factorization.conv2d import conv_candidates, is_depthwise
 from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
-from panther_compile.kinds.fit_conv2d import channel_rows, fit_conv2d_to, fit_kernel
+from panther_compile.kinds.fit_conv2d import fit_conv2d_to, fit_kernel
+from panther_compile.kinds.kernel_metric import KernelSums, channel_rows
 from panther_compile.kinds.match import computes_convolution, identities, why_not_plain
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
@@ -56,6 +57,10 @@ class Conv2dView(LinearView):
         if found.bias is not None and conv.up.bias is not None:
             copy_into(conv.up.bias, found.bias)
         return conv
+
+    def kernel_sums(self) -> KernelSums:
+        """See `LinearView`."""
+        return KernelSums(self.layer)
 
     def fit(
         self,

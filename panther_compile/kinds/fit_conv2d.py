@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
-from panther_compile.factorization.moments import MAX_ROWS, RIDGE, MomentSums, thinned
+from panther_compile.factorization.moments import MAX_ROWS, RIDGE, thinned
 from panther_compile.factorization.row_sums import HalvedSums
 from panther_compile.factorization.told import told
-from panther_compile.factorization.whiten import root_of
+from panther_compile.kinds.kernel_metric import KernelSums, padded
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
@@ -20,7 +20,7 @@ from panther_compile.layers.convolution import filtered
 from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice
 
-_MOST_PIXELS = 1 << 25  # of one batch, that are looked at tap by tap
+_MOST_FEATURES = 4096  # of a group, that a last factor is fitted to
 _ROWS_EACH, _LEAST_ROWS = 8, 2048  # for a feature of the last factor, of all batches, and of one batch
 
 
@@ -37,15 +37,6 @@ def fit_kernel(weight: Tensor, groups: int, name: str, choice: Choice, config: S
     )
 
 
-def channel_rows(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The pixels of x (N, I, H, W) that a 1 x 1 convolution reads, as rows (n, I)."""
-    if x.dim() == 3:
-        x = x.unsqueeze(0)
-    if conv.kernel_size == (1, 1):
-        x = x[..., :: conv.stride[0], :: conv.stride[1]]
-    return thinned(x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]))
-
-
 def fit_conv2d_to(
     conv: nn.Conv2d,
     name: str,
@@ -57,9 +48,9 @@ def fit_conv2d_to(
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
-    The kernel is factorized where it is measured by E[z zᵀ] of its input channels, for "basis" of its taps
-    too, and by the weight of errors at its output channels; then the last factor and the bias are fitted, in
-    closed form, so that the factors on z give what the dense layer gives on x.
+    The kernel is factorized in the metric of z and of errors at its output channels (`kernel_metric.py`);
+    then the last factor and the bias are fitted, in closed form, so that the factors on z give what the
+    dense layer gives on x.
 
     Args:
         conv: the dense layer.
@@ -70,64 +61,34 @@ def fit_conv2d_to(
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         ridge: on second moments, of their mean power.
     """
-    weight = conv.weight.detach().double()
-    inner = outer = taps = None
-    if conv.groups == 1:
-        sums = MomentSums(weight.shape[1], weight.device)
-        for arrival in arrivals:
-            rows = channel_rows(conv, arrival.z)
-            sums.add(rows, rows)
-        inner = root_of(sums.moments(centred=False, ridge=ridge).covariance)
-        weight = torch.einsum("oihw,ij->ojhw", weight, inner.factor)
-        if gradient is not None:
-            outer = root_of(gradient)
-            weight = torch.einsum("po,pihw->oihw", outer.factor, weight)
-    if choice.scheme == "basis":
-        taps = root_of(_tap_covariance(conv, arrivals, ridge))
-        weight = (weight.flatten(2) @ taps.factor).view_as(weight)
-    found = fit_kernel(weight.contiguous(), conv.groups, name, choice, config)
-    first, *between, last = found.kernels
-    if taps is not None:
-        first = (first.double().flatten(1) @ taps.inverse).view_as(first)
-    if inner is not None and taps is not None:
-        by_input = last.double().unflatten(1, (-1, len(first)))
-        last = torch.einsum("oirhw,ij->ojrhw", by_input, inner.inverse).flatten(1, 2)
-    elif inner is not None:
-        first = torch.einsum("rihw,ij->rjhw", first.double(), inner.inverse)
-    if outer is not None:
-        last = torch.einsum("op,orhw->prhw", outer.inverse, last.double())
-    layer = SketchedConv2d.from_kernels(choice.scheme, (first, *between, last), conv)
+    sums = KernelSums(conv)
+    for arrival in arrivals:
+        sums.add(arrival.z)
+    metric = sums.metric(gradient, ridge)
+    weight = metric.whiten(conv.weight.detach().double()).contiguous()
+    found = fit_kernel(weight, conv.groups, name, choice, config)
+    kernels = metric.take_back(choice.scheme, found.kernels)
+    layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
     return layer, _refit_last(layer, conv, arrivals, ridge)
 
 
-def _tap_covariance(conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> Tensor:
-    """E[p pᵀ] (k, k) of the pixels p under the kernel in one channel, about zero, of all channels alike."""
-    taps = conv.kernel_size[0] * conv.kernel_size[1]
-    sums = MomentSums(taps, conv.weight.device)
-    for arrival in arrivals:
-        channels = arrival.z.reshape(-1, 1, *arrival.z.shape[-2:])
-        channels = thinned(channels, max(1, _MOST_PIXELS // (taps * channels[0].numel())))
-        x = _padded(conv, channels)
-        columns = F.unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)  # type: ignore[arg-type]
-        rows = thinned(columns.transpose(1, 2).reshape(-1, taps))
-        sums.add(rows, rows)
-    return sums.moments(centred=False, ridge=ridge).covariance
-
-
 def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> float:
-    """Fit the last factor, by what is told of the change from what it is; gives the relative error left."""
+    """Fit the last factor, by what is told of the change from what it is; gives the relative error left.
+
+    Of very many features the bias alone is fitted.
+    """
     last = layer.up
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
     features = last.weight[0].numel()
     device = last.weight.device
     most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(arrivals)))
+    if features > _MOST_FEATURES:
+        return _refit_bias(layer, conv, arrivals)
     sums = [HalvedSums(outputs, features, device, apart=True) for _ in range(groups)]
     power = 0.0
     for arrival in arrivals:
         patches = _patches(last, _before_last(layer, arrival.z)).float()  # (G, n, features)
-        wanted = F.conv2d(
-            _padded(conv, arrival.x), conv.weight, None, conv.stride, 0, conv.dilation, conv.groups
-        )
+        wanted = _product(conv, arrival.x)
         wanted = wanted.reshape(-1, *wanted.shape[-3:]).transpose(0, 1).reshape(groups, outputs, -1)
         wanted = wanted.transpose(1, 2).float()  # (G, n, O / G)
         patches, wanted = thinned(patches.transpose(0, 1), most), thinned(wanted.transpose(0, 1), most)
@@ -161,6 +122,31 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
     return float(max(0.0, lost) / max(power, 1e-30)) ** 0.5
 
 
+def _refit_bias(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival]) -> float:
+    """Shift the bias by the mean of what is lost; gives the relative error left."""
+    lost = torch.zeros(conv.out_channels, dtype=torch.float64, device=conv.weight.device)
+    squares, size, count = 0.0, 0.0, 0
+    for arrival in arrivals:
+        wanted = _product(conv, arrival.x)
+        found = layer(arrival.z)
+        if conv.bias is not None:
+            found = found - conv.bias[:, None, None]
+        channels = (wanted - found).movedim(-3, 0).flatten(1).double()
+        lost += channels.sum(1)
+        squares += float(channels.square().sum())
+        size += float(wanted.double().square().sum())
+        count += channels.shape[1]
+    if conv.bias is not None and layer.up.bias is not None:
+        copy_into(layer.up.bias, conv.bias.double() + lost / count)
+        squares -= float((lost.square() / count).sum())
+    return float(max(0.0, squares) / max(size, 1e-30)) ** 0.5
+
+
+def _product(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """The dense layer's output without its bias."""
+    return F.conv2d(padded(conv, x), conv.weight, None, conv.stride, 0, conv.dilation, conv.groups)
+
+
 def _before_last(layer: SketchedConv2d, z: Tensor) -> Tensor:
     """What the last factor is given."""
     if layer.scheme == "basis":
@@ -169,14 +155,8 @@ def _before_last(layer: SketchedConv2d, z: Tensor) -> Tensor:
     return layer.core(z) if layer.scheme == "tucker2" else z
 
 
-def _padded(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The input of a convolution with its padding done."""
-    pad = conv._reversed_padding_repeated_twice
-    return F.pad(x, pad, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
-
-
 def _patches(factor: nn.Conv2d, x: Tensor) -> Tensor:
     """What each output of a factor reads, (G, n, I / G times taps), positions in the order of its output."""
-    x = _padded(factor, x.reshape(-1, *x.shape[-3:]))
+    x = padded(factor, x.reshape(-1, *x.shape[-3:]))
     columns = F.unfold(x, factor.kernel_size, factor.dilation, 0, factor.stride)  # type: ignore[arg-type]
     return columns.reshape(len(x), factor.groups, -1, columns.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival
@@ -65,6 +66,10 @@ class LinearView(ABC):
     @abstractmethod
     def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
+
+    def kernel_sums(self) -> KernelSums | None:
+        """Sums over inputs, that tell what ranks of a layer keep that is no matrix; None if nothing does."""
+        return None
 
     def fit(
         self,

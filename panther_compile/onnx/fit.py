@@ -25,7 +25,7 @@ from panther_compile.calibration.study import groups_within
 from panther_compile.config import SketchConfig
 from panther_compile.errors import DataError
 from panther_compile.factorization.fit_matrix import fit_matrix_to
-from panther_compile.factorization.moments import Moments, MomentSums
+from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, term_sizes
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.view import LinearView
@@ -207,6 +207,23 @@ class WeightFit:
             dense = self._seen[name].matrix.double()
             factors = best_low_rank(dense, moments, None, min(dense.shape))
             found[name] = term_sizes(*factors, moments.covariance, None)
+        return found
+
+    def energies(self, runs: Runs) -> dict[str, Mapping[str, Tensor]]:
+        """What each rank of the kernels of k x k keeps in the metric of the data, by name and scheme.
+
+        Raises:
+            DataError: see `spectra`.
+        """
+        found = {}
+        for name, arrivals in self._arrivals(
+            [name for name, seen in self._seen.items() if seen.is_kernel], runs
+        ):
+            sums = self._seen[name].view.kernel_sums()
+            if sums is not None:
+                for arrival in arrivals:
+                    sums.add(arrival.x.float())
+                found[name] = sums.energies(None, RIDGE)
         return found
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:

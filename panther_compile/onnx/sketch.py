@@ -288,7 +288,8 @@ def _fit_to_data(
     outputs = [end.output for end in ends]
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
-    plan = form(make_plan(sites.found, config, _GRAPH, values=weights.spectra(runs)))
+    values, energies = weights.spectra(runs), weights.energies(runs)
+    plan = form(make_plan(sites.found, config, _GRAPH, values=values, energies=energies))
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}

@@ -7,6 +7,7 @@ plan          a scheme and a rank for every weight under one budget
 shared_factor weights that store one factor in common, at no more stored numbers
 recipe        a plan that was given, followed as it stands
 coupled       layers that are narrowed together, as one unit of a plan
+in_data       units whose ways to store them are judged in the metric of data
 int8_time     budgets of the time of int8 products in place of stored numbers
 timing        layers and whole models timed beside their sketches
 ratio_search  the smallest ratio within a drop of a score

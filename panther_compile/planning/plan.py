@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
-from panther_compile.factorization.candidates import Candidate, LinearCandidate
+from panther_compile.factorization.candidates import Candidate
 from panther_compile.kinds.parts import parts_of, units_of, work_on
 from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
+from panther_compile.planning.in_data import in_data
 from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
@@ -102,6 +103,7 @@ def make_plan(
     route: str,
     *,
     values: Mapping[str, Tensor] | None = None,
+    energies: Mapping[str, Mapping[str, Tensor]] | None = None,
     allocation: Allocation = Allocation("energy"),
     couplings: Sequence[CouplingLosses] = (),
     cached: Sequence[Cached] = (),
@@ -113,11 +115,12 @@ def make_plan(
         config: the options.
         route: how the sites were found, for the report.
         values: singular values of matrices in the metric of data, by unit, in place of their own.
+        energies: what ranks of kernels keep in the metric of data, by unit and scheme, likewise.
         allocation: how a budget is divided.
         couplings: layers that may be narrowed together, in place of being sketched apart.
         cached: what a decoder keeps; the weights that write it have a budget of their own.
     """
-    values = {} if values is None else values
+    values, energies = values or {}, energies or {}
     budgets = config.ratios()
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
@@ -127,9 +130,9 @@ def make_plan(
     ):
         place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
         parts = parts_of(site, owner)
-        energies = budgets[place][1] < 1.0 and not set(parts) <= set(values)
-        units = with_tied(units_of(parts, config, energies=energies), site)
-        units = tuple(_with_values(unit, values.get(unit.name)) for unit in units)
+        own = budgets[place][1] < 1.0 and not set(parts) <= {*values, *energies}
+        units = with_tied(units_of(parts, config, energies=own), site)
+        units = tuple(in_data(unit, values.get(unit.name), energies.get(unit.name, {})) for unit in units)
         pools[place].extend((unit, site.kind) for unit in units)
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
@@ -212,19 +215,6 @@ def with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
     biases = [module._parameters.get("bias") for _, module in site.tied]
     numbers = sum(bias.numel() for bias in biases if bias is not None)
     return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units
-
-
-def _with_values(unit: Unit, values: Tensor | None) -> Unit:
-    """The unit with other singular values for its matrix."""
-    if values is None:
-        return unit
-    candidates = tuple(
-        LinearCandidate(one.out_features, one.in_features, one.scheme, singular_values=values.cpu())
-        if isinstance(one, LinearCandidate)
-        else one
-        for one in unit.candidates
-    )
-    return replace(unit, candidates=candidates)
 
 
 def hides_progress(config: SketchConfig) -> bool:
