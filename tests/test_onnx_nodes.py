@@ -112,3 +112,5 @@ def test_kernels_that_mix_few_filters(case, opset, tmp_path):
     report, target = sketch(source, 0.5, min_params=100)
     assert [line.choice.scheme for line in report.plan.sketched] == ["basis"]
     assert_same_outputs(source, target, random(2, *sizes))
+    with pytest.raises(NoTargetError, match="already factored"):
+        sketch(target, 0.9, min_params=10)

@@ -34,11 +34,14 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     """The weights of products that feed straight into a product, narrower between than at both ends.
 
     That is what a low-rank pair looks like, and the pivoted form: there the input's pivots are added between.
+    And those of filters that run on one channel at a time, and of what mixes them.
     """
     found: set[ir.Value] = set()
     for node in model.graph.all_nodes():
         if not is_onnx(node, *_PRODUCTS, "Conv") or (first := _sizes(node)) is None:
             continue
+        if (mixing := _mixing(node)) is not None:
+            found.update(source for part in (node, mixing) if (source := _weight(part)) is not None)
         chain, between, inputs, last = [node], [], first.inputs, first
         while (step := _next_product(chain[-1])) is not None:
             following, pivots, last_sizes = step
@@ -52,6 +55,19 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     return found
 
 
+def _mixing(node: ir.Node) -> ir.Node | None:
+    """The convolution that mixes what filters make of each channel, if this one is such filters."""
+    sizes, following = _sizes(node), _next_product(node, any_groups=True)
+    if sizes is None or following is None or not is_onnx(node, "Conv"):
+        return None
+    source = None if node.inputs[0] is None else node.inputs[0].producer()
+    filters, mixing = _constant(node.inputs[1]), following[0]
+    one_by_one = filters is not None and filters.shape[1] == 1 and node.attributes.get_int("group", 1) == 1
+    if not one_by_one or source is None or not is_onnx(source, "Reshape"):
+        return None
+    return mixing if following[2].inputs % sizes.channels == 0 else None
+
+
 class _Sizes(NamedTuple):
     """What a product makes one position from, and to: numbers in its window, and channels."""
 
@@ -60,8 +76,11 @@ class _Sizes(NamedTuple):
     channels: int
 
 
-def _next_product(node: ir.Node) -> tuple[ir.Node, bool, _Sizes] | None:
-    """The product that alone reads this one's result, whether pivots are added before, and its sizes."""
+def _next_product(node: ir.Node, *, any_groups: bool = False) -> tuple[ir.Node, bool, _Sizes] | None:
+    """The product that alone reads this one's result, whether pivots are added before, and its sizes.
+
+    A convolution of other groups is none, unless any will do.
+    """
     groups = node.attributes.get_int("group", 1)
     pivots = is_onnx(node, "Gemm") and len(node.inputs) == 3 and _is_slice(node.inputs[2])
     if len(node.inputs) == 3 and node.inputs[2] is not None and not pivots:
@@ -75,7 +94,7 @@ def _next_product(node: ir.Node) -> tuple[ir.Node, bool, _Sizes] | None:
             pivots, value = True, following.outputs[0]
         elif (
             is_onnx(following, *(_PRODUCTS if node.op_type in _PRODUCTS else _CONVOLUTIONS))
-            and following.attributes.get_int("group", 1) == groups
+            and (any_groups or following.attributes.get_int("group", 1) == groups)
             and (sizes := _sizes(following)) is not None
         ):
             return following, pivots, sizes
