@@ -11,6 +11,7 @@ from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import is_plain, outermost, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
@@ -66,6 +67,19 @@ def rounded_layers(model: nn.Module) -> list[SketchedLinear]:
         and is_plain(layer.down, nn.Linear)
         and is_plain(layer.up, nn.Linear)
     ]
+
+
+def without_bases(model: Model) -> Model:
+    """A copy in which kernels that are made of a basis at each call are dense, which int8 is as fast with.
+
+    The model itself if it has none such. Outputs stay the same.
+    """
+    new: dict[nn.Module, nn.Module] = {
+        layer: layer.to_dense()
+        for layer in outermost(model)
+        if isinstance(layer, SketchedConvolution) and layer.multiplies_out
+    }
+    return copy_with(model, new) if new else model  # type: ignore[return-value]
 
 
 def pair_kernels(model: Model) -> Model:

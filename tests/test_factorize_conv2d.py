@@ -4,9 +4,11 @@ import torch
 from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorization.conv2d import (
     SCHEMES,
+    BasisCandidate,
     Tucker2Candidate,
     conv_candidates,
     factorize_conv2d,
+    is_multiplied_out,
     multiply_out,
     to_matrices,
 )
@@ -64,11 +66,10 @@ def test_candidates_count_and_predict_every_rank(scheme, groups):
     assert candidate.energies.shape == (candidate.max_rank,)
     assert candidate.energies.diff().min() >= 0
     assert float(candidate.energies[-1]) == pytest.approx(1.0)
-    others = 4 * groups - 1 if scheme == "basis" else 0  # channels that the filters run on besides the first
     for rank in range(1, candidate.max_rank + 1):
         found = factorize_conv2d(weight, groups, scheme, rank, generator=generator())
-        filters = others * found.kernels[0].numel()
-        assert numbers(found.kernels) == candidate.numbers(rank) == candidate.macs(rank) - filters
+        assert numbers(found.kernels) == candidate.numbers(rank)
+        assert scheme == "basis" or candidate.macs(rank) == candidate.numbers(rank)
         exact = torch.dist(multiply_out(found.kernels, groups, scheme), weight) / weight.norm()
         assert found.error == pytest.approx(float(exact), abs=1e-12)
         if scheme == "tucker2":  # HOOI is no worse than the HOSVD of the prediction
@@ -99,6 +100,12 @@ def test_tucker2_ranks_are_proportional():
     assert candidate.numbers(16) == 2 * (32 * 8 + 9 * 8 * 16 + 64 * 16)
     found = factorize_conv2d(random_weight((8, 4, 3, 3)), 1, "tucker2", (3, 2), generator=generator())
     assert [tuple(kernel.shape) for kernel in found.kernels] == [(3, 4, 1, 1), (2, 3, 3, 3), (8, 2, 1, 1)]
+
+
+def test_a_basis_runs_its_filters_on_every_channel_or_is_multiplied_out():
+    candidate = BasisCandidate((64, 32, 3, 3), 1)
+    assert [candidate.macs(rank) for rank in (1, 4, 6, 9)] == [32 * 73, 32 * 4 * 73, 64 * 32 * 9, 64 * 32 * 9]
+    assert [is_multiplied_out(rank, 9, 64) for rank in (1, 5, 6, 9)] == [False, False, True, True]
 
 
 def test_groups_share_a_rank_and_add_their_energies():

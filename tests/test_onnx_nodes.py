@@ -3,7 +3,7 @@
 import onnx
 import pytest
 from onnx import numpy_helper
-from onnx_models import assert_same_outputs, kernel, low_rank, make, node, random, sketch
+from onnx_models import assert_same_outputs, kernel, kinds, low_rank, make, node, random, sketch
 
 from panther_compile.errors import (
     NoTargetError,
@@ -100,16 +100,18 @@ FEW_FILTERS = {
 }
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.75])  # filters are run, or multiplied out
 @pytest.mark.parametrize("opset", [11, 18])
 @pytest.mark.parametrize("case", FEW_FILTERS)
-def test_kernels_that_mix_few_filters(case, opset, tmp_path):
+def test_kernels_that_mix_few_filters(case, opset, ratio, tmp_path):
     shape, attributes = FEW_FILTERS[case]
     taps = shape[2] if len(shape) == 3 else shape[2] * shape[3]
     weights = {"w": low_rank(shape[0] * shape[1], taps, 3).reshape(shape), "b": random(32)}
     nodes = [node("Conv", ["x", "w", "b"], ["y"], **attributes)]
     sizes = (16, 30) if len(shape) == 3 else (16, 11, 14)
     source = make(tmp_path / "in.onnx", nodes, weights, x=("n", *sizes), opset=opset)
-    report, target = sketch(source, 0.5, min_params=100)
+    report, target = sketch(source, ratio, min_params=100)
+    assert ("MatMul" in kinds(target)) == (ratio > 0.5)
     assert [line.choice.scheme for line in report.plan.sketched] == ["basis"]
     assert_same_outputs(source, target, random(2, *sizes))
     with pytest.raises(NoTargetError, match="already factored"):

@@ -17,11 +17,13 @@ convolutions of docs/benchmarks/layers.md, timed later, it was right in 96 % and
 ones; most others are the stem. Grouped convolutions and GPUs were not measured.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from panther_compile.factorization.candidates import Candidate
+from panther_compile.factorization.conv2d import BASIS_SHARE, is_multiplied_out
 
 TILE = 16
 # A sketch predicted to run at less than this share of the dense speed is not worth its place.
@@ -32,9 +34,6 @@ STEM_CHANNELS, STEM_SPEEDUP = 4, 0.7
 # Schemes with a product ahead of the stride ran at .45 to .9 of the dense speed at batch 32 now and then,
 # where the roofline says up to 1.3; "channel" strides in its first product and was never slower.
 AHEAD_OF_STRIDE, STRIDED_SPEEDUP = ("spatial", "tucker2"), 0.7
-# The filters of "basis" read one channel at a time, which oneDNN is slow at: 26 measured cases ran at .35 to
-# 1.1 of the predicted speed, those predicted to be 1.2 times as fast as dense or more at about .8.
-BASIS_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,7 @@ def speedup(
     positions = device.positions if positions is None else positions
     dense = dense_products(shape, groups, stride, positions)
     sketched = sketched_products(candidate.scheme, candidate.ranks(rank), shape, groups, stride, positions)
-    predicted = seconds(dense, device) / seconds(sketched, device)
-    return BASIS_SHARE * predicted if candidate.scheme == "basis" else predicted
+    return seconds(dense, device) / seconds(sketched, device)
 
 
 def dense_products(
@@ -153,9 +151,14 @@ def sketched_products(
             _product(inputs, first, kh, groups, entering, between),
             _product(first, outputs, kw, groups, between, positions),
         )
+    if scheme == "basis" and is_multiplied_out(ranks[0], kh * kw, outputs // groups):
+        size = math.prod(shape)
+        made = Product(size * ranks[0], size, ranks[0] * (kh * kw + outputs * inputs // groups))
+        return made, *dense_products(shape, groups, stride, positions)
     if scheme == "basis":
-        one = _product(1, ranks[0], kh * kw, 1, entering * inputs, positions * inputs)
-        return one, _product(inputs * ranks[0], outputs, 1, groups, positions, positions)
+        filtered = _product(1, ranks[0], kh * kw, 1, entering * inputs, positions * inputs)
+        mixed = _product(inputs * ranks[0], outputs, 1, groups, positions, positions)
+        return _slower(filtered), _slower(mixed)
     up = _product(last, outputs, 1, groups, positions, positions)
     if scheme == "tucker2":
         return (
@@ -164,6 +167,10 @@ def sketched_products(
             up,
         )
     return _product(inputs, first, kh * kw, groups, entering, positions), up  # "channel", "pair"
+
+
+def _slower(product: Product) -> Product:
+    return replace(product, macs=product.macs / BASIS_SHARE, activations=product.activations / BASIS_SHARE)
 
 
 def rank_step(candidate: Candidate, device: Device | None = None) -> int:

@@ -41,7 +41,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.convolution import SketchedConvolution, filtered
+from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -305,6 +305,10 @@ class SketchedConv2d(SketchedConvolution):
         """Map input (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
             return self.up(self._pivoted_latent(input))
+        if self.multiplies_out and (
+            is_captured() or all(is_plain(factor, nn.Conv2d) for factor in self._factors())
+        ):
+            return convolved(self, input, self._product())
         if self.scheme == "basis":
             return self.up(filtered(self.down, input, 2))
         last = self.down

@@ -4,8 +4,10 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther_compile.factorization.conv2d import is_multiplied_out
 from panther_compile.layers.base import SketchedLayer, Spec
 from panther_compile.layers.lazy_weight import lazy_weight
 
@@ -56,9 +58,18 @@ class SketchedConvolution(SketchedLayer):
 
     @property
     def macs(self) -> int:
-        """See `SketchedLayer.macs`; the filters of a basis run on every channel."""
+        """See `SketchedLayer.macs`; the filters of a basis run on every channel, or what they make is run."""
+        if self.multiplies_out:
+            return self.dense_macs
         filters = (self.in_channels - 1) * self.down.weight.numel() if self.scheme == "basis" else 0
         return super().macs + filters
+
+    @property
+    def multiplies_out(self) -> bool:
+        """Whether the kernel is made of its basis at each call, see `is_multiplied_out`."""
+        outputs, _, *kernel = self._weight_shape()
+        taps = math.prod(kernel)
+        return self.scheme == "basis" and is_multiplied_out(self.ranks[0], taps, outputs // self.groups)
 
     @property
     def dense_numbers(self) -> int:
@@ -100,3 +111,13 @@ def filtered(filters: nn.Module, x: Tensor, axes: int) -> Tensor:
     """
     y = filters(x.flatten(0, -axes - 1).unsqueeze(1))
     return y.unflatten(0, x.shape[:-axes]).flatten(-axes - 2, -axes - 1)
+
+
+def convolved(layer: SketchedConvolution, x: Tensor, kernel: Tensor) -> Tensor:
+    """What a layer that stands for a convolution makes of x by a dense kernel, as the dense layer would."""
+    geometry = layer._geometry()
+    options = {name: geometry[name] for name in ("stride", "padding", "dilation", "groups")}
+    if geometry["padding_mode"] != "zeros":
+        x = F.pad(x, layer.down._reversed_padding_repeated_twice, mode=geometry["padding_mode"])
+        options["padding"] = 0
+    return (F.conv1d if kernel.dim() == 3 else F.conv2d)(x, kernel, layer.bias, **options)

@@ -29,7 +29,7 @@ from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.int8 import check_rounding, int8_model, warn_if_destroyed_by_int8
 from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
-from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers
+from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers, without_bases
 from panther_compile.storage import checked_path
 
 OLDEST_EXPORT_OPSET = 18
@@ -98,8 +98,8 @@ def export_onnx(
     calls = [Call(positional, named), *([] if data is None else record_calls(model, data))]
     if then == "int8" and rounded_layers(model):
         model = prepare_int8(model, calls[1:] or None)
-    if then == "int8" and data is not None:
-        model = pair_kernels(model)
+    if then == "int8":
+        model = without_bases(model if data is None else pair_kernels(model))
     with _exportable(model), torch.no_grad():
         program = _export(model, positional, named, dynamic_shapes, opset)
 

@@ -30,6 +30,7 @@ ROUNDINGS = ("none", "int8")
 _PRODUCTS = ["MatMul", "Gemm"]
 _HELD_OUT = 4  # one batch in so many judges
 _OLDEST_OPSET = 13
+_AS_FAST = "in int8 it is as fast dense"
 
 
 def check_rounding(then: object) -> None:
@@ -78,7 +79,7 @@ def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
 def as_pairs(plan: SketchPlan, step: int | None, *, kernels: bool = False) -> SketchPlan:
     """The plan with plain pairs of as many numbers in place of the pivoted form, which int8 costs dearly.
 
-    A weight whose pair would be no faster in int8 than itself stays dense.
+    A weight whose pair would be no faster in int8 than itself stays dense, and so do kernels of a basis.
 
     Args:
         plan: of matrices among others.
@@ -90,13 +91,15 @@ def as_pairs(plan: SketchPlan, step: int | None, *, kernels: bool = False) -> Sk
 
 def _as_pair(line: LayerPlan, step: int | None, kernels: bool) -> LayerPlan:
     choice, is_kernel = line.choice, len(line.shape) > 2
+    if choice is not None and choice.scheme == "basis":
+        return replace(line, choice=None, reason=_AS_FAST)
     if choice is None or choice.scheme != "pivoted" or (is_kernel and not kernels):
         return line
     outputs, inputs = line.shape[:2]
     rank = choice.stored_numbers // (outputs + inputs)
     rank -= rank % (step or (8 if rank >= 8 else 1))
     if rank == 0 or not pays_in_int8(outputs, inputs, rank):
-        return replace(line, choice=None, reason="in int8 it is as fast dense")
+        return replace(line, choice=None, reason=_AS_FAST)
     numbers, scheme = rank * (outputs + inputs), "channel" if is_kernel else "pair"
     choice = replace(choice, scheme=scheme, rank=rank, ranks=(rank,), stored_numbers=numbers, error=None)
     return replace(line, choice=choice)

@@ -4,7 +4,7 @@
     pivoted             x₁, x₂ = Split(x);  MatMul(Add(MatMul(x₂, down), x₁), up)
     Gemm(x, W, b)       the same, and the last product is the Gemm, with its bias, alpha and beta
     Conv(x, W, b)       Conv(Conv(x, down), up), or three; see layers/conv2d.py
-    basis               Conv(Reshape(Conv(Reshape(x), down)), up)
+    basis               Conv(Reshape(Conv(Reshape(x), down)), up), or Conv(x, Reshape(MatMul(up, down)))
     ConvTranspose       ConvTranspose(Conv(x, down), up)
 
 A dense node keeps its name, its output and its bias; what is new gets names that nothing else has.
@@ -20,6 +20,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
@@ -193,6 +194,9 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
     """The weights of the stages, the way round that the nodes read them."""
     stages = dict(layer.named_children())
+    if _is_multiplied_out(layer):
+        filters, mixing = (stages[name].weight for name in ("down", "up"))
+        return {"down": filters.flatten(1), "up": mixing.reshape(-1, len(filters))}  # type: ignore[operator, arg-type]
     right = not use.is_conv and use.index == 1
     names = ("down", "core", "up") if "core" in stages else ("down", "up")
     tensors = {name: stages[name].weight for name in names}
@@ -224,6 +228,11 @@ def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], write
 
 def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
     x = node.inputs[0]
+    if _is_multiplied_out(layer):
+        (product,) = writer.node(node, "MatMul", factors[::-1])
+        shape = writer.integers(node, list(layer.weight.shape))  # type: ignore[arg-type]
+        node.replace_input_with(1, writer.node(node, "Reshape", (product, shape))[0])
+        return
     attributes = dict(node.attributes)
     if layer.scheme == "pivoted":
         given = layer.sketch_spec()["stride"]
@@ -248,6 +257,11 @@ def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], wr
     node.replace_input_with(1, factors[-1])
     if node.op_type == "Conv":  # a transposed one keeps its own
         _set_geometry(node, layer, stages[-1], attributes)
+
+
+def _is_multiplied_out(layer: SketchedLayer) -> bool:
+    """Whether its kernel is made of constants, which ONNX Runtime does once, as it reads the file."""
+    return isinstance(layer, SketchedConvolution) and layer.multiplies_out
 
 
 def _regrouped(

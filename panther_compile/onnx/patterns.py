@@ -34,12 +34,15 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     """The weights of products that feed straight into a product, narrower between than at both ends.
 
     That is what a low-rank pair looks like, and the pivoted form: there the input's pivots are added between.
-    And those of filters that run on one channel at a time, and of what mixes them.
+    And those of filters that run on one channel at a time, and of what mixes them; and constants that are
+    multiplied by constants.
     """
     found: set[ir.Value] = set()
     for node in model.graph.all_nodes():
         if not is_onnx(node, *_PRODUCTS, "Conv") or (first := _sizes(node)) is None:
             continue
+        if node.op_type == "MatMul" and _constant(node.inputs[0]) and _constant(node.inputs[1]):
+            found.update(source for value in node.inputs if (source := _source(value)) is not None)
         if (mixing := _mixing(node)) is not None:
             found.update(source for part in (node, mixing) if (source := _weight(part)) is not None)
         chain, between, inputs, last = [node], [], first.inputs, first

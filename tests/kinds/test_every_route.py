@@ -132,9 +132,15 @@ def test_partition(case):
 @pytest.mark.parametrize("name", ["Conv1d of few filters", "Conv2d of few filters"])
 def test_few_filters_are_taken_as_a_basis(name):
     build, shape, _, _ = KINDS[name]
-    small = pc.sketchify(build(), 0.5, **routes.OPTIONS)
+    small = pc.sketchify(build(), 0.6, **routes.OPTIONS)
     schemes = [
         layer.scheme for layer in small.modules() if isinstance(layer, SketchedConv1d | SketchedConv2d)
     ]
     assert schemes == ["basis"] * 3
-    assert small(torch.randn(shape)).isfinite().all()
+    dense, x = pc.densify(small), torch.randn(shape)
+    torch.testing.assert_close(small(x), dense(x))
+    seen = []
+    for layer in routes.sketched_layers(small, KINDS[name][2]):  # with a hook the factors are called
+        layer.down.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(small(x), dense(x))
+    assert len(seen) == 3
