@@ -116,5 +116,5 @@ def test_kernels_that_mix_few_filters(case, opset, share, tmp_path):
     assert ("MatMul" in kinds(target)) == is_product
     assert is_product or share < 0.5
     assert_same_outputs(source, target, random(2, *sizes))
-    with pytest.raises(NoTargetError, match="already factored|nothing to sketch"):
+    with pytest.raises(NoTargetError, match=r"already factored|nothing to sketch"):
         sketch(target, 0.9, min_params=10)
