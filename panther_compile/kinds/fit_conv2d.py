@@ -1,4 +1,4 @@
-"""A sketched convolution from data: factors in the metric of the channels, last factor by least squares."""
+"""A sketched convolution from data: factors in the metric of what reaches it, the last by least squares."""
 
 # N batch, I in_channels, O out_channels, P positions times taps
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE, thinned
-from panther_compile.factorization.row_sums import HalvedSums
+from panther_compile.factorization.row_sums import HalvedSums, Means
 from panther_compile.factorization.told import told
 from panther_compile.kinds.kernel_metric import KernelSums, padded
 from panther_compile.kinds.weights import generator_for
@@ -80,11 +80,10 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
     last = layer.up
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
     features = last.weight[0].numel()
-    device = last.weight.device
-    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(arrivals)))
     if features > _MOST_FEATURES:
         return _refit_bias(layer, conv, arrivals)
-    sums = [HalvedSums(outputs, features, device, apart=True) for _ in range(groups)]
+    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(arrivals)))
+    sums = [HalvedSums(outputs, features, last.weight.device, apart=True) for _ in range(groups)]
     power = 0.0
     for arrival in arrivals:
         patches = _patches(last, _before_last(layer, arrival.z)).float()  # (G, n, features)
@@ -95,31 +94,35 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
         for group, one in enumerate(sums):
             one.add(wanted[:, group], patches[:, group], None, halved=True)
         power += float(wanted.double().square().sum())
-    zero = torch.zeros(1, dtype=torch.float64, device=device)
-    about = zero.expand(outputs), zero.expand(features)
-    centred = conv.bias is not None
-    present = last.weight.detach().double().reshape(groups, outputs, features)
-    lost = power = power / sums[0].rows
+    power /= sums[0].rows
+    explained = 0.0
     kernels, shifts = [], []
-    for one, kernel in zip(sums, present, strict=True):
-        means = one.total().means(about, centred=centred)
-        halves = [
-            (half.cross - kernel @ half.covariance, half.covariance)
-            for half in one.halves(about, centred=centred)
-        ]
-        system = means.covariance.clone()
-        system.diagonal().add_(ridge * float(system.diagonal().mean().clamp_min(1e-30)))
-        kernel = kernel + told(means.cross - kernel @ means.covariance, system, halves)
-        lost += float((kernel @ means.covariance * kernel).sum() - 2.0 * (kernel * means.cross).sum())
-        if centred:
-            lost -= float(means.x.square().sum())
+    present = last.weight.detach().double().reshape(groups, outputs, features)
+    for one, before in zip(sums, present, strict=True):
+        kernel, means = _refitted(before, one, ridge, centred=conv.bias is not None)
+        explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
+        if conv.bias is not None:
             power -= float(means.x.square().sum())
         kernels.append(kernel)
         shifts.append(means.x - kernel @ means.z)
     copy_into(last.weight, torch.stack(kernels).reshape(last.weight.shape))
     if conv.bias is not None and last.bias is not None:
         copy_into(last.bias, conv.bias.double() + torch.cat(shifts))
-    return float(max(0.0, lost) / max(power, 1e-30)) ** 0.5
+    return (max(0.0, power - explained) / max(power, 1e-30)) ** 0.5
+
+
+def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) -> tuple[Tensor, Means]:
+    """A group's last factor (O / G, features) from what it is, and the means that it was fitted to."""
+    outputs, features = kernel.shape
+    about = kernel.new_zeros(outputs), kernel.new_zeros(features)
+    means = sums.total().means(about, centred=centred)
+    halves = [
+        (half.cross - kernel @ half.covariance, half.covariance)
+        for half in sums.halves(about, centred=centred)
+    ]
+    system = means.covariance.clone()
+    system.diagonal().add_(ridge * float(system.diagonal().mean().clamp_min(1e-30)))
+    return kernel + told(means.cross - kernel @ means.covariance, system, halves), means
 
 
 def _refit_bias(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival]) -> float:

@@ -6,6 +6,7 @@ from torch import nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import factorize_conv2d
+from panther_compile.kinds import fit_conv2d
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.models.watched import Arrival
@@ -53,3 +54,18 @@ def test_fit_is_closer_than_the_kernel_alone_tells(scheme, case):
         errors = [float((layer(test_z) - wanted).norm() / size) for layer in (fitted, plain)]
     assert errors[0] < (1.02 if case == "grouped" else 1.0) * errors[1]  # groups have no metric
     assert error == pytest.approx(errors[0], rel=0.3)
+
+
+@pytest.mark.parametrize("scheme", ["basis", "channel"])
+def test_of_very_many_features_the_bias_alone_is_fitted(scheme, monkeypatch):
+    monkeypatch.setattr(fit_conv2d, "_MOST_FEATURES", 4)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 24, 3, padding=1)
+    x = smooth(16, 16, 1) + 1.0
+    choice = Choice(scheme, 5, (5,), 0, None)
+    with torch.no_grad():
+        fitted, error = fit_conv2d_to(conv, "conv", choice, SketchConfig(), [Arrival(0, x, x)], None)
+        lost = fitted(x) - conv(x)
+        power = (conv(x) - conv.bias[:, None, None]).norm()
+    assert lost.mean((0, 2, 3)).abs().max() < 1e-5
+    assert error == pytest.approx(float(lost.norm() / power), rel=1e-3)
