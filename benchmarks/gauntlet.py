@@ -32,22 +32,21 @@ PACKAGES = (
 
 NOTES = """\
 - One draw of data each, on a busy machine; times as fast are ratios of processor time, side by side.
-- crepe-tiny's kernels, 64 taps long, share filters (scheme "basis", `docs/calibration.md`); cut by channels,
-  as they were, the pitch was the same in two thirds of the frames at .5 with data and in .30 without. A quarter
-  of its numbers are taps of the last two kernels that only meet padding; `trim_kernels` (`docs/passes.md`)
-  takes them out exactly, so that at .76 of its numbers the model is itself, and crepe-trimmed at .66 stores
-  what crepe-tiny does at .5.
+- crepe-tiny's kernels, 64 taps long, share filters (scheme "basis", `docs/calibration.md`); cut by
+  channels, as they were, the pitch was the same in two thirds of the frames at .5 with data and in .30
+  without. A quarter of its numbers are taps of the last two kernels that only meet padding; `trim_kernels`
+  (`docs/passes.md`) takes them out exactly, so that at .76 of its numbers the model is itself, and
+  crepe-trimmed at .66 stores what crepe-tiny does at .5.
 - crepe-full (22 M numbers) is not measured, nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD on
   CREPE: as written here they take moments of all that a kernel reads, 8,192 squared in crepe-tiny and 65,536
   in crepe-full.
 - ocr-rec at .75 was asked for a CER of .05 without data, which is reached, of .005 with it, and to be 1.2
   times as fast. It is not: about four fifths of its multiplications are in the layers replaced, so 1.26 is
-  the most there can be if all are cut alike, and the cuts go to late layers, where maps are small. What was tried:
-  768 pictures in place of 192, a CER of .014; `sequential=True`, .015 and 1.11 times as fast; read into torch
-  node by node and sketched there by the gradients of its logits, .015, and 200 steps of healing then gained
-  nothing.
-  In int8, `then="int8"`, it is 1.5 to 1.6 times as fast: at .75 a CER of .023, with no sketch .010
-  (`docs/quantize.md`).
+  the most there can be if all are cut alike, and the cuts go to late layers, where maps are small. What was
+  tried: 768 pictures in place of 192, a CER of .014; `sequential=True`, .015 and 1.11 times as fast; read
+  into torch node by node and sketched there by the gradients of its logits, .015, and 200 steps of healing
+  then gained nothing. In int8, `then="int8"`, it is 1.5 to 1.6 times as fast: at .75 a CER of .023, with no
+  sketch .010 (`docs/quantize.md`).
 - efficientnet is fitted to 128 crops of four photographs, and judged on crops of five others among a thousand
   classes; without data it is destroyed, and says so. It has no other linear layer than its head, which is
   sketched with the rest: left alone at .75 of the rest, at 8 % more numbers, it keeps .566 at a KL of 1.24.
