@@ -11,7 +11,6 @@ from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import is_plain, outermost, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
@@ -75,9 +74,7 @@ def without_bases(model: Model) -> Model:
     The model itself if it has none such. Outputs stay the same.
     """
     new: dict[nn.Module, nn.Module] = {
-        layer: layer.to_dense()
-        for layer in outermost(model)
-        if isinstance(layer, SketchedConvolution) and layer.multiplies_out
+        layer: layer.to_dense() for layer in outermost(model) if layer.multiplies_out
     }
     return copy_with(model, new) if new else model  # type: ignore[return-value]
 

@@ -140,7 +140,7 @@ class Folder:
                     getattr(study, kind)[name] = tensor
                 elif kind == "energies":
                     scheme, _, unit = name.partition("/")
-                    study.energies[unit] = {**study.energies.get(unit, {}), scheme: tensor.cpu()}
+                    study.energies.setdefault(unit, {})[scheme] = tensor.cpu()
             for (kind, name), held in parts.items():
                 if len(held) != _PARTS[kind]:
                     raise CheckpointError(f"{len(held)} parts of {name!r}, wanted {_PARTS[kind]}")

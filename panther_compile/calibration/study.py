@@ -59,7 +59,7 @@ class Study:
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
-    energies: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
@@ -178,9 +178,10 @@ def _study_group(
     for name, sums in _moments(side, group, calls, study, inputs, kernels, progress):
         known[name] = sums
         _study_layer(study, group[name], sums, parts, by_reader.get(name))
-    for name in kernels.keys() & study.reached.keys():
-        gradient = study.weights[name].double() if name in study.weights else None
-        study.energies[name] = kernels[name].energies(gradient, study.ridge)
+    for name, added in kernels.items():
+        if name in study.reached:
+            gradient = study.weights[name].double() if name in study.weights else None
+            study.energies[name] = added.energies(gradient, study.ridge)
     for sets in inputs.found(group):
         _study_stacks(study, group, sets, known[sets[0][0]])
     for stack in stacks:

@@ -18,7 +18,7 @@ from torch import Tensor
 from panther_compile.factorization.whiten import solve
 
 RIDGES = (1e-6, 1e-2, 0.3)  # of each input's own power, that are tried
-_MANY = 2048  # inputs, of which the middle one is taken untried: each takes two solves
+_MANY = 2048  # inputs, above which ridges are not tried, two solves each, but the middle one is taken
 _LEAST = 1e-6  # of that, of the mean power
 
 

@@ -12,11 +12,11 @@ from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE, thinned
 from panther_compile.factorization.row_sums import HalvedSums, Means
 from panther_compile.factorization.told import told
-from panther_compile.kinds.kernel_metric import KernelSums, padded
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.convolution import filtered
+from panther_compile.layers.convolution import filtered, padded
 from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice
 

@@ -9,7 +9,7 @@ axis of W, which every scheme survives: what is factorized in the new bases is t
 """
 
 # O out_channels, I in_channels, G groups, kh x kw kernel
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.factorization.moments import MomentSums, thinned
 from panther_compile.factorization.whiten import Root, root_of
+from panther_compile.layers.convolution import padded
 
 _MOST_PIXELS = 1 << 25  # of one batch, that are looked at tap by tap
 
@@ -103,7 +104,7 @@ class KernelSums:
         above, beside = torch.einsum("abcb->ac", taps), torch.einsum("abad->bd", taps)
         return KernelMetric(inner, (_root_of_share(above), _root_of_share(beside)), outer)
 
-    def energies(self, gradient: Tensor | None, ridge: float) -> Mapping[str, Tensor]:
+    def energies(self, gradient: Tensor | None, ridge: float) -> dict[str, Tensor]:
         """What each rank keeps of the kernel in the metric, by scheme; see `Candidate.energies`."""
         weight = self.metric(gradient, ridge).whiten(self._conv.weight.detach().double())
         return {
@@ -120,12 +121,6 @@ def channel_rows(conv: nn.Conv2d, x: Tensor) -> Tensor:
     if conv.kernel_size == (1, 1):
         x = x[..., :: conv.stride[0], :: conv.stride[1]]
     return thinned(x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]))
-
-
-def padded(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The input of a convolution with its padding done."""
-    pad = conv._reversed_padding_repeated_twice
-    return F.pad(x, pad, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
 
 
 def _along(weight: Tensor, axis: int, matrix: Tensor) -> Tensor:

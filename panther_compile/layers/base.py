@@ -35,6 +35,11 @@ class SketchedLayer(nn.Module):
     ranks: tuple[int, ...]
     rank_first: ClassVar[bool] = False
 
+    @property
+    def multiplies_out(self) -> bool:
+        """Whether the dense weight is made of the factors at each call, as running them would take longer."""
+        return False
+
     # Which parameters may be another layer's too, as an input factor that several share: all of them. Hugging
     # Face's `save_pretrained` asks every module, writes these once, and refuses what is shared otherwise.
     _tied_weights_keys: ClassVar[dict[str, str]] = {".*": ".*"}
@@ -182,9 +187,13 @@ def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
 
 def is_plain(factor: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling a factor is no more than the function of its kind on its own parameters."""
+    return type(factor.weight) is nn.Parameter and is_called_plainly(factor, kind)
+
+
+def is_called_plainly(factor: nn.Module, kind: type[nn.Module]) -> bool:
+    """The same whatever the weight's type: while a graph is captured, all weights are of another."""
     return (
         type(factor) is kind
-        and type(factor.weight) is nn.Parameter
         and "forward" not in factor.__dict__  # accelerate wraps it there
         and not (factor._forward_hooks or factor._forward_pre_hooks)
         and not (factor._backward_hooks or factor._backward_pre_hooks)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from panther_compile.errors import LayerError
 from panther_compile.factorization.conv2d import multiply_out
 from panther_compile.factorization.pivot import split_at
-from panther_compile.layers.base import copy_into, is_plain, take_over
-from panther_compile.layers.capture import is_captured
+from panther_compile.layers.base import copy_into, take_over
 from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
-from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered
+from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
 
 _GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
 
@@ -143,9 +142,7 @@ class SketchedConv1d(SketchedConvolution):
             return self.up(self.core(self.down(x)))
         if self.scheme == "channel":
             return self.up(self.down(x))
-        if self.multiplies_out and (
-            is_captured() or (is_plain(self.down, nn.Conv1d) and is_plain(self.up, nn.Conv1d))
-        ):
+        if makes_kernel(self, nn.Conv1d):
             kernel = multiply_out((self.down.weight, self.up.weight), self.groups, self.scheme)
             return convolved(self, x, kernel)
         if self.scheme == "basis":

@@ -41,7 +41,7 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered
+from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -138,7 +138,7 @@ class SketchedConv2d(SketchedConvolution):
         width = in_channels - r_in if scheme == "pivoted" else in_channels
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if scheme == "basis":
-            self.down = self._make_factor("down", 1, r_in, False, factory | {"groups": 1})
+            self.down = self._make_factor("down", 1, r_in, False, factory, groups=1)
             self.up = self._make_factor("up", in_channels * r_in, out_channels, bias, factory)
             return
         self.down = self._make_factor("down", width, groups * r_in, False, factory)
@@ -164,7 +164,13 @@ class SketchedConv2d(SketchedConvolution):
         return _one_rank(rank, largest[self.scheme], what)
 
     def _make_factor(
-        self, name: str, inputs: int, outputs: int, bias: bool, factory: dict[str, Any]
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        factory: dict[str, Any],
+        groups: int | None = None,
     ) -> nn.Conv2d:
         axes = _AXES[self.scheme].get(name, ())
 
@@ -179,9 +185,10 @@ class SketchedConv2d(SketchedConvolution):
             along(self.stride, 1),
             self.padding if isinstance(self.padding, str) else along(self.padding, 0),
             along(self.dilation, 1),
-            bias=bias,
-            padding_mode=self.padding_mode if axes else "zeros",
-            **{"groups": self.groups, **factory},
+            self.groups if groups is None else groups,
+            bias,
+            self.padding_mode if axes else "zeros",
+            **factory,
         )
 
     @classmethod
@@ -305,9 +312,7 @@ class SketchedConv2d(SketchedConvolution):
         """Map input (N, I, H, W) or (I, H, W) as the dense layer would, memory format included."""
         if self.scheme == "pivoted":
             return self.up(self._pivoted_latent(input))
-        if self.multiplies_out and (
-            is_captured() or all(is_plain(factor, nn.Conv2d) for factor in self._factors())
-        ):
+        if makes_kernel(self, nn.Conv2d):
             return convolved(self, input, self._product())
         if self.scheme == "basis":
             return self.up(filtered(self.down, input, 2))

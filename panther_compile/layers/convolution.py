@@ -7,8 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.factorization.conv2d import is_multiplied_out
-from panther_compile.layers.base import SketchedLayer, Spec
+from panther_compile.factorization.conv2d import BasisCandidate, is_multiplied_out
+from panther_compile.layers.base import SketchedLayer, Spec, is_called_plainly, is_plain
+from panther_compile.layers.capture import is_captured
 from panther_compile.layers.lazy_weight import lazy_weight
 
 
@@ -58,15 +59,14 @@ class SketchedConvolution(SketchedLayer):
 
     @property
     def macs(self) -> int:
-        """See `SketchedLayer.macs`; the filters of a basis run on every channel, or what they make is run."""
-        if self.multiplies_out:
-            return self.dense_macs
-        filters = (self.in_channels - 1) * self.down.weight.numel() if self.scheme == "basis" else 0
-        return super().macs + filters
+        """See `SketchedLayer.macs`; see `BasisCandidate.macs`."""
+        if self.scheme != "basis":
+            return super().macs
+        return BasisCandidate((*self._weight_shape(), 1)[:4], self.groups).macs(self.ranks[0])
 
     @property
     def multiplies_out(self) -> bool:
-        """Whether the kernel is made of its basis at each call, see `is_multiplied_out`."""
+        """See `SketchedLayer.multiplies_out` and `is_multiplied_out`."""
         outputs, _, *kernel = self._weight_shape()
         taps = math.prod(kernel)
         return self.scheme == "basis" and is_multiplied_out(self.ranks[0], taps, outputs // self.groups)
@@ -113,11 +113,27 @@ def filtered(filters: nn.Module, x: Tensor, axes: int) -> Tensor:
     return y.unflatten(0, x.shape[:-axes]).flatten(-axes - 2, -axes - 1)
 
 
+def makes_kernel(layer: SketchedConvolution, kind: type[nn.Module]) -> bool:
+    """Whether the kernel is made of the factors now: not where these have to be called themselves.
+
+    Args:
+        layer: the layer.
+        kind: of its factors.
+    """
+    plain = is_called_plainly if is_captured() else is_plain
+    return layer.multiplies_out and plain(layer.down, kind) and plain(layer.up, kind)
+
+
+def padded(conv: nn.Module, x: Tensor) -> Tensor:
+    """The input of a convolution with its padding done."""
+    pads: Any = conv._reversed_padding_repeated_twice
+    return F.pad(x, pads, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)  # type: ignore[arg-type]
+
+
 def convolved(layer: SketchedConvolution, x: Tensor, kernel: Tensor) -> Tensor:
     """What a layer that stands for a convolution makes of x by a dense kernel, as the dense layer would."""
     geometry = layer._geometry()
     options = {name: geometry[name] for name in ("stride", "padding", "dilation", "groups")}
     if geometry["padding_mode"] != "zeros":
-        x = F.pad(x, layer.down._reversed_padding_repeated_twice, mode=geometry["padding_mode"])
-        options["padding"] = 0
+        x, options["padding"] = padded(layer.down, x), 0
     return (F.conv1d if kernel.dim() == 3 else F.conv2d)(x, kernel, layer.bias, **options)

@@ -28,6 +28,7 @@ from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, term_sizes
 from panther_compile.kinds.base import Kind, OnnxForm
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
@@ -209,22 +210,20 @@ class WeightFit:
             found[name] = term_sizes(*factors, moments.covariance, None)
         return found
 
-    def energies(self, runs: Runs) -> dict[str, Mapping[str, Tensor]]:
+    def energies(self, runs: Runs) -> dict[str, dict[str, Tensor]]:
         """What each rank of the kernels of k x k keeps in the metric of the data, by name and scheme.
 
         Raises:
             DataError: see `spectra`.
         """
-        found = {}
-        for name, arrivals in self._arrivals(
-            [name for name, seen in self._seen.items() if seen.is_kernel], runs
-        ):
-            sums = self._seen[name].view.kernel_sums()
+        found: dict[str, KernelSums] = {}
+        names = [name for name, seen in self._seen.items() if seen.is_kernel]
+        for name, arrival in self._padded_inputs(names, runs) if names else ():
+            sums = found.get(name) or self._seen[name].view.kernel_sums()
             if sums is not None:
-                for arrival in arrivals:
-                    sums.add(arrival.x.float())
-                found[name] = sums.energies(None, RIDGE)
-        return found
+                sums.add(arrival.x.float())
+                found[name] = sums
+        return {name: sums.energies(None, RIDGE) for name, sums in found.items()}
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
         """The weights in their order, in groups; none depends on another of its group.
@@ -300,15 +299,20 @@ class WeightFit:
         }
         for group in groups_within(MAX_BYTES, sizes):
             arrivals: dict[str, list[Arrival]] = {name: [] for name in group}
-            for place, (xs, zs) in enumerate(runs(self.values(group))):
-                for name in group:
-                    for use in self._seen[name].weight.uses:
-                        x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
-                        if x.numel():
-                            arrivals[name].append(Arrival(place, x, x if xs is zs else z))
+            for name, arrival in self._padded_inputs(group, runs):
+                arrivals[name].append(arrival)
             for name in group:
                 if arrivals[name]:
                     yield name, arrivals.pop(name)
+
+    def _padded_inputs(self, names: Sequence[str], runs: Runs) -> Iterator[tuple[str, Arrival]]:
+        """What reaches kernels, batch by batch, and node by node; nothing where that is empty."""
+        for place, (xs, zs) in enumerate(runs(self.values(names))):
+            for name in names:
+                for use in self._seen[name].weight.uses:
+                    x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
+                    if x.numel():
+                        yield name, Arrival(place, x, x if xs is zs else z)
 
     def _fit_matrix(self, name: str, choice: Choice, moments: Moments, fitted: FittedWeights) -> None:
         seen = self._seen[name]

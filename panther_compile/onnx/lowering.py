@@ -20,7 +20,6 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
@@ -194,7 +193,7 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
     """The weights of the stages, the way round that the nodes read them."""
     stages = dict(layer.named_children())
-    if _is_multiplied_out(layer):
+    if layer.multiplies_out:
         filters, mixing = (stages[name].weight for name in ("down", "up"))
         return {"down": filters.flatten(1), "up": mixing.reshape(-1, len(filters))}  # type: ignore[operator, arg-type]
     right = not use.is_conv and use.index == 1
@@ -228,7 +227,7 @@ def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], write
 
 def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
     x = node.inputs[0]
-    if _is_multiplied_out(layer):
+    if layer.multiplies_out:  # of constants: ONNX Runtime does it once, as it reads the file
         (product,) = writer.node(node, "MatMul", factors[::-1])
         shape = writer.integers(node, list(layer.weight.shape))  # type: ignore[arg-type]
         node.replace_input_with(1, writer.node(node, "Reshape", (product, shape))[0])
@@ -257,11 +256,6 @@ def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], wr
     node.replace_input_with(1, factors[-1])
     if node.op_type == "Conv":  # a transposed one keeps its own
         _set_geometry(node, layer, stages[-1], attributes)
-
-
-def _is_multiplied_out(layer: SketchedLayer) -> bool:
-    """Whether its kernel is made of constants, which ONNX Runtime does once, as it reads the file."""
-    return isinstance(layer, SketchedConvolution) and layer.multiplies_out
 
 
 def _regrouped(

@@ -41,7 +41,7 @@ def factored_weights(model: ir.Model) -> set[ir.Value]:
     for node in model.graph.all_nodes():
         if not is_onnx(node, *_PRODUCTS, "Conv") or (first := _sizes(node)) is None:
             continue
-        if node.op_type == "MatMul" and _constant(node.inputs[0]) and _constant(node.inputs[1]):
+        if node.op_type == "MatMul" and all(_constant(value) is not None for value in node.inputs):
             found.update(source for value in node.inputs if (source := _source(value)) is not None)
         if (mixing := _mixing(node)) is not None:
             found.update(source for part in (node, mixing) if (source := _weight(part)) is not None)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from smooth_images import smooth
 from torch import nn
 
 from panther_compile.config import SketchConfig
@@ -21,14 +22,6 @@ CASES = {
     "grouped": {"padding": 1, "groups": 2},
     "no bias": {"padding": 1, "bias": False},
 }
-
-
-def smooth(count, channels, seed):
-    """Images whose channels and pixels hang together."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(count, channels, 12, 12, generator=generator)
-    mixing = torch.randn(channels, channels, generator=generator) * torch.linspace(1, 0.05, channels)
-    return nn.functional.avg_pool2d(torch.einsum("nchw,cd->ndhw", noise, mixing), 3, 1)
 
 
 @pytest.mark.parametrize("case", CASES)

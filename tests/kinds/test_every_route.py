@@ -144,3 +144,6 @@ def test_few_filters_are_taken_as_a_basis(name):
         layer.down.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(small(x), dense(x))
     assert len(seen) == 3
+    exported = torch.export.export(small.eval(), (x,))  # where weights are of another type
+    torch.testing.assert_close(exported.module()(x), dense(x))
+    assert len(seen) == 6

@@ -1,6 +1,9 @@
 """The metric of data for kernels: changes of basis that are taken back, and what ranks are said to keep."""
 
+from functools import partial
+
 import pytest
+import smooth_images
 import torch
 from torch import nn
 
@@ -16,12 +19,7 @@ from panther_compile.records import Choice
 SCHEMES = ["channel", "spatial", "tucker2", "basis"]
 
 
-def smooth(count, channels, seed, size=14):
-    """Images whose channels hang together, and whose neighbours are alike, along the height most."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(count, channels, size + 4, size + 1, generator=generator)
-    mixing = torch.randn(channels, channels, generator=generator) * torch.linspace(1, 0.05, channels)
-    return nn.functional.avg_pool2d(torch.einsum("nchw,cd->ndhw", noise, mixing), (5, 2), 1)
+smooth = partial(smooth_images.smooth, size=14, window=(5, 2))  # along the height most
 
 
 def metric_of(conv, *, gradient=None):
