@@ -1,6 +1,7 @@
 """`sketchify` on graphs, and its results handed to tracers, compilers and wrappers."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -180,6 +181,9 @@ def test_result_is_wrapped_in_ddp(pipeline, tmp_path):
         wrapped = nn.parallel.DistributedDataParallel(small)
         wrapped(x).sum().backward()
         assert all(p.grad is not None for p in small.parameters())
+        # What is left of it after the group would end the group's thread, which may be waiting for us.
+        del wrapped
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
 
