@@ -71,8 +71,8 @@ build/gpu:
 	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/gpu/panther_compile
 
 gpu-test: build/gpu
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m "not slow" tests/kernels
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -m pytest -q -m gpu --ignore tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q -m "not slow" tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q -m gpu --ignore tests/kernels
 
 gpu-bench: build/gpu
 	@PYTHONPATH="$(CURDIR)/build/gpu" PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/kernels.py $(ARGS)

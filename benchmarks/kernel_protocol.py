@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("warm", "tests", "bench")
+GPU_TESTS = ("tests/kernels", "tests/layers/test_operators_on_cuda.py", "tests/test_backend_graphs.py")
 BROKEN = 3
 MOST_RESTARTS = 20
 # Shares of the time: what the parts ahead of the benchmark may take at most.
@@ -72,7 +73,8 @@ class Protocol:
 
     def tests(self) -> int:
         """The tests that need a GPU; all of them, whatever fails."""
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels"]
+        # -P: the package as installed, or as build/gpu has it, and not the folder of its name here.
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
         if importlib.util.find_spec("xdist") is not None:
             command += ["-n", str(self.options.jobs)]
         return self.timed(command, SHARES["tests"] * 60 * self.options.minutes)

@@ -1,14 +1,15 @@
 """The block sizes that each kernel runs with, from a table, unless PANTHER_COMPILE_TUNE=1 asks for timing.
 
-None of them was timed yet. What a line says of types and widths comes from the code that Triton emits for
-compute capability 9.0: within them no configuration keeps more than 64 bytes of registers in memory
-(tests/kernels/test_emitted_code.py). The first line that serves a call is taken: nothing is timed and one
-configuration is compiled, so the first call is as short as can be, and a CUDA graph can be captured. With
-PANTHER_COMPILE_TUNE=1 all lines that serve are timed once for each size, by Triton's tuner, one thread
-at a time; its choices are kept on disk beside Triton's compiled code. While a graph is captured, nothing
-is timed.
+The lines of decoding are the fastest of an H200 (docs/benchmarks/kernels.md); the others were not compared.
+What a line says of types and widths comes from the code that Triton emits for compute capability 9.0: within
+them no configuration keeps more than 64 bytes of registers in memory (tests/kernels/test_emitted_code.py).
+The first line that serves a call is taken: nothing is timed and one configuration is compiled, so the first
+call is as short as can be, and a CUDA graph can be captured. With PANTHER_COMPILE_TUNE=1 all lines that serve
+are timed once for each size, by Triton's tuner, one thread at a time; its choices are kept on disk beside
+Triton's compiled code. While a graph is captured, nothing is timed.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+
+from panther_compile.kernels.dispatch import is_capturing
 
 HALF, TF32, IEEE = "half", "tf32", "ieee"
 KINDS = (HALF, TF32, IEEE)
@@ -138,9 +141,10 @@ _TABLE: dict[str, tuple[Blocks, ...]] = {
     ),
     # The width is the number of rows, 1 or 16; the rows of the table are features that come out.
     "decode_latent": (
-        Blocks({"BLOCK_N": 8, "BLOCK_K": 512}, 4, 3, widest=1),
-        Blocks({"BLOCK_N": 4, "BLOCK_K": 1024}, 4, 3, widest=1),
-        Blocks({"BLOCK_N": 16, "BLOCK_K": 256}, 4, 3, (HALF,)),
+        Blocks({"BLOCK_N": 8, "BLOCK_K": 256}, 4, 3, widest=1),
+        Blocks({"BLOCK_N": 16, "BLOCK_K": 256}, 4, 3, widest=1),
+        Blocks({"BLOCK_N": 16, "BLOCK_K": 128}, 2, 3, (HALF,)),
+        Blocks({"BLOCK_N": 32, "BLOCK_K": 128}, 4, 3, (HALF,)),
         Blocks({"BLOCK_N": 16, "BLOCK_K": 128}, 4, 3, _TENSOR),
         Blocks({"BLOCK_N": 16, "BLOCK_K": 32}, 4, 3),
     ),
@@ -148,7 +152,8 @@ _TABLE: dict[str, tuple[Blocks, ...]] = {
         Blocks({"BLOCK_N": 16, "BLOCK_K": 256}, 4, 3, widest=1, rows=2 * _MULTIPROCESSORS * 16),
         Blocks({"BLOCK_N": 8, "BLOCK_K": 256}, 4, 3, widest=1, rows=_MULTIPROCESSORS * 8),
         Blocks({"BLOCK_N": 4, "BLOCK_K": 256}, 4, 3, widest=1),
-        Blocks({"BLOCK_N": 32, "BLOCK_K": 128}, 4, 3, (HALF,), rows=2 * _MULTIPROCESSORS * 32),
+        Blocks({"BLOCK_N": 32, "BLOCK_K": 256}, 4, 3, (HALF,)),
+        Blocks({"BLOCK_N": 32, "BLOCK_K": 128}, 4, 3, (HALF,)),
         Blocks({"BLOCK_N": 16, "BLOCK_K": 64}, 4, 3, _TENSOR),
         Blocks({"BLOCK_N": 16, "BLOCK_K": 32}, 4, 3),
     ),
@@ -216,7 +221,7 @@ class Tuned:
         key = (*(given[name] for name in self.key), *types, _device())
         # Triton's tuner keeps the arguments of the call that it times in itself.
         with _TUNING:
-            if key in self.best or _is_capturing():
+            if key in self.best or is_capturing():
                 return self.best.get(key)
             configs = [triton.Config(one.sizes, num_warps=one.warps, num_stages=one.stages) for one in lines]
             tuner = triton.autotune(configs, key=self.key, cache_results=True, do_bench=self.do_bench)(
@@ -238,18 +243,34 @@ def _device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may synchronise."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _shared_limit() -> int:
     """Bytes of shared memory that a program may have on the current device."""
     if triton.knobs.runtime.interpret:
         return 1 << 30
     driver = triton.runtime.driver.active
-    limit: int = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    return _shared_limit_of(driver, driver.get_current_device())
+
+
+@functools.cache
+def _shared_limit_of(driver: Any, device: int) -> int:
+    """See `_shared_limit`; asked once, for the clock rates among the properties take a millisecond."""
+    limit: int = driver.utils.get_device_properties(device)["max_shared_mem"]
     return limit
+
+
+def compute_capability() -> int:
+    """That of the current CUDA device, 90 for 9.0; 0 for others, and under the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    driver = triton.runtime.driver.active
+    return _compute_capability_of(driver, driver.get_current_device())
+
+
+@functools.cache
+def _compute_capability_of(driver: Any, device: int) -> int:
+    """See `compute_capability`; the device is the current one."""
+    target = driver.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 def chunk_length(kind: str, rows: int, *, backward: bool) -> int:

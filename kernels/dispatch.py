@@ -45,6 +45,7 @@ class DeviceClass:
         half_share: rate of the fused kernel over that of cuBLAS at half precision; 0 takes no kernel.
         tf32_share: the same of TF32.
         ieee_share: the same of float32.
+        decode_rows: the most rows of half types that the decode kernels serve in a CUDA graph.
     """
 
     half_rate: float
@@ -55,6 +56,7 @@ class DeviceClass:
     half_share: float
     tf32_share: float
     ieee_share: float
+    decode_rows: int = 0
 
     def rates(self, dtype: torch.dtype, precision: str) -> tuple[float, float]:
         """Operations a second of cuBLAS and of the fused kernel, for products of this kind."""
@@ -67,7 +69,7 @@ class DeviceClass:
 # (312, 156, 19.5 TFLOP/s, 1.555 TB/s) and H100 SXM (989, 495, 67 TFLOP/s, 3.35 TB/s). The shares are guesses.
 _CLASSES = {
     8: DeviceClass(218e12, 109e12, 13.6e12, 1.4e12, 108, 0.6, 0.6, 0.4),
-    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4),
+    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4, 16),
 }
 _DEFAULT = _CLASSES[8]
 
@@ -77,6 +79,11 @@ def device_class(device: torch.device) -> DeviceClass:
     if torch.version.hip is not None:
         return _DEFAULT
     return _CLASSES.get(torch.cuda.get_device_capability(device)[0], _DEFAULT)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may synchronise."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def precision_of(setting: str) -> str:
@@ -93,6 +100,7 @@ def choose_linear(
     ranks: tuple[int, ...],
     features: tuple[int, int],
     extra: int,
+    captured: bool,
     forced: str,
 ) -> str:
     """Return "fused", "decode" or "torch" for linear layers of one input.
@@ -105,6 +113,7 @@ def choose_linear(
         ranks: of every layer.
         features: I, and O of all layers together.
         extra: numbers of a row that torch moves besides the products: 2 O for an activation or a gate.
+        captured: whether this is captured in a CUDA graph, whose launches take the processor no time.
         forced: one of MODES.
     """
     if forced == "torch" or dtype not in DTYPES:
@@ -112,7 +121,12 @@ def choose_linear(
     few, fits = rows <= MAX_DECODE_ROWS, max(ranks) <= MAX_FUSED_RANK[dtype.itemsize]
     if forced == "triton":
         return "decode" if few else "fused" if fits else "torch"
-    if few or not fits or any(size % 16 for size in (*ranks, *features)):
+    if any(size % 16 for size in (*ranks, *features)):
+        return "torch"
+    if few:
+        serves = captured and rows <= device.decode_rows and dtype.itemsize == 2
+        return "decode" if serves else "torch"
+    if not fits:
         return "torch"
     plain = products_seconds(device, dtype, precision, rows, ranks, features, extra)
     fused = fused_seconds(device, dtype, precision, rows, ranks, features)

@@ -81,7 +81,12 @@ def fresh_dynamo():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all of a file, what its tests share being made once; and one all that start ranks."""
+    """One worker runs all of a file, what its tests share being made once; and one all that start ranks.
+
+    On a GPU each test goes to any worker: there the kernels of a file compile for minutes.
+    """
+    if HAS_CUDA:
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):

@@ -5,6 +5,9 @@
     err(found) <= 2 err(plain) + eps(dtype) max|exact|,    err(t) = max|t - exact|
 
 No tolerance is chosen by hand, so none can be loosened to make a test pass.
+
+cuBLAS sums float32 in several parts, and rounds to TF32. A kernel sums term after term, and tensor cores cut
+its operands to TF32. So on a GPU plain PyTorch is also run with products made so (`InOrder`, `CutToTF32`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Inputs = Mapping[str, Tensor | None]
 
@@ -35,6 +39,46 @@ def with_gradients(
     found = torch.autograd.grad(outputs, [leaves[name] for name in names], grads)
     named = {f"y{index}": y.detach() for index, y in enumerate(outputs)}
     return named | {f"grad of {name}": grad for name, grad in zip(names, found, strict=True)}
+
+
+_aten = torch.ops.aten
+
+
+class _Products(TorchDispatchMode):
+    """Products of float32 matrices made by `product`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        matrices = args[-2:]
+        if any(getattr(one, "dtype", None) != torch.float32 for one in matrices):
+            return func(*args, **kwargs or {})
+        if func in (_aten.mm.default, _aten.bmm.default):
+            return self.product(*matrices)
+        if func in (_aten.addmm.default, _aten.baddbmm.default):
+            return args[0] + self.product(*matrices)
+        return func(*args, **kwargs or {})
+
+
+class InOrder(_Products):
+    """Products summed term after term."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        total = a.new_zeros(*a.shape[:-1], b.shape[-1])
+        for k in range(a.shape[-1]):
+            total.addcmul_(a[..., k : k + 1], b[..., k : k + 1, :])
+        return total
+
+
+class CutToTF32(_Products):
+    """Products of operands without the bits that TF32 does not have."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        cut = ((one.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) for one in (a, b))
+        return torch.matmul(*cut)
+
+
+def products_of_a_gpu(precision: str) -> TorchDispatchMode:
+    """The products of a kernel, by the precision of those of float32."""
+    return CutToTF32() if precision == "tf32" else InOrder()
 
 
 def worst(plains: list[dict[str, Tensor]], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """The protocol of the minutes on a GPU, on one that is not there: it ends, resumes and judges."""
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +94,29 @@ def test_the_benchmark_runs_although_a_test_failed(protocol):
     assert protocol.one.run() == 1
     assert "pytest" in protocol.ran[0]
     assert "--quick" in protocol.ran[1]
+
+
+def test_the_tests_find_the_kernels_where_nothing_is_installed(protocol, tmp_path, monkeypatch):
+    """The root of a checkout, where the tests run, holds the package without its kernels."""
+    root, tree = BENCHMARKS.parent, tmp_path / "panther_compile"
+    tree.mkdir()
+    for path in (
+        *(root / "panther_compile").iterdir(),
+        root / "passes",
+        root / "kernels",
+    ):  # as make build/gpu
+        (tree / path.name).symlink_to(path)
+    protocol.answer((0, 0), (0, 1))
+    protocol.one.run()
+    monkeypatch.undo()  # commands run again
+    options = protocol.ran[0][1 : protocol.ran[0].index("tests/kernels")]
+    # -S: without what is installed for editing, which is found from everywhere.
+    command = [sys.executable, "-S", *options, "--collect-only", "tests/kernels/test_autotune.py"]
+    path = os.pathsep.join((str(tmp_path), sysconfig.get_path("purelib")))
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_process_that_adds_nothing_is_not_started_for_ever(protocol):

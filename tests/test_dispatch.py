@@ -21,11 +21,19 @@ def test_an_unknown_kernel_mode_is_refused(monkeypatch):
 
 # Which implementation, on a GPU
 
-H100 = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4)
+H100 = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4, 8)
 
 
 def choose(
-    rows=65536, rank=96, dtype=torch.float16, layers=1, forced="auto", extra=0, features=768, device=H100
+    rows=65536,
+    rank=96,
+    dtype=torch.float16,
+    layers=1,
+    forced="auto",
+    extra=0,
+    features=768,
+    device=H100,
+    captured=False,
 ):
     return dispatch.choose_linear(
         device,
@@ -35,6 +43,7 @@ def choose(
         ranks=(rank,) * layers,
         features=(features, features * layers),
         extra=extra,
+        captured=captured,
         forced=forced,
     )
 
@@ -51,12 +60,21 @@ def test_dispatch_of_linear_layers():
     assert (
         choose(rows=4) == choose(rows=4, extra=1536) == choose(rows=1, layers=3) == "torch"
     )  # as many bytes
-    assert choose(rows=4, forced="triton") == "decode"
+    assert choose(rows=4, forced="triton") == choose(rows=16, forced="triton") == "decode"
     assert choose(rank=256, forced="triton") == "fused"
     assert choose(rank=257, forced="triton") == "torch"
     assert choose(rank=129, dtype=torch.float32, forced="triton") == "torch"
     assert choose(forced="torch") == choose(rows=4, layers=3, forced="torch") == "torch"
     assert choose(device=replace(H100, half_share=0.0)) == "torch"
+
+
+def test_a_few_rows_in_a_captured_graph():
+    assert choose(rows=1, captured=True) == choose(rows=8, layers=3, captured=True) == "decode"
+    assert choose(rows=9, captured=True) == "torch"
+    assert choose(rows=1, rank=100, captured=True) == "torch"  # loaded element by element
+    assert choose(rows=1, dtype=torch.float32, captured=True) == "torch"  # not measured
+    assert choose(rows=1, captured=True, device=replace(H100, decode_rows=0)) == "torch"
+    assert choose(captured=True) == "fused"
 
 
 def test_an_activation_that_torch_would_move_counts():

@@ -44,12 +44,13 @@ def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
 def has_kernel(x: Tensor, layers: Sequence[Factors]) -> bool:
     """Whether calling the operator, instead of plain torch, gives these layers a faster kernel.
 
-    For a few rows it does not, though two launches replace three: an operator written in Python, and Triton's
-    launches, take the CPU longer than the GPU needs. Only PANTHER_COMPILE_KERNEL=triton takes it there.
+    For a few rows it does only while a CUDA graph is captured: an operator written in Python, and Triton's
+    launches, take the CPU longer than the GPU needs.
     """
     if not x.is_cuda:
         return False
-    return _pays(x.device, computed_dtype(x), x.numel() // max(x.shape[-1], 1), layers, extra=False)
+    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
+    return _choose(x, layers, precision, dtype=computed_dtype(x)) != "torch"
 
 
 class Epilogue(NamedTuple):
@@ -146,26 +147,24 @@ def _choose(
     if not x.is_cuda:
         return "torch"
     rows = x.numel() // max(x.shape[-1], 1)
-    return _implementation(x.device, dtype, precision, rows, layers, extra=not epilogue.is_empty)
+    captured = rows <= dispatch.MAX_DECODE_ROWS and dispatch.is_capturing()
+    options = {"extra": not epilogue.is_empty, "captured": captured}
+    return _implementation(x.device, dtype, precision, rows, layers, **options)
 
 
 def fuses(layer: Factors, rows: int, dtype: torch.dtype) -> bool:
     """Whether a layer and what follows it should become one call of the operator; as `has_kernel`.
 
     Args:
-        layer: with its factors where they will be used.
+        layer: with its factors where they will be used, outside of CUDA graphs for all that is known.
         rows: B.
         dtype: of x.
     """
-    return layer.up.is_cuda and _pays(layer.up.device, dtype, rows, [layer], extra=True)
-
-
-def _pays(
-    device: torch.device, dtype: torch.dtype, rows: int, layers: Sequence[Factors], *, extra: bool
-) -> bool:
+    if not layer.up.is_cuda:
+        return False
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    choice = _implementation(device, dtype, precision, rows, layers, extra=extra)
-    return choice == "fused" or (choice == "decode" and kernel_mode() == "triton")
+    options = {"extra": True, "captured": False}
+    return _implementation(layer.up.device, dtype, precision, rows, [layer], **options) != "torch"
 
 
 def _implementation(
@@ -176,6 +175,7 @@ def _implementation(
     layers: Sequence[Factors],
     *,
     extra: bool,
+    captured: bool,
 ) -> str:
     first, outputs = layers[0], sum(layer.up.shape[0] for layer in layers)
     return dispatch.choose_linear(
@@ -186,6 +186,7 @@ def _implementation(
         ranks=tuple(layer.down.shape[0] for layer in layers),
         features=(sum(first.down.shape[first.start is None :]), outputs),
         extra=2 * outputs if extra else 0,
+        captured=captured,
         forced=kernel_mode(),
     )
 

@@ -39,15 +39,15 @@ def test_the_usual_configurations():
     """
     modules = ("sketched_linear", "decode_linear")
     records = compile_all("--arch", "90", "--dtypes", "bf16", "--first", "--quick", "--modules", *modules)
-    assert len(judge(records)) == len(records) == 3
-    assert all(one["copies"] > 0 for one in records)
+    assert len(judge(records)) == len(records) == 4
+    assert all(one["copies"] > 0 for one in records if one["kernel"] != "_decode_sum_kernel")  # has no loop
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp32"])
 def test_every_configuration(dtype):
-    assert len(judge(compile_all("--arch", "90", "--dtypes", dtype))) == 14
+    assert len(judge(compile_all("--arch", "90", "--dtypes", dtype))) == 15
 
 
 @pytest.mark.slow

@@ -51,6 +51,9 @@ def run_both(inputs, causal):
         order = torch.randperm(len(inputs["directions_MD"]), device=DEVICE)
         shuffled = {**inputs, "directions_MD": inputs["directions_MD"][order]}
         plains.append(oracle.with_gradients(in_float32, shuffled, ("q", "k", "v"), (grad,)))
+    if DEVICE == "cuda" and found["y0"].dtype != torch.float32:
+        with oracle.products_of_a_gpu("tf32"):
+            plains.append(oracle.with_gradients(in_float32, inputs, ("q", "k", "v"), (grad,)))
     exact = oracle.with_gradients(in_float32, oracle.to_double(inputs), ("q", "k", "v"), (grad,))
     oracle.check(found, oracle.worst(plains, exact), exact)
     return found

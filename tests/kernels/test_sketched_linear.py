@@ -140,6 +140,9 @@ def check_forward(forward, x, layers, activation="none", precision="ieee", **oth
         plains.append(
             {f"{name}{i}": y for i, yz in enumerate(others_of) for name, y in zip("yz", yz, strict=True)}
         )
+    if DEVICE == "cuda" and x.dtype == torch.float32:
+        with oracle.products_of_a_gpu(precision):
+            plains.append(reference_of(layers, activation, inputs))
     plain = oracle.worst(plains, exact)
     oracle.check(found, plain, exact)
     again, none = forward(x, layers, **options, **others)
@@ -153,6 +156,9 @@ def check_backward(x, layers, activation="none", precision="ieee", **others):
     wanted = tuple(inputs)
     plain = oracle.with_gradients(run, inputs, wanted, grads)
     exact = oracle.with_gradients(run, oracle.to_double(inputs), wanted, grads)
+    if DEVICE == "cuda" and x.dtype == torch.float32:
+        with oracle.products_of_a_gpu(precision):
+            plain = oracle.worst([plain, oracle.with_gradients(run, inputs, wanted, grads)], exact)
     _, latents = sketched_linear.sketched_linear_forward(x, layers, keep=True, precision=precision)
     options = {"activation": activation, "precision": precision}
     gx, of_layers = sketched_linear_backward.sketched_linear_backward(

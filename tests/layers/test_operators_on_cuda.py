@@ -18,7 +18,7 @@ from panther_compile.ops.linear_dispatch import fuses
 
 OURS = "panther_compile::"
 # So slow that launches do not count; in float32 a rank beyond 32 is bound by arithmetic.
-SMALL_DEVICE = dispatch.DeviceClass(1e9, 1e9, 8e6, 1e6, 1, 1.0, 1.0, 1.0)
+SMALL_DEVICE = dispatch.DeviceClass(1e9, 1e9, 8e6, 1e6, 1, 1.0, 1.0, 1.0, decode_rows=16)
 
 
 class OnCuda(torch.Tensor):
@@ -86,6 +86,16 @@ def test_a_few_rows_only_if_forced(mode):
     assert called(linear(), on_cuda(4, 64)) == set()
     mode("triton")
     assert called(linear(), on_cuda(4, 64)) == {"sketched_linear"}
+
+
+def test_a_few_rows_in_a_captured_graph(monkeypatch):
+    layer, half = linear(), {"dtype": torch.bfloat16}
+    monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
+    assert called(linear(**half), on_cuda(4, 64, **half)) == {"sketched_linear"}
+    assert called(linear(rank=20, **half), on_cuda(4, 64, **half)) == set()
+    assert called(layer, on_cuda(4, 64)) == set()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert called(layer, on_cuda(4, 64)) == {"sketched_linear"}
 
 
 def test_autocast_decides_the_type():
@@ -216,7 +226,8 @@ def test_the_layers_compute_the_same(name, mode):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_the_layers_compute_the_same_on_a_gpu(name, mode):
+def test_the_layers_compute_the_same_on_a_gpu(name, mode, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # on by default
     layer, shape = CASES[name]()
     layer = layer.to("cuda")
     run = attend(layer) if name == "attention" else layer
@@ -226,3 +237,23 @@ def test_the_layers_compute_the_same_on_a_gpu(name, mode):
     mode("triton")
     assert called(layer, x, run)
     torch.testing.assert_close(run(x), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_captured_graph_has_the_decode_kernels(rows):
+    layers = torch.nn.Sequential(*(linear(form) for form in ("pair", "pivoted")), linear("pair"))
+    layers[1] = SketchedLinear(48, 64, 16, form="pivoted")
+    layers = layers.to("cuda", torch.bfloat16).requires_grad_(False)
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
+    assert called(layers, x) == set()
+    wanted = layers(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), Recorder() as recorder:
+        y = layers(x)
+    assert f"{OURS}sketched_linear" in recorder.called
+    graph.replay()
+    torch.testing.assert_close(y, wanted)
+    x.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(y, layers(x))
