@@ -156,28 +156,35 @@ class Case:
         found = choice(self.labels["op"], self.sizes, device, dtype, forced="triton")
         return [*(["triton"] if found != "torch" else []), "two products", "dense"]
 
-    def picks(self, dtype: str, device: dispatch.DeviceClass | None) -> str:
+    def picks(self, dtype: str, device: dispatch.DeviceClass | None, *, trains: bool = False) -> str:
         """The contender that a layer is served by under PANTHER_COMPILE_KERNEL=auto; None is a CPU.
 
         As `has_kernel` of the operators says it: the times of a few rows are those of a CUDA graph.
         """
         if self.is_model and device is not None:
             return "auto"
-        if device is None or choice(self.labels["op"], self.sizes, device, dtype) == "torch":
+        if device is None or choice(self.labels["op"], self.sizes, device, dtype, trains=trains) == "torch":
             return "two products"
         return "triton"
 
 
 def choice(
-    op: str, sizes: dict[str, Any], device: dispatch.DeviceClass, dtype: str, forced: str = "auto"
+    op: str,
+    sizes: dict[str, Any],
+    device: dispatch.DeviceClass,
+    dtype: str,
+    forced: str = "auto",
+    *,
+    trains: bool = False,
 ) -> str:
     """What kernels/dispatch.py answers for a case in one of DTYPES: "fused", "decode" or "torch"."""
-    if op in ("favor", "conv2d"):
-        choose = dispatch.choose_attention if op == "favor" else dispatch.choose_conv2d
-        return choose(DTYPES[dtype], **sizes, forced=forced)
-    return dispatch.choose_linear(
-        device, DTYPES[dtype], precision_of(dtype), **sizes, captured=True, forced=forced
-    )
+    kind = DTYPES[dtype]
+    if op == "favor":
+        return dispatch.choose_attention(device, kind, **sizes, forced=forced, backward=trains)
+    if op == "conv2d":
+        return dispatch.choose_conv2d(kind, **sizes, forced=forced)
+    options = {"captured": not trains, "forced": forced}
+    return dispatch.choose_linear(device, kind, precision_of(dtype), **sizes, **options)
 
 
 def labels(*values: Any) -> dict[str, Any]:

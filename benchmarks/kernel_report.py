@@ -35,10 +35,12 @@ class Shape:
     Attributes:
         about: any of its records.
         times: pass to contender to microseconds; "picked" is what dispatch picks, "roofline" the bound.
+        picks: pass to the contender that dispatch picks.
     """
 
     about: Record
     times: dict[str, dict[str, float]]
+    picks: dict[str, str]
 
     @property
     def title(self) -> str:
@@ -144,15 +146,18 @@ def shapes_of(records: Sequence[Record]) -> list[Shape]:
     shapes = []
     for group in groups.values():
         single: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+        picks = {}
         for record in group:
             single[record["pass"]][record["contender"]] = record["microseconds"]
             single[record["pass"]]["roofline"] = record["roofline"]
-        for times in single.values():
-            if group[0]["picks"] in times:
-                times["picked"] = times[group[0]["picks"]]
+            picks["training" if record["pass"] == "backward" else "forward"] = record["picks"]
         forward, backward = single.values()
         training = {name: forward[name] + backward[name] for name in forward if name in backward}
-        shapes.append(Shape(group[0], {"forward": forward, "training": training}))
+        found = {"forward": forward, "training": training}
+        for direction, name in picks.items():
+            if name in found[direction]:
+                found[direction]["picked"] = found[direction][name]
+        shapes.append(Shape(group[0], found, picks))
     return shapes
 
 
@@ -237,7 +242,7 @@ def _missed(shapes: Sequence[Shape]) -> Iterator[str]:
         )
         yield ""
         for gain, best, shape, direction in sorted(found, key=lambda miss: miss[0]):
-            yield f"- {gain:.2f} x {best}: {shape.title}, {direction} (picked: {shape.about['picks']})"
+            yield f"- {gain:.2f} x {best}: {shape.title}, {direction} (picked: {shape.picks[direction]})"
 
 
 def _dispatch(shapes: Sequence[Shape]) -> Iterator[str]:

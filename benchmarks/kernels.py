@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import CHEAP, COMPILED, DTYPES, LOW, MODELS, Case
+from kernel_cases import CHEAP, COMPILED, DTYPES, LOW, MODELS, PASSES, Case
 from kernel_clock import Clock
 from kernel_measure import (
     Bench,
@@ -203,15 +203,15 @@ class Session:
         )
         device = FAKE if self.fake else dispatch.device_class(self.device) if bench.on_cuda else None
         more = {"sizes": case.sizes, "vectors": case.vectors, "width": case.width}
-        more["picks"] = case.picks(bench.name, device)
-        self.begin(found | more, wanted, floor)
+        picks = {one: case.picks(bench.name, device, trains=one == "backward") for one in PASSES}
+        self.begin(found | more | {"picks": picks["forward"]}, wanted, floor)
         timings = make_up(case, wanted, bench, {"bound": floor / 1e6}) if self.fake else None
         for timed in timings or measure(case, wanted, bench):
             if self.fake and self.options.faults:
                 timed = self.with_faults(timed)
             # A backward is two products for each one, and reads and writes about twice as much.
             bound = floor * (1 if timed["pass"] == "forward" else 2)
-            record = {**found, **more, **timed, "roofline": bound}
+            record = {**found, **more, "picks": picks[timed["pass"]], **timed, "roofline": bound}
             self.note(record)
             self.write(record)
             said = record.get("error") or f"{record['microseconds']:.1f} us"

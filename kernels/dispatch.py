@@ -1,7 +1,17 @@
 """Which implementation serves a shape on a GPU: a Triton kernel, or cuBLAS and cuDNN through torch.
 
-NOT YET MEASURED. "auto" takes a kernel only where this model of bytes and operations says that it can win.
-Every number of it is from data sheets, or a guess that says so:
+"auto" takes a kernel where it was measured to win, on an H200 in bfloat16 (docs/benchmarks/kernels.md):
+
+- A few rows while a CUDA graph is captured: the decode kernels, 1.1 to 4.7 times as fast as two products for
+  one row. In eager mode their launches, from Python, take longer than they save.
+- Random-feature attention in half types: 2.3 to 14 times as fast as plain torch, whose steps are many. Its
+  backward wins up to a width of 64.
+- Convolutions: torch. The kernel wins at 64 and 128 channels of large images, less than its launch takes.
+- All other linear layers by the model of bytes and operations below. The fused kernel was timed only behind
+  launches ten times as long as today's, which may have been in its times: it reached a fifth of the rate of
+  cuBLAS at best. With that share the model takes torch.
+
+The model:
 
 - Two products of cuBLAS take max(operations / rate, bytes / bandwidth) each, the latent z written by the
   first and read by the second; what follows a layer (an activation, a gate) moves y twice more.
@@ -9,10 +19,6 @@ Every number of it is from data sheets, or a guess that says so:
   and run at a share of the rate of cuBLAS; its programs fill the multiprocessors in whole waves.
 - Sizes that are no multiples of 16 it would load element by element: torch.
 - It has to gain MARGIN, and the products to take LAUNCH_SECONDS: its operator is written in Python.
-- So it serves low ranks of narrow layers, and many rows: fusing saves about 2 r / (I + O) of the traffic,
-  6 % at r = 256 of 4096 features, where two products win.
-- A few rows read every weight once either way, and convolutions and random-feature attention are not
-  measured: all torch.
 
 `benchmarks/kernels.py` prints what to put here.
 """
@@ -27,6 +33,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_FUSED_RANK = {2: 256, 4: 128}
 MAX_CONV2D_RANK = 128
 MAX_DECODE_ROWS = 16
+# Of several rows: every block of ranks reads x again, and at 28,672 features two products won.
+MAX_DECODE_FEATURES = 16384
 MAX_HEAD_DIM, MAX_OTHER_HEAD_DIM = 128, 64  # forward in half types; backward, and float32
 MARGIN = 1.05
 LAUNCH_SECONDS = 40e-6
@@ -46,6 +54,7 @@ class DeviceClass:
         tf32_share: the same of TF32.
         ieee_share: the same of float32.
         decode_rows: the most rows of half types that the decode kernels serve in a CUDA graph.
+        attention: whether random-feature attention in half types is served by its kernels.
     """
 
     half_rate: float
@@ -57,6 +66,7 @@ class DeviceClass:
     tf32_share: float
     ieee_share: float
     decode_rows: int = 0
+    attention: bool = False
 
     def rates(self, dtype: torch.dtype, precision: str) -> tuple[float, float]:
         """Operations a second of cuBLAS and of the fused kernel, for products of this kind."""
@@ -66,10 +76,11 @@ class DeviceClass:
 
 
 # By compute capability: 0.7 of the operations and 0.9 of the bandwidth of NVIDIA's data sheets, A100 40 GB
-# (312, 156, 19.5 TFLOP/s, 1.555 TB/s) and H100 SXM (989, 495, 67 TFLOP/s, 3.35 TB/s). The shares are guesses.
+# (312, 156, 19.5 TFLOP/s, 1.555 TB/s) and H100 SXM (989, 495, 67 TFLOP/s, 3.35 TB/s). An H200 reached
+# 705 TFLOP/s and 4.2 TB/s. The shares are not known, see above.
 _CLASSES = {
-    8: DeviceClass(218e12, 109e12, 13.6e12, 1.4e12, 108, 0.6, 0.6, 0.4),
-    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4, 16),
+    8: DeviceClass(218e12, 109e12, 13.6e12, 1.4e12, 108, 0.2, 0.2, 0.2),
+    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.2, 0.2, 0.2, decode_rows=16, attention=True),
 }
 _DEFAULT = _CLASSES[8]
 
@@ -113,7 +124,7 @@ def choose_linear(
         ranks: of every layer.
         features: I, and O of all layers together.
         extra: numbers of a row that torch moves besides the products: 2 O for an activation or a gate.
-        captured: whether this is captured in a CUDA graph, whose launches take the processor no time.
+        captured: whether this is inference that is captured in a CUDA graph, whose launches are free.
         forced: one of MODES.
     """
     if forced == "torch" or dtype not in DTYPES:
@@ -124,8 +135,8 @@ def choose_linear(
     if any(size % 16 for size in (*ranks, *features)):
         return "torch"
     if few:
-        serves = captured and rows <= device.decode_rows and dtype.itemsize == 2
-        return "decode" if serves else "torch"
+        measured = dtype.itemsize == 2 and (rows == 1 or features[0] <= MAX_DECODE_FEATURES)
+        return "decode" if captured and measured and rows <= device.decode_rows else "torch"
     if not fits:
         return "torch"
     plain = products_seconds(device, dtype, precision, rows, ranks, features, extra)
@@ -185,19 +196,33 @@ def padded_rank(rank: int) -> int:
 def choose_conv2d(dtype: torch.dtype, *, rank: int, forced: str) -> str:
     """Return "fused" or "torch" for a kh x kw convolution to so many channels followed by a 1 x 1 one.
 
-    Not measured against cuDNN: only PANTHER_COMPILE_KERNEL=triton takes the kernel.
+    Only PANTHER_COMPILE_KERNEL=triton takes the kernel, see the head of the file.
     """
     fits = dtype in DTYPES and rank <= MAX_CONV2D_RANK
     return "fused" if forced == "triton" and fits else "torch"
 
 
 def choose_attention(
-    dtype: torch.dtype, *, head_dim: int, columns: int, forced: str, backward: bool = False
+    device: DeviceClass,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    columns: int,
+    forced: str,
+    backward: bool = False,
 ) -> str:
-    """Return "fused" or "torch" for random-feature attention: dtype and width of q and of v.
+    """Return "fused" or "torch" for random-feature attention.
 
-    Not measured: only PANTHER_COMPILE_KERNEL=triton takes the kernels.
+    Args:
+        device: see `device_class`.
+        dtype: of all tensors.
+        head_dim: width of q and k.
+        columns: width of v.
+        forced: one of MODES.
+        backward: whether gradients are computed, or will be.
     """
     widest = MAX_HEAD_DIM if dtype.itemsize == 2 and not backward else MAX_OTHER_HEAD_DIM
-    fits = dtype in DTYPES and max(head_dim, columns) <= widest
-    return "fused" if forced == "triton" and fits else "torch"
+    if forced == "torch" or dtype not in DTYPES or max(head_dim, columns) > widest:
+        return "torch"
+    measured = device.attention and dtype.itemsize == 2 and head_dim % 16 == columns % 16 == 0
+    return "fused" if forced == "triton" or measured else "torch"

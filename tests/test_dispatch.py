@@ -21,7 +21,7 @@ def test_an_unknown_kernel_mode_is_refused(monkeypatch):
 
 # Which implementation, on a GPU
 
-H100 = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4, 8)
+H100 = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4, 8, True)
 
 
 def choose(
@@ -70,7 +70,8 @@ def test_dispatch_of_linear_layers():
 
 def test_a_few_rows_in_a_captured_graph():
     assert choose(rows=1, captured=True) == choose(rows=8, layers=3, captured=True) == "decode"
-    assert choose(rows=9, captured=True) == "torch"
+    assert choose(rows=9, captured=True) == choose(rows=2, features=28672, captured=True) == "torch"
+    assert choose(rows=1, features=28672, captured=True) == "decode"
     assert choose(rows=1, rank=100, captured=True) == "torch"  # loaded element by element
     assert choose(rows=1, dtype=torch.float32, captured=True) == "torch"  # not measured
     assert choose(rows=1, captured=True, device=replace(H100, decode_rows=0)) == "torch"
@@ -126,12 +127,18 @@ def test_what_was_not_measured_is_torch():
     assert dispatch.choose_conv2d(torch.float16, rank=16, forced="auto") == "torch"
     assert dispatch.choose_conv2d(torch.float16, rank=128, forced="triton") == "fused"
     assert dispatch.choose_conv2d(torch.float32, rank=129, forced="triton") == "torch"
-    sizes = {"head_dim": 64, "columns": 64}
-    assert dispatch.choose_attention(torch.float16, **sizes, forced="auto") == "torch"
-    assert dispatch.choose_attention(torch.float16, **sizes, forced="triton") == "fused"
-    assert dispatch.choose_attention(torch.float16, head_dim=256, columns=64, forced="triton") == "torch"
-    wide = {"head_dim": 128, "columns": 128, "forced": "triton"}
-    assert dispatch.choose_attention(torch.float16, **wide) == "fused"
-    assert dispatch.choose_attention(torch.float16, **wide, backward=True) == "torch"  # registers
-    assert dispatch.choose_attention(torch.float32, **wide) == "torch"
-    assert dispatch.choose_attention(torch.float64, **sizes, forced="triton") == "torch"
+
+
+def attend(dtype=torch.float16, width=64, forced="auto", backward=False, device=H100):
+    sizes = {"head_dim": width, "columns": width}
+    return dispatch.choose_attention(device, dtype, **sizes, forced=forced, backward=backward)
+
+
+def test_dispatch_of_attention():
+    assert attend() == attend(backward=True) == attend(width=128) == "fused"
+    assert attend(width=128, backward=True) == attend(width=256, forced="triton") == "torch"  # registers
+    assert attend(width=40) == "torch"
+    assert attend(width=40, forced="triton") == attend(torch.float32, forced="triton") == "fused"
+    assert attend(torch.float32) == attend(device=replace(H100, attention=False)) == "torch"  # not measured
+    assert attend(torch.float32, width=128, forced="triton") == "torch"
+    assert attend(torch.float64, forced="triton") == attend(forced="torch") == "torch"

@@ -187,7 +187,7 @@ def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
 
 def is_plain(factor: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling a factor is no more than the function of its kind on its own parameters."""
-    return type(factor.weight) is nn.Parameter and is_called_plainly(factor, kind)
+    return is_called_plainly(factor, kind) and type(factor.weight) is nn.Parameter
 
 
 def is_called_plainly(factor: nn.Module, kind: type[nn.Module]) -> bool:

@@ -92,13 +92,19 @@ class FavorAttention(nn.Module):
         if causal and masks.appended:
             raise LayerError('attention="favor" is not causal with add_bias_kv or add_zero_attn')
         dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+        keys = None if masks.keys is None else masks.keys.squeeze(2)
         with _without_autocast(v.device):
+            is_half = q.dtype == k.dtype == dtype == self.directions.dtype != wide
+            if is_half and not need_weights and _has_kernel(q, k, v, keys):
+                v = v * F.dropout(v.new_ones(v.shape[:-1]), dropout).unsqueeze(-1)
+                key_mask = None if keys is None else keys.to(dtype)  # the operator widens it all
+                return favor_attention(q, k, v, self.directions, key_mask, causal=causal), None
             q, k, v, directions = (x.to(wide) for x in (q, k, v, self.directions))
-            key_mask = None if masks.keys is None else masks.keys.squeeze(2).to(wide)
+            key_mask = None if keys is None else keys.to(wide)
             kept = F.dropout(v.new_ones(v.shape[:-1]), dropout)
             if not need_weights:
                 v = v * kept.unsqueeze(-1)
-                attend = favor_attention if _has_kernel(q, v, key_mask) else reference.favor_attention
+                attend = favor_attention if _has_kernel(q, k, v, key_mask) else reference.favor_attention
                 return attend(q, k, v, directions, key_mask, causal=causal).to(dtype), None
             weights = reference.favor_weights(q, k, directions, key_mask, causal=causal)
             weights = weights * kept.unsqueeze(-2)
@@ -110,12 +116,12 @@ class FavorAttention(nn.Module):
         return f"head_dim={head_dim}, features={features}"
 
 
-def _has_kernel(q: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     """Whether the operator serves this; it stays out of exported graphs, and gives masks no gradient."""
     if q.is_cuda is not True or is_exporting():
         return False
     trains_mask = key_mask is not None and key_mask.requires_grad and torch.is_grad_enabled()
-    return not trains_mask and has_attention_kernel(q, v)
+    return not trains_mask and has_attention_kernel(q, k, v)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

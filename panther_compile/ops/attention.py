@@ -9,7 +9,7 @@ from torch import Tensor
 
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch, plain_attention
-from panther_compile.ops.checks import check_alike, kernel_mode, launching_on, size
+from panther_compile.ops.checks import check_alike, keeps, kernel_mode, launching_on, size
 
 
 def favor_attention(
@@ -61,9 +61,11 @@ def favor_attention(
     return _favor_attention(q, k, v, directions, key_mask, causal)
 
 
-def has_attention_kernel(q: Tensor, v: Tensor) -> bool:
+def has_attention_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether calling the operator on these, instead of plain torch, gives them a Triton kernel."""
-    return _choose_attention(q, v) == "fused"
+    # Where the kernel was asked for, a width that only its forward serves is served so far.
+    trained = kernel_mode() == "auto" and keeps(q, k, v)
+    return _choose_attention(q, v, backward=trained) == "fused"
 
 
 @torch.library.custom_op("panther_compile::favor_attention", mutates_args=())
@@ -138,4 +140,5 @@ def _choose_attention(q: Tensor, v: Tensor, *, backward: bool = False) -> str:
     if not q.is_cuda:
         return "torch"
     sizes = {"head_dim": q.shape[3], "columns": v.shape[3]}
-    return dispatch.choose_attention(v.dtype, **sizes, forced=kernel_mode(), backward=backward)
+    device = dispatch.device_class(q.device)
+    return dispatch.choose_attention(device, v.dtype, **sizes, forced=kernel_mode(), backward=backward)

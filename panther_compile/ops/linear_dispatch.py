@@ -16,6 +16,7 @@ from panther_compile.ops.checks import (
     check_alike,
     check_bias,
     computed_dtype,
+    keeps,
     kernel_mode,
     launching_on,
     size,
@@ -147,9 +148,13 @@ def _choose(
     if not x.is_cuda:
         return "torch"
     rows = x.numel() // max(x.shape[-1], 1)
-    captured = rows <= dispatch.MAX_DECODE_ROWS and dispatch.is_capturing()
+    captured = rows <= dispatch.MAX_DECODE_ROWS and dispatch.is_capturing() and not _trains(x, layers)
     options = {"extra": not epilogue.is_empty, "captured": captured}
     return _implementation(x.device, dtype, precision, rows, layers, **options)
+
+
+def _trains(x: Tensor, layers: Sequence[Factors]) -> bool:
+    return keeps(x, *(one for layer in layers for one in layer[:3]))
 
 
 def fuses(layer: Factors, rows: int, dtype: torch.dtype) -> bool:

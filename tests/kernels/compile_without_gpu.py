@@ -37,6 +37,7 @@ DTYPES = {
     "fp16": (torch.float16, "ieee"),
     "bf16": (torch.bfloat16, "ieee"),
 }
+UNMEASURED = dispatch.DeviceClass(1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -171,7 +172,7 @@ def launch_attention(module, draw, dtype, precision, quick):
     for width, length, causal, mask in cases[: 1 if quick else None]:
         backward = module.__name__.endswith("backward")
         sizes = {"head_dim": width, "columns": width, "forced": "triton", "backward": backward}
-        if dispatch.choose_attention(dtype, **sizes) == "torch":
+        if dispatch.choose_attention(UNMEASURED, dtype, **sizes) == "torch":
             continue
         q, k, v = (draw(2, 8, length, width) for _ in range(3))
         inputs, options = (q, k, v, draw(256, width), mask), {"causal": causal, "precision": precision}

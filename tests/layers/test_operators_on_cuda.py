@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from panther_compile.kernels import dispatch
 from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers import SketchedConv2d, SketchedLinear, SketchedMultiheadAttention
-from panther_compile.ops import linear_dispatch
+from panther_compile.ops import has_kernel, linear_dispatch
+from panther_compile.ops.attention import has_attention_kernel
 from panther_compile.ops.linear_dispatch import fuses
 
 OURS = "panther_compile::"
 # So slow that launches do not count; in float32 a rank beyond 32 is bound by arithmetic.
-SMALL_DEVICE = dispatch.DeviceClass(1e9, 1e9, 8e6, 1e6, 1, 1.0, 1.0, 1.0, decode_rows=16)
+SMALL_DEVICE = dispatch.DeviceClass(1e9, 1e9, 8e6, 1e6, 1, 1.0, 1.0, 1.0, decode_rows=16, attention=True)
 
 
 class OnCuda(torch.Tensor):
@@ -96,6 +97,8 @@ def test_a_few_rows_in_a_captured_graph(monkeypatch):
     assert called(layer, on_cuda(4, 64)) == set()
     with torch.autocast("cpu", torch.bfloat16):
         assert called(layer, on_cuda(4, 64)) == {"sketched_linear"}
+        with torch.enable_grad():
+            assert not has_kernel(on_cuda(4, 64), [Factors(layer.down.weight, layer.up.weight, None, 0)])
 
 
 def test_autocast_decides_the_type():
@@ -171,6 +174,25 @@ def test_random_feature_attention_only_if_forced(mode):
     assert called(layer, x, attend(layer)) == set()
 
 
+def test_random_feature_attention_in_half_types():
+    layer = SketchedMultiheadAttention(32, 2, attention="favor", features=16, batch_first=True).half()
+    x = on_cuda(2, 20, 32, dtype=torch.float16)
+    assert called(layer, x, attend(layer)) == {"favor_attention"}
+    with torch.autocast("cpu", torch.bfloat16):  # the directions stay float32, and so does the estimate
+        assert called(layer.float(), on_cuda(2, 20, 32), attend(layer)) == set()
+
+
+def test_wide_attention_that_trains_has_no_kernel(mode):
+    q = torch.randn(1, 2, 5, 128, dtype=torch.float16).as_subclass(OnCuda)
+    trained = torch.randn(1, 2, 5, 128, dtype=torch.float16, requires_grad=True)
+    assert has_attention_kernel(q, q, q)
+    assert not has_attention_kernel(q, q, trained)
+    with torch.no_grad():
+        assert has_attention_kernel(q, q, trained)
+    mode("triton")
+    assert has_attention_kernel(q, q, trained)
+
+
 def test_a_mask_that_trains_gets_its_gradient(mode):
     mode("triton")
     layer, x = attention(), on_cuda(2, 20, 16)
@@ -222,6 +244,28 @@ def test_the_layers_compute_the_same(name, mode):
         found.append([y, given.grad, *(one.grad for one in layer.parameters())])
     for plain, by_kernel in zip(*found, strict=True):
         torch.testing.assert_close(by_kernel.as_subclass(torch.Tensor), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_half_types_computes_the_same(causal, padded, mode):
+    layer = SketchedMultiheadAttention(32, 2, attention="favor", features=16, batch_first=True).half()
+    x, options = torch.randn(2, 20, 32).half(), {}
+    if padded:
+        options["key_padding_mask"] = torch.arange(20).expand(2, 20) > torch.tensor([[19], [12]])
+    if causal:
+        options |= {"is_causal": True, "attn_mask": torch.ones(20, 20).triu(1).bool()}
+    found = []
+    for kind, given in (("torch", x.clone()), ("auto", x.clone().as_subclass(OnCuda))):
+        mode(kind)
+        layer.zero_grad()
+        given.requires_grad_()
+        y = attend(layer, **options)(given)
+        y.float().square().sum().backward()
+        found.append([y, given.grad, *(one.grad for one in layer.parameters())])
+    for plain, by_kernel in zip(*found, strict=True):
+        scale = float(plain.detach().abs().max())
+        torch.testing.assert_close(by_kernel.as_subclass(torch.Tensor), plain, rtol=0, atol=4e-3 * scale)
 
 
 @pytest.mark.gpu
