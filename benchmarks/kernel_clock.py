@@ -13,6 +13,7 @@ import torch
 SAMPLING_SECONDS = 0.15
 FILLER_BYTES = 2**30  # beyond any L2 cache, and 0.2 ms or more to read
 FILLER_SECONDS = 2e-4
+MOST_FILLING = 20  # times a launch; one that waits for the device is never over before it
 REPLAYS = 20
 MOST_COPIES = 64
 MARGIN = 1.5
@@ -23,8 +24,8 @@ def device_times(run: Callable[[], Any], device: torch.device) -> tuple[list[flo
 
     As triton.testing.do_bench, which clears the cache for 0.08 ms before each run; an operator written in
     Python, or a backward, takes the processor longer than that, and the device would be seen waiting for it.
-    So it is kept busy here for as long as a launch takes. And it reads: a buffer that was just written is
-    written back to memory during the run.
+    So it is kept busy here for as long as a launch takes, and longer where it came to the run before that was
+    launched. And it reads: a buffer that was just written is written back to memory during the run.
     """
     filler = torch.zeros(FILLER_BYTES // 4, dtype=torch.float32, device=device)
     for _ in range(3):  # compiles
@@ -36,13 +37,19 @@ def device_times(run: Callable[[], Any], device: torch.device) -> tuple[list[flo
     host = (time.perf_counter() - begin) / 5
     torch.cuda.synchronize(device)
     count = int(SAMPLING_SECONDS * 5 / (time.perf_counter() - begin))
-    pairs = [_events() for _ in range(max(10, min(count, 100)))]
-    for start, end in pairs:
-        for _ in range(math.ceil(1.5 * host / FILLER_SECONDS)):
+    fillers, most = math.ceil(1.5 * host / FILLER_SECONDS), math.ceil(MOST_FILLING * host / FILLER_SECONDS)
+    pairs = []
+    while len(pairs) < max(10, min(count, 100)):
+        start, end = _events()
+        for _ in range(fillers):
             filler.sum()
         start.record()
         run()
         end.record()
+        if start.query() and fillers < most:
+            fillers *= 2
+        else:
+            pairs.append((start, end))
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) / 1e3 for start, end in pairs], host
 

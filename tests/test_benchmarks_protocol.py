@@ -125,33 +125,51 @@ def test_a_process_that_adds_nothing_is_not_started_for_ever(protocol):
     assert protocol.one.restarts == 2
 
 
-def test_the_clock_of_a_device(monkeypatch):
-    """With a device that runs for 7 ms, and a processor that takes 3 ms to launch; the cache is only read."""
-    now, read = [0.0], []
+@pytest.mark.parametrize("later", [0.003, 0.006], ids=["steady", "slower"])
+def test_the_clock_of_a_device(later, monkeypatch):
+    """A device that runs for 1 ms, and a processor that takes 3 ms to launch, or 6 from the ninth time on.
+
+    The cache is only read, and no time has the device waiting for the launch.
+    """
+    now, busy, read, launched = [0.0], [0.0], [], []
+
+    def work(seconds):
+        busy[0] = max(now[0], busy[0]) + seconds
 
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
 
         def record(self):
-            self.at = now[0]
+            self.at = max(now[0], busy[0])
+
+        def query(self):
+            return now[0] >= self.at
 
         def elapsed_time(self, end):
             return (end.at - self.at) * 1e3
 
     def launch():
-        now[0] += 0.003
+        launched.append(0)
+        now[0] += 0.003 if len(launched) <= 8 else later
+        work(0.001)
 
     def synchronize(device):
-        now[0] += 0.020
+        now[0] = max(now[0], busy[0]) + 0.015
+
+    def fill(filler):
+        read.append(filler.nbytes)
+        work(0.0002)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(torch.Tensor, "sum", lambda filler: read.append(filler.nbytes))
+    monkeypatch.setattr(torch.Tensor, "sum", fill)
     monkeypatch.setattr(torch.Tensor, "zero_", None)
     monkeypatch.setattr(kernel_clock, "FILLER_BYTES", 100)
     monkeypatch.setattr(kernel_clock.time, "perf_counter", lambda: now[0])
     samples, host = kernel_clock.device_times(launch, torch.device("cpu"))
-    assert samples == pytest.approx([0.003] * 21)  # 0.15 s of 7 ms each
     assert host == pytest.approx(0.003)
-    assert read == [100] * 21 * 23  # at 0.2 ms each, for longer than a launch
+    assert samples == pytest.approx([0.001] * len(samples))
+    assert len(samples) == 24  # 0.15 s of 6.2 ms each
+    # At 0.2 ms each, for longer than a launch; twice as long from the run on that was slower.
+    assert read == [100] * (23 * 24 if later == 0.003 else 23 + 46 * 24)
