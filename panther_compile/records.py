@@ -33,6 +33,7 @@ class Unit:
         tied_numbers: biases of the other layers that use the weight; they stay, and are in no other count.
         cost_shape: of the matrix (O, I) or kernel (O, I / G, kh, kw) that it multiplies as, to predict its
             time; None for `shape`.
+        in_data: whether the candidates tell what ranks keep in the metric of data.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Unit:
     stride: tuple[int, int] = (1, 1)
     tied_numbers: int = 0
     cost_shape: tuple[int, ...] | None = None
+    in_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class LayerPlan:
         dense_numbers: stored numbers of the dense weight.
         choice: how it is sketched; None if it stays dense.
         reason: why it stays dense, or what decided the choice.
+        whole: whether it stays dense within the budget, which the others then make up for.
     """
 
     name: str
@@ -113,6 +116,7 @@ class LayerPlan:
     dense_numbers: int
     choice: Choice | None
     reason: str
+    whole: bool = False
 
     @property
     def stored_numbers(self) -> int:
@@ -187,18 +191,23 @@ class SketchPlan:
         return tuple(layer for layer in self.layers if layer.choice is not None)
 
     @property
+    def whole(self) -> tuple[LayerPlan, ...]:
+        """The lines that stay dense within the budget."""
+        return tuple(layer for layer in self.layers if layer.whole)
+
+    @property
     def dense_numbers(self) -> int:
-        """Dense count of the weights to be replaced."""
-        return sum(layer.dense_numbers for layer in self.sketched)
+        """Dense count of the weights that share the budget: those to be replaced, and those kept whole."""
+        return sum(layer.dense_numbers for layer in (*self.sketched, *self.whole))
 
     @property
     def stored_numbers(self) -> int:
-        """Stored count of the weights to be replaced."""
-        return sum(layer.stored_numbers for layer in self.sketched)
+        """Stored count of the same weights."""
+        return sum(layer.stored_numbers for layer in (*self.sketched, *self.whole))
 
     @property
     def achieved_ratio(self) -> float:
-        """Stored over dense numbers of the replaced weights; 1.0 if there are none."""
+        """Stored over dense numbers of the weights that share the budget; 1.0 if none is replaced."""
         return self.stored_numbers / self.dense_numbers if self.sketched else 1.0
 
     def to_json(self) -> str:
@@ -272,7 +281,8 @@ class SketchPlan:
             for line in self.layers
         ]
         footer = (
-            f"{len(self.sketched)} of {len(self.layers)} layers to be sketched: {self.stored_numbers:,} of "
+            f"{len(self.sketched)} of {len(self.layers)} layers to be sketched"
+            f"{f', {len(self.whole)} kept whole' * bool(self.whole)}: {self.stored_numbers:,} of "
             f"{self.dense_numbers:,} numbers, ratio {self.achieved_ratio:.4f} (asked {self.ratio})",
             f"found through: {self.route}",
             *filter(None, (allocation_text(self.allocation, self.tried, self.undecided),)),

@@ -77,7 +77,7 @@ class SketchReport:
         rows: one for each weight, in the order of the model.
         dense_numbers: parameters and buffers of the whole dense model, shared ones once.
         stored_numbers: parameters and buffers of the whole model as it is now, shared ones once.
-        replaced_dense_numbers: dense count of the replaced weights.
+        replaced_dense_numbers: dense count of the replaced weights, and of those that the budget keeps whole.
         replaced_stored_numbers: their stored count now.
         ratio_asked: as text; "-" where no record of it is left.
         route: how the layers were found.
@@ -150,6 +150,11 @@ class SketchReport:
     def sketched(self) -> tuple[ReportRow, ...]:
         """The rows that are sketched."""
         return tuple(row for row in self.rows if row.scheme != "dense")
+
+    @property
+    def _whole(self) -> tuple[ReportRow, ...]:
+        names = set() if self.plan is None else {line.name for line in self.plan.whole}
+        return tuple(row for row in self.skipped if row.name in names)
 
     @property
     def skipped(self) -> tuple[ReportRow, ...]:
@@ -238,11 +243,14 @@ class SketchReport:
             *((("predicted", "right"), ("output", "right"), ("sensitivity", "right")) if fitted else ()),
             ("method, or why not", "left"),
         )
-        macs = sum(row.macs for row in self.sketched)
-        dense_macs = sum(row.dense_macs for row in self.sketched)
+        whole = self._whole
+        macs = sum(row.macs for row in (*self.sketched, *whole))
+        dense_macs = sum(row.dense_macs for row in (*self.sketched, *whole))
+        and_whole = f" and {len(whole)} kept whole" * bool(whole)
         footer = (
             *(("predicted, output: relative error of the layer's output on the data",) * fitted),
-            f"replaced weights: {self.replaced_stored_numbers:,} of {self.replaced_dense_numbers:,} numbers, "
+            f"replaced weights{and_whole}: {self.replaced_stored_numbers:,} of "
+            f"{self.replaced_dense_numbers:,} numbers, "
             f"ratio {self.achieved_ratio:.4f} (asked {self.ratio_asked}), FLOPs {share(macs, dense_macs)}",
             f"whole model: {self.stored_numbers:,} of {self.dense_numbers:,} numbers, "
             f"ratio {share(self.stored_numbers, self.dense_numbers)}",
@@ -293,6 +301,8 @@ def sketch_report(model: nn.Module) -> SketchReport:
     stored = _numbers(tensors_of([model]))
     outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
+    whole = [] if record is None or not layers else record.plan.whole
+    kept = sum(line.dense_numbers for line in whole if line.name not in layers)
     rest = sum(map(bytes_of, tensors_of([model]))) - sum(map(bytes_of, tensors_of(outer)))
     counts = zip(outer, _dense_counts(outer), strict=True)
     dense = sum(count * next(layer.parameters()).element_size() for layer, count in counts)
@@ -302,8 +312,8 @@ def sketch_report(model: nn.Module) -> SketchReport:
         rows=tuple(_counted_once(rows, layers)),
         dense_numbers=stored + saved,
         stored_numbers=stored,
-        replaced_dense_numbers=_dense_numbers(layers.values()),
-        replaced_stored_numbers=_numbers(tensors_of(layers.values())),
+        replaced_dense_numbers=_dense_numbers(layers.values()) + kept,
+        replaced_stored_numbers=_numbers(tensors_of(layers.values())) + kept,
         ratio_asked="-" if record is None else record.plan.ratio,
         route="-" if record is None else record.plan.route,
         allocation="" if record is None else record.plan.allocation,

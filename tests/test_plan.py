@@ -12,7 +12,7 @@ import panther_compile as pc
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.conv2d import ChannelCandidate
-from panther_compile.planning.plan import CEILING, FLOOR, plan_units
+from panther_compile.planning.plan import CEILING, FLOOR, Allocation, plan_units
 from panther_compile.records import Unit
 
 OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
@@ -403,3 +403,62 @@ def test_a_stem_stays_dense_unless_slower_is_allowed():
     assert stem.reason == "its sketch would run at 0.70 of the dense speed; allow_slower=True sketches it"
     assert all(line.choice is not None for line in others)
     assert pc.plan_sketch(model, 0.5, progress=False, allow_slower=True).layers[0].choice is not None
+
+
+# A weight that stays whole within the budget
+
+
+def judged(name, shape, **options):
+    return replace(unit(name, shape, **options), in_data=True)
+
+
+def test_a_flat_spectrum_is_left_whole_and_the_others_make_up_for_it():
+    """Ranks beyond .95 of its numbers are a fifth of all that a square matrix has."""
+    units = [judged("flat", (64, 64), decay=0.0), judged("steep", (256, 256), decay=-1.5)]
+    flat, steep = plan(units, 0.5)
+    assert flat.whole
+    assert flat.choice is None
+    assert flat.stored_numbers == flat.dense_numbers
+    assert "whole within the budget" in flat.reason
+    budget = 0.5 * (flat.dense_numbers + steep.dense_numbers)
+    assert 0.98 * budget < flat.dense_numbers + steep.stored_numbers <= budget
+    made = pc.SketchPlan((flat, steep), "0.5", "")
+    assert made.achieved_ratio <= 0.5
+    assert "1 of 2 layers to be sketched, 1 kept whole" in str(made)
+    assert pc.SketchPlan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("how", ["not in data", "what is timed", "uniform"])
+def test_nothing_is_left_whole(how):
+    make = unit if how == "not in data" else judged
+    units = [
+        (make(name, (64, 64), decay=decay), "Linear") for name, decay in (("flat", 0.0), ("steep", -2.0))
+    ]
+    allocation = Allocation("uniform" if how == "uniform" else "energy")
+    lines = plan_units(units, 0.75, None, True, allocation, whole=how != "what is timed")
+    assert not any(line.whole for line in lines)
+    assert all(line.choice for line in lines)
+
+
+def test_a_model_with_a_layer_left_whole(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 192), nn.Tanh(), nn.Linear(192, 48))
+    with torch.no_grad():
+        for layer in (model[2], model[4]):
+            u, s, v = torch.linalg.svd(layer.weight, full_matrices=False)
+            layer.weight.copy_(u * (s * 0.9 ** torch.arange(48.0)) @ v)
+    data = [torch.randn(64, 48) for _ in range(4)]
+    small = pc.sketchify(model, 0.6, data=data, **OPTIONS)
+    report = pc.sketch_report(small)
+    assert [line.name for line in report.plan.whole] == ["0"]
+    assert torch.equal(small[0].weight, model[0].weight)
+    numbers = sum(p.numel() for p in small.parameters())
+    assert report.replaced_stored_numbers == numbers
+    assert 0.58 < numbers / sum(p.numel() for p in model.parameters()) <= 0.6
+    assert f"replaced weights and 1 kept whole: {numbers:,} of" in str(report)
+    again = pc.sketchify(model, plan=report.plan, data=data, progress=False)
+    assert pc.sketch_report(again).achieved_ratio == report.achieved_ratio
+    assert torch.equal(again[0].weight, model[0].weight)
+    pc.save_sketched(small, tmp_path / "small")
+    loaded = pc.load_sketched(model, tmp_path / "small")
+    assert pc.sketch_report(loaded).achieved_ratio == report.achieved_ratio

@@ -229,8 +229,11 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
     narrow, tried, doubt = _best(studied, plans, held_out, {}, plain=plans[1])
     best, undecided = narrow, [doubt]
     if any(line.choice and line.choice.link for line in narrow.layers):
-        apart = _plan(studied, config, allocations[plans.index(narrow)], ())
-        best, tried, doubt = _best(studied, [narrow, apart], held_out, tried, plain=apart)
+        # By energy too: a coupling is not left whole within the budget, its layers may be.
+        chosen = dict.fromkeys((allocations[plans.index(narrow)].name, "energy"))
+        apart = [_plan(studied, config, one, ()) for one in allocations if one.name in chosen]
+        plain = next(one for one in apart if one.allocation == next(iter(chosen)))
+        best, tried, doubt = _best(studied, [narrow, *apart], held_out, tried, plain=plain)
         undecided.append(doubt)
     means = {name: sum(found) / len(found) for name, found in tried.items()}
     return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))

@@ -20,7 +20,9 @@ def in_data(unit: Unit, values: Tensor | None, energies: Mapping[str, Tensor]) -
     """
     if values is None and not energies:
         return unit
-    return replace(unit, candidates=tuple(_judged(one, values, energies) for one in unit.candidates))
+    return replace(
+        unit, candidates=tuple(_judged(one, values, energies) for one in unit.candidates), in_data=True
+    )
 
 
 def _judged(one: Candidate, values: Tensor | None, energies: Mapping[str, Tensor]) -> Candidate:

@@ -41,6 +41,7 @@ FINEST = -1  # in place of a multiple: the one of `cost.finest_step`
 # A sketch, or a whole model, that was timed and gained less than this is not worth its error.
 PAYS = 1.05
 TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
+WHOLE = "whole within the budget: its last numbers are worth the most"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class Allocation:
         if self.name == "sensitivity":
             return self.damage.get(unit.name, 0.0) * energies
         return energies.clamp_min(1e-30).log()
+
+    def most(self, unit: Unit) -> float:
+        """What the whole weight is worth."""
+        return self.damage.get(unit.name, 0.0) if self.name == "sensitivity" else 0.0
 
 
 Clock = Callable[[str, Choice], Timed | None]
@@ -86,6 +91,10 @@ class TimedSites(Found):
     returned: Mapping[str, LayerPlan] = field(default_factory=dict)
 
 
+_Way = tuple[Candidate, int] | None
+"""A candidate and its rank; None leaves the weight as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
@@ -94,7 +103,7 @@ class _Options:
     kind: str
     numbers: Tensor
     values: Tensor
-    ways: tuple[tuple[Candidate, int], ...]
+    ways: tuple[_Way, ...]
 
 
 def make_plan(
@@ -178,7 +187,13 @@ def _plan_pool(
         rest = [(unit, kind) for unit, kind in pool if unit.name not in slow]
         on_cuda = config.device is not None and torch.device(config.device).type == "cuda"
         lines = plan_units(
-            rest, ratio, config.round_rank_to, config.allow_slower, allocation, on_cuda=on_cuda
+            rest,
+            ratio,
+            config.round_rank_to,
+            config.allow_slower,
+            allocation,
+            on_cuda=on_cuda,
+            whole=found is None,  # what is timed is to be fast
         )
         if found is None:
             return lines
@@ -239,10 +254,13 @@ def plan_units(
     allocation: Allocation = Allocation("energy"),
     *,
     on_cuda: bool = False,
+    whole: bool = True,
 ) -> tuple[LayerPlan, ...]:
     """One line for each (unit, kind of layer): how it is stored under a common budget.
 
-    Units whose sketch would not be smaller, or would be slower, stay dense and leave the budget.
+    Units whose sketch would not be smaller, or would be slower, stay dense and leave the budget. One that is
+    judged in the metric of data may also stay dense within it. The last ranks of the pivoted form cost next
+    to nothing, a fifth of a square matrix's those above `CEILING`; kernels of few channels have none there.
 
     Args:
         units: the weights that share the budget.
@@ -252,6 +270,7 @@ def plan_units(
         allow_slower: sketch units also where `cost.speedup` predicts less than `cost.WORTHWHILE`.
         allocation: how the budget is divided.
         on_cuda: whether ranks are rounded for CUDA wherever the weights are.
+        whole: whether units may stay dense within the budget.
     """
     limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower, on_cuda) for unit, _ in units}
     lines: dict[str, LayerPlan] = {}
@@ -271,7 +290,7 @@ def plan_units(
             limit = limits[unit.name]
             # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
             fits = [one for one in (step, FINEST) if limit.least_numbers(one) <= limit.share]
-            found.append(_options(unit, kind, limit, ratio, fits[0] if fits else 1, allocation))
+            found.append(_options(unit, kind, limit, ratio, fits[0] if fits else 1, allocation, whole))
         return found
 
     options = all_options(round_rank_to)
@@ -295,7 +314,9 @@ def plan_units(
             if _spent(options, chosen) >= enough:
                 break
     for choice, option in zip(chosen, options, strict=True):
-        lines[option.unit.name] = _line(option.unit, option.kind, option.ways[choice], "")
+        way = option.ways[choice]
+        line = _line(option.unit, option.kind, way, WHOLE if way is None else "")
+        lines[option.unit.name] = replace(line, whole=way is None)
     return tuple(lines[unit.name] for unit, _ in units)
 
 
@@ -377,7 +398,13 @@ def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
 
 
 def _options(
-    unit: Unit, kind: str, limits: _Limits, ratio: float, round_rank_to: int | None, allocation: Allocation
+    unit: Unit,
+    kind: str,
+    limits: _Limits,
+    ratio: float,
+    round_rank_to: int | None,
+    allocation: Allocation,
+    whole: bool,
 ) -> _Options:
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
@@ -402,13 +429,17 @@ def _options(
         if inside and (not front or way[1] > front[-1][1]):
             front.append(way)
     front = front or affordable[-1:]
-    numbers, values, candidates, ranks_found = zip(*front, strict=True)
+    ways: list[tuple[int, float, _Way]] = [(way[0], way[1], (way[2], way[3])) for way in front]
+    whole = whole and unit.in_data and allocation.name != "uniform"
+    if whole and all(candidate.whole is None for candidate in limits.ranks):
+        ways.append((unit.dense_numbers, allocation.most(unit), None))
+    numbers, values, choices = zip(*ways, strict=True)
     return _Options(
         unit,
         kind,
         torch.tensor(numbers, dtype=torch.float64),
         torch.tensor(values, dtype=torch.float64),
-        tuple(zip(candidates, ranks_found, strict=True)),
+        choices,
     )
 
 
@@ -473,7 +504,7 @@ def _at(option: _Options, numbers: int) -> int:
     return max(0, int((option.numbers <= numbers).sum()) - 1)
 
 
-def _line(unit: Unit, kind: str, way: tuple[Candidate, int] | None, reason: str) -> LayerPlan:
+def _line(unit: Unit, kind: str, way: _Way, reason: str) -> LayerPlan:
     if way is None:
         return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, reason)
     candidate, rank = way

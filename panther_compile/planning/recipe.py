@@ -96,7 +96,9 @@ def _skipped(line: LayerPlan, given: LayerPlan | None) -> LayerPlan:
     """A layer that was not looked for, with the plan's own reason if it has one."""
     if line.reason != NOT_INCLUDED:
         return line
-    return replace(line, reason=(given and given.choice is None and given.reason) or LEFT_DENSE)
+    if given is None or given.choice is not None:
+        return replace(line, reason=LEFT_DENSE)
+    return replace(line, reason=given.reason or LEFT_DENSE, whole=given.whole)
 
 
 def _together(site: Site, kind: Kind) -> dict[str, frozenset[str]]:
@@ -108,7 +110,8 @@ def _together(site: Site, kind: Kind) -> dict[str, frozenset[str]]:
 def _line(unit: Unit, kind: str, given: LayerPlan | None, together: Collection[str], data: bool) -> LayerPlan:
     dense = LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, LEFT_DENSE)
     if given is None or given.choice is None:
-        return dense
+        whole = given is not None and given.whole
+        return replace(dense, reason=given.reason, whole=True) if given and whole else dense
     if given.shape != unit.shape:
         raise ConfigError(
             f"the plan's {unit.name} is {_shape(given.shape)}, the model's is {_shape(unit.shape)}"
