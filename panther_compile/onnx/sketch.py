@@ -289,7 +289,8 @@ def _fit_to_data(
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
     values, energies = weights.spectra(runs), weights.energies(runs)
-    plan = form(make_plan(sites.found, config, _GRAPH, values=values, energies=energies))
+    # No results on held-out data tell here whether the budget is better spent on some layers whole.
+    plan = form(make_plan(sites.found, config, _GRAPH, values=values, energies=energies, whole=False))
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}

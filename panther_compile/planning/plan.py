@@ -116,6 +116,7 @@ def make_plan(
     allocation: Allocation = Allocation("energy"),
     couplings: Sequence[CouplingLosses] = (),
     cached: Sequence[Cached] = (),
+    whole: bool = True,
 ) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
 
@@ -128,6 +129,7 @@ def make_plan(
         allocation: how a budget is divided.
         couplings: layers that may be narrowed together, in place of being sketched apart.
         cached: what a decoder keeps; the weights that write it have a budget of their own.
+        whole: whether weights that are judged in the metric of data may stay dense within the budget.
     """
     values, energies = values or {}, energies or {}
     budgets = config.ratios()
@@ -149,14 +151,15 @@ def make_plan(
     for pool, (_, ratio) in zip(pools, budgets, strict=True):
         slow = config.allow_slower if timed is None else None
         stacks, rest = stack_cached(pool, cached, values)
-        plan_at = partial(_plan_pool, stacks, config=config, allocation=allocation, found=timed)
+        plan_pool = partial(_plan_pool, config=config, allocation=allocation, found=timed, whole=whole)
+        plan_at = partial(plan_pool, stacks)
         written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
         ratio = with_rest(ratio, written, rest)
         in_int8 = config.objective == "int8"
         slow = None if in_int8 else slow
         joined = join(rest, _allowed(couplings, timed, in_int8), step=config.round_rank_to, slow=slow)
-        planned = _plan_pool(timed_units(joined) if in_int8 else joined, ratio, config, allocation, timed)
+        planned = plan_pool(timed_units(joined) if in_int8 else joined, ratio)
         lines.extend(split(stored_lines(planned, joined) if in_int8 else planned, joined, rest))
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
@@ -176,9 +179,11 @@ def _allowed(
 def _plan_pool(
     pool: Sequence[tuple[Unit, str]],
     ratio: float,
+    *,
     config: SketchConfig,
     allocation: Allocation,
     found: TimedSites | None,
+    whole: bool,
 ) -> tuple[LayerPlan, ...]:
     """Plan a budget, and again without the units whose sketch does not pay, until all that is left do."""
     returned = {} if found is None else found.returned
@@ -193,7 +198,7 @@ def _plan_pool(
             config.allow_slower,
             allocation,
             on_cuda=on_cuda,
-            whole=found is None,  # what is timed is to be fast
+            whole=whole and found is None,  # what is timed is to be fast
         )
         if found is None:
             return lines
