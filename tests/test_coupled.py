@@ -7,7 +7,8 @@ import torch
 
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.planning.coupled import SCHEME, Coupling, CouplingCandidate, CouplingLosses, join, split
-from panther_compile.planning.plan import Allocation, plan_units
+from panther_compile.planning.plan import plan_units
+from panther_compile.planning.ways import Allocation
 from panther_compile.records import Unit
 
 INPUTS, WIDTH, OUTPUTS = 12, 32, 10

@@ -12,7 +12,8 @@ import panther_compile as pc
 from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.conv2d import ChannelCandidate
-from panther_compile.planning.plan import CEILING, FLOOR, Allocation, plan_units
+from panther_compile.planning.plan import plan_units
+from panther_compile.planning.ways import CEILING, FLOOR, Allocation
 from panther_compile.records import Unit
 
 OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}

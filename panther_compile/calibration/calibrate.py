@@ -37,9 +37,10 @@ from panther_compile.models.divided import divided, first_samples
 from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import CouplingLosses
-from panther_compile.planning.plan import Allocation, hides_progress, make_plan
+from panther_compile.planning.plan import hides_progress, make_plan
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
+from panther_compile.planning.ways import Allocation
 from panther_compile.records import Cached, SketchPlan
 from panther_compile.shelf import Shelf
 

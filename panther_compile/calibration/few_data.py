@@ -25,8 +25,9 @@ from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.parts import sketch_parts
 from panther_compile.kinds.targets import Target, watch
-from panther_compile.planning.plan import Allocation, make_plan
+from panther_compile.planning.plan import make_plan
 from panther_compile.planning.shared_factor import plan_by_weights
+from panther_compile.planning.ways import Allocation
 from panther_compile.records import SketchPlan
 
 RIDGES = (0.1, 1.0)  # that are tried beside the usual one

@@ -20,53 +20,23 @@ from torch import Tensor, nn
 
 from panther_compile.config import Selector, SketchConfig, selects
 from panther_compile.factorization import cost
-from panther_compile.factorization.candidates import Candidate
 from panther_compile.kinds.parts import parts_of, units_of, work_on
 from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.in_data import in_data
 from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
+from panther_compile.planning.ways import BY_ENERGY, FINEST, Allocation, Limits, Options, Way, options_of
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import with_progress
 
-# A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
-FLOOR, CEILING = 0.3, 0.95
 # How closely the budget is met, as a share of the dense numbers, before single ranks are added.
 TOLERANCE = 0.005
-# Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
-_ASSUMED_DECAY = -0.5
 _BISECTIONS = 80
-FINEST = -1  # in place of a multiple: the one of `cost.finest_step`
 # A sketch, or a whole model, that was timed and gained less than this is not worth its error.
 PAYS = 1.05
 TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
 WHOLE = "whole within the budget: its last numbers are worth the most"
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """How a budget is divided.
-
-    Attributes:
-        name: "energy" maximises the product of the kept energies; "sensitivity" minimises the sum of what
-            is lost, weighted; "uniform" gives every weight its own share.
-        damage: for "sensitivity", what losing a weight altogether does to the result, by unit.
-    """
-
-    name: str
-    damage: Mapping[str, float] = field(default_factory=dict)
-
-    def value(self, unit: Unit, candidate: Candidate) -> Tensor:
-        """What each rank is worth (max_rank,)."""
-        energies = _energies(candidate)
-        if self.name == "sensitivity":
-            return self.damage.get(unit.name, 0.0) * energies
-        return energies.clamp_min(1e-30).log()
-
-    def most(self, unit: Unit) -> float:
-        """What the whole weight is worth."""
-        return self.damage.get(unit.name, 0.0) if self.name == "sensitivity" else 0.0
 
 
 Clock = Callable[[str, Choice], Timed | None]
@@ -91,21 +61,6 @@ class TimedSites(Found):
     returned: Mapping[str, LayerPlan] = field(default_factory=dict)
 
 
-_Way = tuple[Candidate, int] | None
-"""A candidate and its rank; None leaves the weight as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The useful ways to store one unit, by rising numbers (n,) and rising log-energy (n,)."""
-
-    unit: Unit
-    kind: str
-    numbers: Tensor
-    values: Tensor
-    ways: tuple[_Way, ...]
-
-
 def make_plan(
     found: Found,
     config: SketchConfig,
@@ -113,7 +68,7 @@ def make_plan(
     *,
     values: Mapping[str, Tensor] | None = None,
     energies: Mapping[str, Mapping[str, Tensor]] | None = None,
-    allocation: Allocation = Allocation("energy"),
+    allocation: Allocation = BY_ENERGY,
     couplings: Sequence[CouplingLosses] = (),
     cached: Sequence[Cached] = (),
     whole: bool = True,
@@ -256,7 +211,7 @@ def plan_units(
     ratio: float,
     round_rank_to: int | None,
     allow_slower: bool,
-    allocation: Allocation = Allocation("energy"),
+    allocation: Allocation = BY_ENERGY,
     *,
     on_cuda: bool = False,
     whole: bool = True,
@@ -277,7 +232,7 @@ def plan_units(
         on_cuda: whether ranks are rounded for CUDA wherever the weights are.
         whole: whether units may stay dense within the budget.
     """
-    limits = {unit.name: _Limits(unit, ratio, round_rank_to, allow_slower, on_cuda) for unit, _ in units}
+    limits = {unit.name: Limits(unit, ratio, round_rank_to, allow_slower, on_cuda) for unit, _ in units}
     lines: dict[str, LayerPlan] = {}
     sketched: list[tuple[Unit, str]] = []
     for unit, kind in units:
@@ -289,13 +244,13 @@ def plan_units(
     dense = sum(unit.dense_numbers + unit.tied_numbers for unit, _ in sketched)
     budget = math.floor(ratio * dense) - sum(unit.tied_numbers for unit, _ in sketched)
 
-    def all_options(step: int | None) -> list[_Options]:
+    def all_options(step: int | None) -> list[Options]:
         found = []
         for unit, kind in sketched:
             limit = limits[unit.name]
             # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
             fits = [one for one in (step, FINEST) if limit.least_numbers(one) <= limit.share]
-            found.append(_options(unit, kind, limit, ratio, fits[0] if fits else 1, allocation, whole))
+            found.append(options_of(unit, kind, limit, ratio, fits[0] if fits else 1, allocation, whole))
         return found
 
     options = all_options(round_rank_to)
@@ -325,138 +280,7 @@ def plan_units(
     return tuple(lines[unit.name] for unit, _ in units)
 
 
-class _Limits:
-    """The largest worthwhile rank of each candidate of a unit, or why there is none.
-
-    Attributes:
-        ranks: 0 where no rank of the candidate is worthwhile.
-        device: the class that ranks are rounded for.
-        share: what the weight alone may store if it takes just its part of the budget.
-        why_dense: None if the unit can be sketched.
-    """
-
-    def __init__(
-        self, unit: Unit, ratio: float, round_rank_to: int | None, allow_slower: bool, on_cuda: bool
-    ) -> None:
-        self.device = cost.CUDA if on_cuda and unit.device is not None else unit.device
-        self.ranks = {
-            candidate: candidate.max_rank if allow_slower else _fast_rank(unit, candidate)
-            for candidate in unit.candidates
-        }
-        dense = unit.dense_numbers + unit.tied_numbers
-        self.share = math.floor(ratio * dense) - unit.bias_numbers - unit.tied_numbers
-        self.why_dense = self._reason(unit, round_rank_to)
-
-    def least_numbers(self, step: int | None) -> int:
-        """What the smallest rank stores that is a multiple of the step; None is the usual step."""
-        numbers = []
-        for candidate, limit in self.ranks.items():
-            first = _step(candidate, step, self.device)
-            if limit:
-                numbers.append(candidate.numbers(first if first <= limit else 1))
-        return min(numbers)
-
-    def _reason(self, unit: Unit, round_rank_to: int | None) -> str | None:
-        if not unit.candidates:
-            single = min(unit.shape[:2]) == 1
-            return "its weight has a single row or column" if single else "no scheme fits this layer"
-        smallest = min(candidate.numbers(1) for candidate in unit.candidates)
-        weight_numbers = unit.dense_numbers - unit.bias_numbers
-        if smallest > CEILING * weight_numbers:
-            return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
-        if smallest > self.share:
-            return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
-        affordable = {candidate: candidate.largest_rank(self.share) for candidate in unit.candidates}
-        if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
-            least = 0 if round_rank_to is None else self.least_numbers(round_rank_to)
-            if least <= self.share:
-                return None
-            return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
-        best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
-        return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
-
-
-def _step(candidate: Candidate, asked: int | None, device: cost.Device | None) -> int:
-    """Ranks are multiples of this; those of a coupling are the places of its ways."""
-    if candidate.scheme == SCHEME:
-        return 1
-    if asked == FINEST:
-        return cost.finest_step(candidate, device)
-    return cost.rank_step(candidate, device) if asked is None else asked
-
-
-def _fast_rank(unit: Unit, candidate: Candidate) -> int:
-    """The largest rank that is predicted to be worthwhile; time rises with the rank."""
-    low, high = 0, candidate.max_rank
-    while low < high:
-        middle = (low + high + 1) // 2
-        fast = _speedup(unit, candidate, middle) >= cost.WORTHWHILE
-        low, high = (middle, high) if fast else (low, middle - 1)
-    return low
-
-
-def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
-    if unit.device is None:
-        return math.inf
-    shape = unit.cost_shape or unit.shape
-    return cost.speedup(candidate, rank, shape, groups=unit.groups, stride=unit.stride, device=unit.device)
-
-
-def _options(
-    unit: Unit,
-    kind: str,
-    limits: _Limits,
-    ratio: float,
-    round_rank_to: int | None,
-    allocation: Allocation,
-    whole: bool,
-) -> _Options:
-    """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
-    found: list[tuple[int, float, Candidate, int]] = []
-    for candidate, limit in limits.ranks.items():
-        step = _step(candidate, round_rank_to, limits.device)
-        ranks = [*(range(step, limit + 1, step) or range(1, limit + 1))]
-        if candidate.whole is not None and candidate.whole not in ranks:
-            ranks.append(candidate.whole)
-        values_of_ranks = allocation.value(unit, candidate).tolist()
-        found.extend(
-            (candidate.numbers(rank) + unit.bias_numbers, values_of_ranks[rank - 1], candidate, rank)
-            for rank in ranks
-        )
-    found.sort(key=lambda way: (way[0], -way[1], way[2].macs(way[3])))
-    share = ratio * unit.dense_numbers
-    affordable = [way for way in found if way[0] <= share] or found[:1]
-    floor = min(FLOOR * share, affordable[-1][0])
-    front: list[tuple[int, float, Candidate, int]] = []
-    for way in found:
-        ceiling = 1.0 if way[2].whole == way[3] else CEILING
-        inside = floor <= way[0] <= ceiling * unit.dense_numbers
-        if inside and (not front or way[1] > front[-1][1]):
-            front.append(way)
-    front = front or affordable[-1:]
-    ways: list[tuple[int, float, _Way]] = [(way[0], way[1], (way[2], way[3])) for way in front]
-    whole = whole and unit.in_data and allocation.name != "uniform"
-    if whole and all(candidate.whole is None for candidate in limits.ranks):
-        ways.append((unit.dense_numbers, allocation.most(unit), None))
-    numbers, values, choices = zip(*ways, strict=True)
-    return _Options(
-        unit,
-        kind,
-        torch.tensor(numbers, dtype=torch.float64),
-        torch.tensor(values, dtype=torch.float64),
-        choices,
-    )
-
-
-def _energies(candidate: Candidate) -> Tensor:
-    energies = candidate.energies
-    if energies is None:
-        decay = torch.arange(1, candidate.max_rank + 1, dtype=torch.float64).pow(_ASSUMED_DECAY)
-        energies = decay.cumsum(0) / decay.sum()
-    return energies
-
-
-def _lagrange(options: list[_Options], budget: int) -> list[int]:
+def _lagrange(options: list[Options], budget: int) -> list[int]:
     """The best choice of each unit at the smallest price per number that keeps within the budget."""
 
     def at_price(price: float) -> list[int]:
@@ -472,7 +296,7 @@ def _lagrange(options: list[_Options], budget: int) -> list[int]:
     return at_price(math.exp(high))
 
 
-def _fill(options: list[_Options], chosen: list[int], budget: int, enough: float = math.inf) -> list[int]:
+def _fill(options: list[Options], chosen: list[int], budget: int, enough: float = math.inf) -> list[int]:
     """Spend what is left, up to `enough`: always the step to a next option that gains most per number."""
     chosen = list(chosen)
     left = budget - _spent(options, chosen)
@@ -491,7 +315,7 @@ def _fill(options: list[_Options], chosen: list[int], budget: int, enough: float
     return chosen
 
 
-def _next_step(option: _Options, index: int, place: int) -> tuple[float, int, int] | None:
+def _next_step(option: Options, index: int, place: int) -> tuple[float, int, int] | None:
     """(minus the gain per number, numbers, place) of the step to the next option, if there is one."""
     if index + 1 == len(option.ways):
         return None
@@ -500,16 +324,16 @@ def _next_step(option: _Options, index: int, place: int) -> tuple[float, int, in
     return -gain / numbers, numbers, place
 
 
-def _spent(options: list[_Options], chosen: list[int]) -> int:
+def _spent(options: list[Options], chosen: list[int]) -> int:
     return sum(int(o.numbers[i]) for o, i in zip(options, chosen, strict=True))
 
 
-def _at(option: _Options, numbers: int) -> int:
+def _at(option: Options, numbers: int) -> int:
     """The last option that stores at most `numbers`; the first one if none does."""
     return max(0, int((option.numbers <= numbers).sum()) - 1)
 
 
-def _line(unit: Unit, kind: str, way: _Way, reason: str) -> LayerPlan:
+def _line(unit: Unit, kind: str, way: Way, reason: str) -> LayerPlan:
     if way is None:
         return LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, reason)
     candidate, rank = way
