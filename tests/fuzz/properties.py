@@ -185,6 +185,7 @@ def check_report(case: Case, model: nn.Module, small: nn.Module) -> None:
         f"report: {report.stored_numbers} stored numbers, there are {stored_numbers(small)}"
     )
     rows = sum(row.stored_numbers for row in report.sketched)
+    rows += 0 if report.plan is None else sum(line.dense_numbers for line in report.plan.whole)
     assert rows == report.replaced_stored_numbers, (
         f"report: rows store {rows}, replaced are {report.replaced_stored_numbers}"
     )
