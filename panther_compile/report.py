@@ -180,8 +180,9 @@ class SketchReport:
             path: of the picture; its kind is that of the file name.
         """
         rows = [row for row in self.sketched if row.dense_numbers]  # not what another row has counted
+        stored = 1.0 if (found := _stored_share(rows)) is None else found
         draw_layers(
-            f"{len(rows)} sketched layers store {self.achieved_ratio:.1%} of their dense numbers",
+            f"{len(rows)} sketched layers store {stored:.1%} of their dense numbers",
             [row.name or "(model)" for row in rows],
             [row.stored_numbers / row.dense_numbers for row in rows],
             {

@@ -95,16 +95,15 @@ class FavorAttention(nn.Module):
         keys = None if masks.keys is None else masks.keys.squeeze(2)
         with _without_autocast(v.device):
             is_half = q.dtype == k.dtype == dtype == self.directions.dtype != wide
-            if is_half and not need_weights and _has_kernel(q, k, v, keys):
-                v = v * F.dropout(v.new_ones(v.shape[:-1]), dropout).unsqueeze(-1)
-                key_mask = None if keys is None else keys.to(dtype)  # the operator widens it all
-                return favor_attention(q, k, v, self.directions, key_mask, causal=causal), None
-            q, k, v, directions = (x.to(wide) for x in (q, k, v, self.directions))
-            key_mask = None if keys is None else keys.to(wide)
+            served = is_half and not need_weights and _has_kernel(q, k, v, keys)
+            computed = dtype if served else wide  # the operator widens half types itself
+            q, k, v, directions = (x.to(computed) for x in (q, k, v, self.directions))
+            key_mask = None if keys is None else keys.to(computed)
             kept = F.dropout(v.new_ones(v.shape[:-1]), dropout)
             if not need_weights:
                 v = v * kept.unsqueeze(-1)
-                attend = favor_attention if _has_kernel(q, k, v, key_mask) else reference.favor_attention
+                served = served or _has_kernel(q, k, v, key_mask)
+                attend = favor_attention if served else reference.favor_attention
                 return attend(q, k, v, directions, key_mask, causal=causal).to(dtype), None
             weights = reference.favor_weights(q, k, directions, key_mask, causal=causal)
             weights = weights * kept.unsqueeze(-2)

@@ -109,9 +109,10 @@ def _together(site: Site, kind: Kind) -> dict[str, frozenset[str]]:
 
 def _line(unit: Unit, kind: str, given: LayerPlan | None, together: Collection[str], data: bool) -> LayerPlan:
     dense = LayerPlan(unit.name, kind, unit.shape, unit.dense_numbers, None, LEFT_DENSE)
+    if given is not None and given.choice is None and given.whole:
+        return replace(dense, reason=given.reason, whole=True)
     if given is None or given.choice is None:
-        whole = given is not None and given.whole
-        return replace(dense, reason=given.reason, whole=True) if given and whole else dense
+        return dense
     if given.shape != unit.shape:
         raise ConfigError(
             f"the plan's {unit.name} is {_shape(given.shape)}, the model's is {_shape(unit.shape)}"
