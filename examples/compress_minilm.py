@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one of the six layers, fewer and shorter texts")
     parser.add_argument("--output", type=Path, default=Path("out"), help="where the picture goes")
     options = parser.parse_args()
-    found = paragraphs(64 if options.quick else 512)
+    found = paragraphs(192 if options.quick else 512)
     texts, others = found[::2], found[1::2]
     rounds = 3 if options.quick else 15
 
@@ -137,7 +137,7 @@ def main() -> None:
         dense.encoder.layer = dense.encoder.layer[:1]
 
     def tokenize(texts: list[str]) -> list[dict[str, Tensor]]:
-        limits = {"padding": True, "truncation": True, "max_length": 16 if options.quick else 128}
+        limits = {"padding": True, "truncation": True, "max_length": 64 if options.quick else 128}
         return [
             dict(tokenizer(texts[i : i + 32], return_tensors="pt", **limits))
             for i in range(0, len(texts), 32)
