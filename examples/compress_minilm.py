@@ -124,7 +124,9 @@ def draw(pairs: dict[str, Tensor], rows: list[dict[str, float]], path: Path) -> 
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one of the six layers, fewer and shorter texts")
+    parser.add_argument(
+        "--quick", action="store_true", help="one of the six layers, fewer and shorter texts, none made up"
+    )
     parser.add_argument("--output", type=Path, default=Path("out"), help="where the picture goes")
     options = parser.parse_args()
     found = paragraphs(192 if options.quick else 512)
@@ -153,7 +155,7 @@ def main() -> None:
         models[f"ratio {ratio}"] = pc.sketchify(dense, ratio, data=data)
         seconds[f"ratio {ratio}"] = time.perf_counter() - start
     start = time.perf_counter()
-    models[WITHOUT_DATA] = pc.sketchify(dense, RATIOS[-1])
+    models[WITHOUT_DATA] = pc.sketchify(dense, RATIOS[-1], synthetic=not options.quick)
     seconds[WITHOUT_DATA] = time.perf_counter() - start
     print(pc.sketch_report(models[f"ratio {RATIOS[-1]}"]), end="\n\n")
 

@@ -97,7 +97,13 @@ def test_calls(name, dtype, training):
     assert ran, f"no sample of {name} was sketched"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# All samples of attention take as long as those of all other layers.
+MOST_LAYERS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "MultiheadAttention" else ()) for name in LAYERS
+]
+
+
+@pytest.mark.parametrize("name", MOST_LAYERS)
 def test_under_autocast(name):
     ran = 0
     for dense, small, args, kwargs in samples(name, torch.float32, False):
@@ -107,7 +113,7 @@ def test_under_autocast(name):
     assert ran, f"no sample of {name} was sketched"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", MOST_LAYERS)
 def test_functional_calls_and_derivatives(name):
     ran = 0
     for dense, small, args, kwargs in samples(name, torch.float64, False):

@@ -36,11 +36,9 @@ LAYOUTS = {
 }
 # Those that no other test trains on such a mesh.
 QUICK = [
-    ("dp2-zero3", "mixtral", "exact"),
     ("dp2-zero3", "vit", "autocast"),
     ("dp2-zero1", "convnext", "exact"),
     ("tp2", "llama", "exact"),
-    ("pp2", "t5", "exact"),
     ("pp2", "whisper", "exact"),
 ]
 

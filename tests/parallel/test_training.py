@@ -68,6 +68,7 @@ SELDOM = (
         "pp2-tp2-zbv",
     ),
     *("dp2-pp2-tp2-ddp", "dp2-pp2-tp2-fsdp-zero_bubble"),
+    *("dp2-ddp", "pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-zero_bubble", "pp4-1f1b", "tp2"),
 )
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
 # Tied weights, masks that cross, batch norms, strided gradients: each where it can go wrong.
