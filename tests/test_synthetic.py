@@ -12,7 +12,7 @@ from panther_compile.calibration import inputs
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.batches import Call
-from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
+from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.synthetic import Synthetic, make_inputs
 from panther_compile.planning.sites import find_sites
@@ -142,7 +142,6 @@ def test_images_are_of_natural_spectra():
     assert -3.0 < float(slope) < -1.2  # of white noise it is 0, of photographs near -2
     neighbours = torch.corrcoef(torch.stack([images[..., 1:].flatten(), images[..., :-1].flatten()]))[0, 1]
     assert neighbours > 0.7
-    assert pink_noise((2, 5), torch.Generator()).shape == (2, 5)
 
 
 def test_images_get_the_colours_that_batch_norms_know():

@@ -22,7 +22,7 @@ from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found, without_head
 from panther_compile.records import Closeness
 
-SMALLEST, LARGEST = 500_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
+SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
 MOST_TOKENS = 10 * 8 * 128  # of a model's own texts, beside data
 LEAST = 5  # parts of the data, if samples of fewer batches can be divided, so that some can be held out

@@ -93,7 +93,7 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
         patches, wanted = thinned(patches.transpose(0, 1), most), thinned(wanted.transpose(0, 1), most)
         for group, one in enumerate(sums):
             one.add(wanted[:, group], patches[:, group], None, halved=True)
-        power += float(wanted.double().square().sum())
+        power += float(wanted.detach().double().square().sum())
     power /= sums[0].rows
     explained = 0.0
     kernels, shifts = [], []

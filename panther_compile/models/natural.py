@@ -1,11 +1,11 @@
-"""Images and sounds with the spectra of natural ones, and of the colours that a model's batch norms know.
+"""Images with the spectra of natural ones, and inputs of the colours that a model's batch norms know.
 
 Half of the images are noise of the amplitude spectrum 1 / f, half dead leaves: discs in front of one another
 whose radii follow a power law, which have edges and the same spectrum at every scale (Lee, Mumford and Huang
 2001). Baradad et al. (2021) found both to be next best to photographs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,17 +15,9 @@ from panther_compile.models.batches import Call
 
 _LEAVES = 150
 _CHROMA = 0.4  # of the deviation of colours, beside the brightness
-_TUNED = 16  # images on which colours are matched
+_TUNED = 16  # inputs on which colours are matched
 _STEPS, _RATE = 40, 0.1
 _SMALLEST = 1e-6
-
-
-def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
-    """Noise of the amplitude spectrum 1 / f along the last dimension, of unit variance."""
-    white = torch.randn(*shape, generator=generator)
-    spectrum = torch.fft.rfft(white)
-    falls = torch.arange(spectrum.shape[-1]).clamp_min(1).float().rsqrt()
-    return _normal(torch.fft.irfft(spectrum * falls, n=shape[-1]), (-1,))
 
 
 def natural_images(count: int, channels: int, size: int, generator: Generator) -> Tensor:
@@ -48,12 +40,12 @@ def natural_images(count: int, channels: int, size: int, generator: Generator) -
 def match_batch_norms(
     model: nn.Module, call: Callable[[Tensor], Call], images: Tensor
 ) -> tuple[Tensor, bool]:
-    """Images (N, C, H, W) of the colours and contrasts that come closest to the statistics of batch norms.
+    """Images of the colours and contrasts, or sounds as loud, that fit the statistics of batch norms best.
 
     Args:
         model: in eval mode.
         call: of images.
-        images: of mean 0 and variance 1.
+        images: `(N, C, H, W)`, or sounds `(N, C, samples)` or `(N, samples)`; of mean 0 and variance 1.
 
     Returns:
         The images, and whether there were batch norms to go by; without they are as given.
@@ -63,8 +55,11 @@ def match_batch_norms(
         return images, False
     device = norms[0].running_mean.device  # type: ignore[union-attr]
     some = images[:: max(1, len(images) // _TUNED)][:_TUNED].to(device)
-    shift = torch.zeros(1, images.shape[1], 1, 1, device=device, requires_grad=True)
-    scale = torch.zeros(1, images.shape[1], 1, 1, device=device, requires_grad=True)
+    each = [1] * images.dim()
+    if images.dim() > 2:
+        each[1] = images.shape[1]
+    shift = torch.zeros(each, device=device, requires_grad=True)
+    scale = torch.zeros(each, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([shift, scale], _RATE)
     for _ in range(_STEPS):
         with torch.enable_grad():

@@ -29,9 +29,10 @@ from torch import Generator, Tensor, nn
 from panther_compile.errors import DataError
 from panther_compile.models.batches import Call
 from panther_compile.models.matched_images import matched_images
-from panther_compile.models.natural import match_batch_norms, natural_images, pink_noise
+from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
+from panther_compile.models.sounds import natural_sounds, pink_noise
 from panther_compile.models.watched import copy_sharing
 from panther_compile.models.word_texts import find_vocabulary
 
@@ -43,7 +44,9 @@ _TEXTS = 32  # of a batch, where they cost nothing
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
-_SAMPLES = 16000, 4000, 1000, 256
+_SAMPLES = 16000, 4000, 1024, 1000, 256
+_FRAMES, _MOST_SOUNDS = 32 * 1024, 32  # samples and sounds of a batch
+_MOST_CHANNELS = 2  # of a sound; more are features of one
 _STEPS = 16  # of a sequence of vectors
 _LAYERS = 3  # the first kinds of layers that are tried
 _POSITIONS = 1024  # a longer table is none of positions
@@ -73,12 +76,16 @@ class _Form:
         make: a number of inputs.
         call: the model's call with them.
         alone: whether the model is given nothing else.
+        batch: how many are in a batch.
+        natural: whether they are like what a model of such inputs is used for.
     """
 
     kind: str
     make: Callable[[int, Generator], Tensor]
     call: Callable[[Tensor], Call]
     alone: bool = True
+    batch: int = _BATCH
+    natural: bool = False
 
 
 def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool) -> Synthetic:
@@ -86,7 +93,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
 
     Args:
         model: runs in eval mode in a copy that shares its parameters; is not changed.
-        batches: how many, of 8 inputs each, or of 32 texts of words.
+        batches: how many, of 8 inputs each, of 32 texts of words, or of up to 32 sounds.
         seed: of what is drawn.
         sample: whether a language model may sample texts, a call for each token; else tokens are drawn.
         progress: whether to show a bar.
@@ -98,7 +105,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     quiet = copy_sharing(model, {}, own_buffers=True)
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
-    many = form.make(batches * _BATCH, generator)
+    many = form.make(batches * form.batch, generator)
     texts = None
     if sample and _is_of_texts(quiet, form, many):
         texts = _own_texts(quiet, form, many, seed, progress)
@@ -112,7 +119,11 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
         many = matched_images(quiet, form.call, many, seed=seed, progress=progress)
         statistics = " that give the statistics of its batch norms" if matched else ""
         what, telling = f"made-up inputs (images of natural spectra{statistics})", True
-    return Synthetic(_calls(quiet, form, many.split(_BATCH)), what, telling)
+    elif form.natural:
+        many, telling = match_batch_norms(quiet, form.call, many)
+        loud = ", as loud as its batch norms know them" if telling else ""
+        what = f"made-up inputs (sounds of harmonics and pink noise{loud})"
+    return Synthetic(_calls(quiet, form, many.split(form.batch)), what, telling)
 
 
 def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
@@ -270,11 +281,11 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
         )
     elif main == "input_values":
         for samples in _SAMPLES:
-            yield _Form("sounds", _sounds(samples), lambda sounds: with_others(sounds, others))
+            yield _sounds(lambda sounds: with_others(sounds, others), samples)
     elif main == "input_features":
         bins = int(getattr(config, "num_mel_bins", 80))
         frames = 2 * int(getattr(config, "max_source_positions", 1500))
-        yield _Form("sounds", _sounds(bins, frames), lambda sounds: with_others(sounds, others))
+        yield _Form("sounds", _features_of_sounds(bins, frames), lambda sounds: with_others(sounds, others))
 
 
 def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
@@ -306,9 +317,15 @@ def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
     elif isinstance(layer, nn.Conv2d):
         for size in _SIZES:
             yield _Form("images", _images(layer.in_channels, size, dtype), call)
+        if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
+            for samples in _SAMPLES:
+                yield _sounds(call, samples)
     elif isinstance(layer, nn.Conv1d):
         for samples in _SAMPLES:
-            yield _Form("sounds", _sounds(layer.in_channels, samples), call)
+            if layer.in_channels <= _MOST_CHANNELS:
+                yield _sounds(call, layer.in_channels, samples)
+            else:
+                yield _Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
     elif isinstance(layer, nn.Linear):
         yield _Form("vectors", _vectors(dtype, layer.in_features), call)
         yield _Form("vectors", _vectors(dtype, _STEPS, layer.in_features), call)
@@ -339,7 +356,18 @@ def _images(channels: int, size: int, dtype: torch.dtype) -> Callable[[int, Gene
     return lambda count, drawn: natural_images(count, channels, size, drawn).to(dtype)
 
 
-def _sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
+def _sounds(call: Callable[[Tensor], Call], *shape: int) -> _Form:
+    batch = max(_BATCH, min(_MOST_SOUNDS, _FRAMES // shape[-1]))
+    return _Form(
+        "sounds",
+        lambda count, drawn: natural_sounds((count, *shape), drawn),
+        call,
+        batch=batch,
+        natural=True,
+    )
+
+
+def _features_of_sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
     return lambda count, drawn: pink_noise((count, *shape), drawn)
 
 
