@@ -8,7 +8,7 @@ from zoo import ZOO, call, generate, generating, names, scalar, tensors
 
 import panther_compile as pc
 
-OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False, "synthetic": False}
 
 
 def stored_numbers(model):

@@ -43,7 +43,7 @@ def gpt2():
 
 
 def sketch(model, ratio=0.5, **options):
-    return pc.sketchify(model, ratio, **OPTIONS, **options)
+    return pc.sketchify(model, ratio, **{"synthetic": False, **OPTIONS, **options})
 
 
 def assert_same(found, wanted, inputs):
