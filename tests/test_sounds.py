@@ -25,11 +25,11 @@ class Frames(nn.Module):
         return self.head(self.third(self.second(x).relu()).relu().flatten(1))
 
 
-class Wave(Frames):
+class Wave(nn.Module):
     """The same of sounds (N, 1, samples)."""
 
     def __init__(self):
-        nn.Module.__init__(self)
+        super().__init__()
         self.first, self.norm = nn.Conv1d(1, 16, 32, 8), nn.BatchNorm1d(16)
         self.second, self.third = nn.Conv1d(16, 24, 16, 4), nn.Conv1d(24, 24, 8, 4)
         self.head = nn.Linear(24, 10)

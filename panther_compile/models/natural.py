@@ -24,17 +24,17 @@ def natural_images(count: int, channels: int, size: int, generator: Generator) -
     """Images (count, channels, size, size), each channel of mean 0 and variance 1 over all of them."""
     half = count // 2
     pink, leaves = _pink_images(half, size, generator), _dead_leaves(count - half, size, generator)
-    images = _normal(torch.cat([pink, leaves]), (0, 2, 3))
+    images = normalized(torch.cat([pink, leaves]), (0, 2, 3))
     contrasts = torch.rand(count, 1, 1, 1, generator=generator) + 0.5
     mixed = images * contrasts
     brightness, chroma = mixed[:, :1], mixed[:, 1:]
     if channels == 1:
-        return _normal(brightness, (0, 2, 3))
+        return normalized(brightness, (0, 2, 3))
     turns = torch.randn(channels, chroma.shape[1], generator=generator)
     colours = torch.einsum("bchw,kc->bkhw", chroma, turns)
     found = brightness + _CHROMA * colours
     order = torch.randperm(count, generator=generator)
-    return _normal(found, (0, 2, 3))[order]
+    return normalized(found, (0, 2, 3))[order]
 
 
 def match_batch_norms(
@@ -77,7 +77,7 @@ def _pink_images(count: int, size: int, generator: Generator) -> Tensor:
     spectrum = torch.fft.rfft2(torch.randn(count, 3, size, size, generator=generator))
     rows, columns = torch.fft.fftfreq(size), torch.fft.rfftfreq(size)
     frequency = (rows[:, None].square() + columns.square()).sqrt().clamp_min(1 / size)
-    return _normal(torch.fft.irfft2(spectrum / frequency, s=(size, size)), (0, 2, 3))
+    return normalized(torch.fft.irfft2(spectrum / frequency, s=(size, size)), (0, 2, 3))
 
 
 def _dead_leaves(count: int, size: int, generator: Generator) -> Tensor:
@@ -97,7 +97,8 @@ def _dead_leaves(count: int, size: int, generator: Generator) -> Tensor:
     return images
 
 
-def _normal(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+def normalized(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The tensor with mean 0 and variance 1 over some of its dimensions."""
     if not tensor.numel():
         return tensor
     centred = tensor - tensor.mean(dims, keepdim=True)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from panther_compile.models.natural import normalized
+
 _HARMONICS = 32
 _SHORTEST = 6.0  # samples of a period; the longest is half of the sound
 _STEEPEST = 2.0  # amplitudes of harmonics fall as n^-slope, the slopes between 0 and this
-_SMALLEST = 1e-6
 
 
 def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
@@ -17,7 +18,7 @@ def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
     white = torch.randn(*shape, generator=generator)
     spectrum = torch.fft.rfft(white)
     falls = torch.arange(spectrum.shape[-1]).clamp_min(1).float().rsqrt()
-    return _normal(torch.fft.irfft(spectrum * falls, n=shape[-1]))
+    return normalized(torch.fft.irfft(spectrum * falls, n=shape[-1]), (-1,))
 
 
 def natural_sounds(shape: Sequence[int], generator: Generator) -> Tensor:
@@ -44,10 +45,5 @@ def natural_sounds(shape: Sequence[int], generator: Generator) -> Tensor:
         angle = 2.0 * math.pi * harmonic * time / period + phase[:, place, None]
         tone += amplitude[:, place, None] * angle.sin()
     noise = drawn(0.0, 1.0).square()
-    mixed = (1.0 - noise) * _normal(tone) + noise * pink_noise((rows, samples), generator)
-    return _normal(mixed).reshape(*shape)
-
-
-def _normal(sounds: Tensor) -> Tensor:
-    centred = sounds - sounds.mean(-1, keepdim=True)
-    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp_min(_SMALLEST)
+    mixed = (1.0 - noise) * normalized(tone, (-1,)) + noise * pink_noise((rows, samples), generator)
+    return normalized(mixed, (-1,)).reshape(*shape)

@@ -27,7 +27,7 @@ from zoo import ZOO, call, generate, tensors
 
 import panther_compile as pc
 
-OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
+OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True, "synthetic": False}
 PRETRAINED = sorted(name for name, entry in ZOO.items() if "transformers" in type(entry.build()).__module__)
 WIDTHS = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 IDS = torch.arange(20).reshape(2, 10)
@@ -43,7 +43,7 @@ def gpt2():
 
 
 def sketch(model, ratio=0.5, **options):
-    return pc.sketchify(model, ratio, **{"synthetic": False, **OPTIONS, **options})
+    return pc.sketchify(model, ratio, **OPTIONS, **options)
 
 
 def assert_same(found, wanted, inputs):
