@@ -54,7 +54,7 @@ def relative(found, wanted):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(LIMITS))
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("ratio", [0.25, pytest.param(0.5, marks=pytest.mark.slow), 0.75])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pivoted_layers_round_little(kind, ratio, dtype):
     small = pc.sketchify(layers(kind), ratio, **OPTIONS)

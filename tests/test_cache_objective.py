@@ -80,7 +80,9 @@ def sketched(name, **options):
 
 
 @pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "opt" else name for name in MODELS]
+)
 def test_what_a_latent_cache_keeps_is_what_the_report_says(name):
     small = sketched(name)
     report = pc.sketch_report(small)
@@ -145,7 +147,7 @@ def test_a_factor_that_keys_and_values_share_has_no_more_ranks_than_either_has_o
 
 
 @pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
-@pytest.mark.parametrize("share", [0.3, 0.45])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.45, marks=pytest.mark.slow)])
 def test_the_share_of_the_cache_is_kept_to_whatever_the_ratio(share):
     small = sketched("llama", cache_ratio=share)
     report = pc.sketch_report(small)

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -155,7 +156,14 @@ SLOW_EXAMPLES = ("compress_smollm2.py", "digits_cnn.py", "train_3d.py")
         for path in EXAMPLES
     ],
 )
-def test_example_runs(example, tmp_path):
+def test_example_runs(example, tmp_path, monkeypatch):
+    """In this process, which has imported what it needs, but for those that take long anyway."""
+    if example.name not in SLOW_EXAMPLES:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MPLBACKEND", "Agg")
+        monkeypatch.setattr(sys, "argv", [str(example), "--quick"])
+        runpy.run_path(str(example), run_name="__main__")
+        return
     done = subprocess.run(
         [sys.executable, example, "--quick"],
         cwd=tmp_path,

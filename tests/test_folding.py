@@ -75,8 +75,9 @@ def test_nothing():
     assert fold([], same=(1,)) == []
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_table_fits_the_terminal(monkeypatch, width):
+@pytest.fixture(scope="module")
+def report():
+    """Of six blocks and a head, fitted to data."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 8))
@@ -85,9 +86,13 @@ def test_the_table_fits_the_terminal(monkeypatch, width):
             if isinstance(layer, nn.Linear):
                 layer.weight.mul_(0.9 ** torch.arange(layer.in_features))
     data = [torch.randn(64, 64) for _ in range(4)]
-    report = pc.sketch_report(
+    return pc.sketch_report(
         pc.sketchify(model, 0.5, data=data, narrow=False, min_params=0, progress=False, allow_slower=True)
     )
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_table_fits_the_terminal(monkeypatch, width, report):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     lines = str(report).splitlines()

@@ -11,6 +11,7 @@ from zoo import ZOO, call
 import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, WeightError
+from panther_compile.planning import timing
 from panther_compile.planning.plan import PAYS
 from panther_compile.planning.timing import side_by_side, time_sites
 from panther_compile.records import RECORD_ATTRIBUTE, WholeTimes
@@ -380,8 +381,9 @@ def test_the_clock_takes_turns():
     assert len(turns) >= 2 * 5
 
 
-def test_with_a_real_clock():
+def test_with_a_real_clock(monkeypatch):
     """Whatever it measures, the plan is consistent, and is what is carried out."""
+    monkeypatch.setattr(timing, "_MODEL_SECONDS", 0.2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.Linear(512, 16)).eval()
     x = torch.randn(256, 512)

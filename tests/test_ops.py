@@ -92,7 +92,7 @@ def test_linear_is_the_reference(start, bias, leading):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("start", [None, 0, 4])
+@pytest.mark.parametrize("start", [None, pytest.param(0, marks=pytest.mark.slow), 4])
 def test_linear_gradients(start, activation):
     inputs = linear_inputs(start)
     found = sketched_linear(*inputs, start=start, activation=activation)
@@ -129,9 +129,18 @@ def test_nothing_is_kept_without_gradients():
 GIVEN = {"multiplier": (True, False), "residual": (False, True), "both": (True, True)}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+# Every activation with both; with one of them, one activation.
+GATES = [
+    pytest.param(
+        given, activation, marks=pytest.mark.slow if given != "both" and activation != "gelu" else ()
+    )
+    for given in GIVEN
+    for activation in ACTIVATIONS
+]
+
+
 @pytest.mark.parametrize("start", [None, 0])
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize(("given", "activation"), GATES)
 def test_gate_and_residual(given, start, activation):
     tensors = [draw(2, 3, 5) for has in GIVEN[given] if has]
 
@@ -279,7 +288,13 @@ def several(dtype):
     return draw(2, 7, dtype=dtype), *factors, [True, False, True], starts, True
 
 
-@pytest.mark.parametrize("case", CASES)
+# Forms of the operator that "pivoted" and "both" are of too.
+SELDOM = ("linear", "gated", "residual")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in CASES]
+)
 def test_opcheck(case):
     op, arguments = CASES[case](torch.float32)
     torch.library.opcheck(op, arguments)

@@ -241,8 +241,8 @@ def test_inplace(case):
 
 
 def test_a_smaller_ratio_that_makes_a_larger_model_is_not_chosen():
-    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 128), nn.Linear(128, 128))
-    options = OPTIONS | {"round_rank_to": 16, "exclude": "1"}
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64), nn.Linear(64, 64))
+    options = OPTIONS | {"round_rank_to": 8, "exclude": "1"}
     small = pc.sketchify(model, max_drop=0.0, evaluate=lambda one: 1.0, **options)
     sizes = {}
     for ratio in RATIOS:

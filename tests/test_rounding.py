@@ -1,5 +1,7 @@
 """prepare_int8: the same function in factors that int8 costs little."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ def int8_error(layer, x):
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def inputs():
     """Correlated features, one of them large, as behind a LayerNorm of a transformer."""
     torch.manual_seed(0)
@@ -42,7 +44,12 @@ def inputs():
 
 
 @pytest.fixture
-def small(inputs):
+def small(sketched):
+    return copy.deepcopy(sketched)
+
+
+@pytest.fixture(scope="module")
+def sketched(inputs):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(96, 1024), nn.ReLU(), nn.Linear(1024, 96)).eval()
     return pc.sketchify(model, 0.5, data=inputs.split(64), min_params=0, allow_slower=True, narrow=False)

@@ -1,5 +1,8 @@
 """Sounds that are made up: what they are like, and which models are fitted to them."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -39,13 +42,18 @@ class Wave(nn.Module):
         return self.head(self.third(self.second(x).relu()).relu().mean(-1))
 
 
-def trained(kind, loudness=0.1):
-    """A model whose batch norm knows sounds of that loudness."""
+def trained(kind):
+    """A model whose batch norm knows sounds of loudness 0.1."""
+    return copy.deepcopy(_trained(kind))
+
+
+@functools.cache
+def _trained(kind):
     torch.manual_seed(0)
     model = kind().train()
     shape = (32, SAMPLES) if kind is Frames else (32, 1, SAMPLES)
     for seed in range(60):
-        model(loudness * natural_sounds(shape, torch.Generator().manual_seed(seed)))
+        model(0.1 * natural_sounds(shape, torch.Generator().manual_seed(seed)))
     return model.eval()
 
 

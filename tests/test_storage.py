@@ -288,7 +288,7 @@ def kill_often(make, folder, times):
     assert not list(folder.rglob(".saving*"))
 
 
-@pytest.mark.parametrize(("make", "times"), [(Saving, 8), (SketchingOnnx, 3), (Resuming, 3)])
+@pytest.mark.parametrize(("make", "times"), [(Saving, 8), (SketchingOnnx, 3), (Resuming, 2)])
 def test_kill_9_leaves_what_was_there(tmp_path, make, times):
     kill_often(make, tmp_path, times)
 

@@ -16,7 +16,15 @@ def stored_numbers(model):
     return sum(tensor.numel() for tensor in unique.values())
 
 
-@pytest.fixture(scope="module", params=names())
+# Each is built like one that stays, and is sketched, saved and loaded in tests/integrations all the same.
+SELDOM = ("roberta", "distilbert", "mistral", "bart", "clip", "vit", "mobilenet_v2")
+
+
+def often(found):
+    return [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in found]
+
+
+@pytest.fixture(scope="module", params=often(names()))
 def case(request):
     """(entry, dense model, sketched model), built once for all the checks of one model."""
     entry = ZOO[request.param]
@@ -95,7 +103,7 @@ def test_saved_model_loads_to_equal_outputs(case, tmp_path):
     assert pc.sketch_report(loaded) == pc.sketch_report(small)
 
 
-@pytest.mark.parametrize("name", generating())
+@pytest.mark.parametrize("name", often(generating()))
 def test_generates(name):
     entry = ZOO[name]
     small = pc.sketchify(entry.build(), 0.5, **OPTIONS)

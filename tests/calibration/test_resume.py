@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def batches(*shape, count=6):
 
 CASES = {
     "mlp": (mlp, batches(32, 40)),
-    "convolutions": (convolutions, batches(4, 8, 10, 10)),
+    "convolutions": (convolutions, batches(4, 8, 7, 7)),
     "encoder": (encoder, batches(4, 12, 32)),
     "half": (lambda: mlp().bfloat16(), [x.bfloat16() for x in batches(32, 40)]),
 }
@@ -195,6 +196,19 @@ def test_a_loader_that_raises_half_way_gives_what_it_read(tmp_path):
     assert_equal(small, pc.sketchify(model, 0.4, data=data[:4], resume=tmp_path, **OPTIONS))
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The folder of a run that is done; each test has a copy, `done`."""
+    folder = tmp_path_factory.mktemp("work")
+    pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=folder, **OPTIONS)
+    return folder
+
+
+@pytest.fixture
+def done(work, tmp_path):
+    return shutil.copytree(work, tmp_path, dirs_exist_ok=True)
+
+
 def other_weights():
     model = mlp()
     with torch.no_grad():
@@ -222,14 +236,13 @@ def narrower():
         (mlp, None, {"exclude": "4"}, "layers: 3, .* there, 2, "),
     ],
 )
-def test_the_folder_of_another_run_is_refused(tmp_path, model, data, options, what):
-    pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS)
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+def test_the_folder_of_another_run_is_refused(done, model, data, options, what):
+    before = {file: file.read_bytes() for file in done.rglob("*") if file.is_file()}
     data = CASES["mlp"][1] if data is None else data
     with pytest.raises(ResumeError, match=f"holds the work of another run\n  {what}") as raised:
-        pc.sketchify(model(), 0.4, data=data, resume=tmp_path, **(OPTIONS | options))
+        pc.sketchify(model(), 0.4, data=data, resume=done, **(OPTIONS | options))
     assert str(raised.value).count("\n") == 1
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert {file: file.read_bytes() for file in done.rglob("*") if file.is_file()} == before
 
 
 def test_values_of_no_tensor_count_too():
@@ -275,13 +288,12 @@ def test_path_that_is_no_folder(tmp_path):
 
 @pytest.mark.parametrize("which", ["study.safetensors", "layers-*/*.safetensors", "calibration.json"])
 @pytest.mark.parametrize("how", ["cut short", "changed"])
-def test_files_that_were_damaged_are_refused(tmp_path, which, how):
-    pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS)
-    file = next(tmp_path.glob(which))
+def test_files_that_were_damaged_are_refused(done, which, how):
+    file = next(done.glob(which))
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2] if how == "cut short" else b"\xff" * len(whole))
     with pytest.raises(ResumeError, match=rf"{file.name} cannot be read, it was (cut short or )?changed"):
-        pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS)
+        pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=done, **OPTIONS)
 
 
 def test_a_write_that_fails_leaves_no_half_file(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_no_other_matrix_of_the_rank_is_better(outputs, inputs, weighted):
     for start in (0.0, 0.3):
         a = (left + start * torch.randn(left.shape, generator=generator)).contiguous().requires_grad_()
         b = (right + start * torch.randn(right.shape, generator=generator)).contiguous().requires_grad_()
-        optimizer = torch.optim.LBFGS([a, b], max_iter=300, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS([a, b], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
 
         def closure(a=a, b=b, optimizer=optimizer):
             optimizer.zero_grad()

@@ -58,14 +58,15 @@ def draw(count, seed):
     return ended
 
 
-def test_random_models():
-    ended = draw(20, seed=0)
-    assert ended["sketched"] > 10, ended
+@pytest.mark.parametrize("seed", [104, 105])  # their models are small
+def test_random_models(seed):
+    ended = draw(10, seed=seed)
+    assert ended["sketched"] > 5, ended
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", range(1, 51))
+@pytest.mark.parametrize("seed", range(51))
 def test_thousands_of_random_models(seed):
     ended = draw(100, seed=seed)
     assert ended["sketched"] > 40, ended

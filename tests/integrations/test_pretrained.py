@@ -1,6 +1,7 @@
 """`save_pretrained` and `from_pretrained` give a sketched model back, error 0."""
 
 import copy
+import logging
 import subprocess
 import sys
 
@@ -23,9 +24,11 @@ from transformers import (
     PreTrainedModel,
     pipeline,
 )
+from transformers.quantizers import auto
 from zoo import ZOO, call, generate, tensors
 
 import panther_compile as pc
+from panther_compile.integrations.pretrained import METHOD
 
 OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True, "synthetic": False}
 PRETRAINED = sorted(name for name, entry in ZOO.items() if "transformers" in type(entry.build()).__module__)
@@ -100,7 +103,7 @@ def test_it_comes_back_from_shards_in_another_dtype(tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in half.state_dict().items())
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("build", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_narrow_layers_come_back(build, tmp_path):
     small = sketch(build(), data=[torch.randint(0, 99, (4, 16)) for _ in range(4)])
     assert any("Narrow" in kind for kind in types(small).values())
@@ -246,6 +249,20 @@ print("loaded")
 """
 
 
+def test_where_nothing_is_registered_it_is_refused_by_name(tmp_path, monkeypatch, caplog):
+    """As without the import, which takes a process of its own."""
+    sketch(llama()).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+            patch.delitem(known, METHOD)
+        patch.setattr(logging.getLogger("transformers"), "propagate", True)
+        with pytest.raises(RuntimeError):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "got panther_compile" in caplog.text  # the name to import
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
 def test_without_the_import_it_is_refused_by_name(tmp_path):
     sketch(llama()).save_pretrained(tmp_path)
     done = subprocess.run(

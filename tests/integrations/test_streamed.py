@@ -72,7 +72,10 @@ def loaded(path, like):
     return type(like).from_pretrained(path)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "bert") else name for name in MODELS],
+)
 def test_the_same_as_in_memory(name, folder, tmp_path):
     source = folder(name)
     model = loaded(source, MODELS[name]())

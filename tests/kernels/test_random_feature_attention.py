@@ -10,6 +10,10 @@ from panther_compile.kernels.random_feature_attention_backward import favor_atte
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+# Where the same launchers are called, and what is causal runs more kernels.
+CAUSAL_ABOVE_ALL = pytest.mark.parametrize(
+    "causal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["both", "causal"]
+)
 # queries, keys, head_dim, columns of v, features; chunks are of 16
 SHAPES = [(37, 37, 8, 9, 17), (16, 16, 16, 16, 16), (5, 33, 8, 9, 17), (33, 5, 3, 20, 17)]
 SMALL = (19, 19, 8, 9, 17)
@@ -73,19 +77,21 @@ def test_without_a_mask(causal):
 
 
 @CAUSAL
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=["fp16", "bf16"]
+)
 def test_half_types(causal, dtype):
     run_both(make(*SMALL, dtype=dtype), causal)
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_same_bits_again(causal):
     inputs = make(*SMALL)
     first, second = (favor_attention_forward(*inputs.values(), causal=causal) for _ in range(2))
     assert torch.equal(first, second)
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_strided_inputs(causal):
     inputs = make(*SMALL, heads=2)
     for name in "qkv":
@@ -97,7 +103,7 @@ def test_strided_inputs(causal):
     run_both(inputs, causal)
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_large_logits_stay_finite(causal):
     inputs = make(*SMALL, scale=30.0)
     y = favor_attention_forward(*inputs.values(), causal=causal)
@@ -105,7 +111,7 @@ def test_large_logits_stay_finite(causal):
     assert all(one.isfinite().all() for one in (y, *grads))
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_hidden_keys_have_no_influence(causal):
     inputs = make(*SMALL)
     y = favor_attention_forward(*inputs.values(), causal=causal)

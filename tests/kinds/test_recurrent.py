@@ -108,7 +108,8 @@ def test_data_and_healing(case):
 def test_exported(case, tmp_path):
     build, batches, layer_type = case
     small = routes.by_weights(build(), batches[0], layer_type)
-    routes.exported(small, batches[0], tmp_path / "small.onnx")
+    few_steps = batches[0][:, :2]  # each is written out
+    routes.exported(small, few_steps, tmp_path / "small.onnx")
 
 
 def test_compiled(case):

@@ -54,6 +54,12 @@ class Mixtures(nn.Module):
         return x
 
 
+# Of what takes longest one does; the other is in the tests of factors, of saving and of healing.
+ONE = pytest.mark.parametrize(
+    "alike", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(params=list(BLOCKS))
 def alike(request):
     return lambda: Mixtures(request.param, 0.9).eval()
@@ -158,6 +164,7 @@ def test_in_sets(monkeypatch):
 # ------------------------------------------------------------------------------------------------ data
 
 
+@ONE
 def test_data_finds_what_they_share(alike, monkeypatch, tmp_path):
     model, data = alike(), batches(10)
     small = pc.sketchify(model, 0.4, data=data, resume=tmp_path, **OPTIONS)
@@ -214,7 +221,7 @@ def test_saved_healed_and_reported(alike, tmp_path):
     assert not torch.equal(healed.blocks[0].experts.gate_up_0.up.weight, layers[0].gate_up_0.up.weight)
 
 
-@pytest.mark.parametrize("alike", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)], indirect=True)
+@ONE
 def test_other_routes(alike, tmp_path):
     small = pc.sketchify(alike(), 0.25, **OPTIONS)
     routes.exported(small, X, tmp_path / "small.onnx")
@@ -258,6 +265,7 @@ def edited(plan, change):
     return pc.SketchPlan.from_json(change(text))
 
 
+@ONE
 def test_a_plan_is_followed(alike):
     model = alike()
     plan = pc.SketchPlan.from_json(pc.plan_sketch(model, 0.25, **OPTIONS).to_json())

@@ -2,10 +2,12 @@
 
 import copy
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import zoo
+from parallel.prepared import made
 from parallel.training import (
     build,
     call_engine,
@@ -15,8 +17,10 @@ from parallel.training import (
     loss_fn,
     optimizer_of,
     partition,
+    plan_training,
 )
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from panther_compile import parallelize_model, partition_model
 from panther_compile.errors import (
@@ -32,15 +36,19 @@ from panther_compile.errors import (
 from panther_compile.parallel.agreement import check_process_group
 
 
-def make(name="mlp", mesh=None, part=None, training=True, **options):
-    model, inputs = build(name, training=training)
-    plan = partition(model, inputs, mesh or {"pp": 2}, **{"count": 4, **(part or {})})
+def make(name="mlp", mesh=None, part=None, count=4, **options):
+    model, inputs, plan = made(plan_training, **asked(name, mesh, part, count))
     return model, inputs, parallelize_model(model, plan, **{"loss_fn": loss_fn, **options})
+
+
+def asked(name="mlp", mesh=None, part=None, count=4, **_):
+    """Of `plan_training`, by what `make` is given."""
+    return {"name": name, "mesh": mesh or {"pp": 2}, "part": part, "count": count}
 
 
 def differing_plans(rank):
     with pytest.raises(RankMismatchError, match=r"ranks \[1\] were given another plan"):
-        make(part={"count": 4 + 4 * rank})
+        make(count=4 + 4 * rank)
     with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
         make(schedule=("gpipe", "1f1b")[rank])
     with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
@@ -50,29 +58,42 @@ def differing_plans(rank):
 def refusals(rank):
     with pytest.raises(ProcessGroupError, match=r"gloo, carries only tensors on .*cpu"):
         check_process_group(torch.device("xpu"))
+    model, inputs = build("mlp")
+    pipeline, replicas = (partition(model, inputs, mesh) for mesh in ({"pp": 2}, {"dp": 2}))
+    for plan, options, error, text in (
+        (replicas, {}, ConfigError, "with dp=2, data_parallel must be"),
+        (replicas, {"data_parallel": "horovod"}, ConfigError, "'horovod' is none of"),
+        (
+            replicas,
+            {"data_parallel": "fsdp", "shard_size": 3},
+            ConfigError,
+            "shard_size=3 does not divide dp=2",
+        ),
+        (
+            replicas,
+            {"data_parallel": "ddp", "reshard_after_forward": True},
+            ConfigError,
+            "is an option of data_parallel='fsdp', and it is 'ddp'",
+        ),
+        (pipeline, {"schedule": "chimera"}, ConfigError, "'chimera' is none of"),
+        (
+            pipeline,
+            {"schedule": "zbv"},
+            ScheduleError,
+            "two stages on each device, and the partition has 2 stages",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            parallelize_model(model, plan, loss_fn=loss_fn, **options)
     with pytest.raises(ProcessGroupError, match="3 devices, and the process group has 2 ranks"):
         make(mesh={"pp": 3})
-    with pytest.raises(ConfigError, match="with dp=2, data_parallel must be"):
-        make(mesh={"dp": 2})
-    with pytest.raises(ConfigError, match="'horovod' is none of"):
-        make(mesh={"dp": 2}, data_parallel="horovod")
-    with pytest.raises(ConfigError, match="shard_size=3 does not divide dp=2"):
-        make(mesh={"dp": 2}, data_parallel="fsdp", shard_size=3)
-    with pytest.raises(ConfigError, match="is an option of data_parallel='fsdp', and it is 'ddp'"):
-        make(mesh={"dp": 2}, data_parallel="ddp", reshard_after_forward=True)
-    with pytest.raises(ConfigError, match="'chimera' is none of"):
-        make(schedule="chimera")
     with pytest.raises(ScheduleError, match="runs one stage on each device, and the partition has 4 stages"):
         make(part={"schedule": "interleaved"}, schedule="1f1b")
-    with pytest.raises(ScheduleError, match="two stages on each device, and the partition has 2 stages"):
-        make(schedule="zbv")
     with pytest.raises(ScheduleError, match="a microbatch for each of 2 stages, and the partition has 1"):
-        make(part={"count": 1})
-    other, inputs = build("mlp")
-    part = partition_model(other, inputs, mesh={"pp": 2}, hardware="cpu")
+        make(count=1)
     with pytest.raises(ParallelError, match="made from another model"):
-        parallelize_model(copy.deepcopy(other), part)
-    _, _, engine = make(loss_fn=None)
+        parallelize_model(copy.deepcopy(model), pipeline)
+    engine = parallelize_model(model, pipeline)
     with pytest.raises(ParallelError, match="give loss_fn"):
         engine.step(torch.randn(8, 16), torch.randn(8))
 
@@ -98,14 +119,15 @@ def silence(rank, where, absent=1, call="step", **options):
     _model, inputs, engine = make(**options)
     batch, target = draw(inputs, 4, 0)
     call_engine(engine.step, batch, target)
-    start = time.monotonic()
+    start, store = time.monotonic(), _get_default_store()
     if rank != absent:
         with pytest.raises(CommunicationError, match=f"rank {rank} .*{where[rank]}: another") as caught:
             call_engine(engine.step, batch, target) if call == "step" else call_engine(engine.predict, batch)
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert time.monotonic() - start < 40
+        store.set(f"rank {rank} has heard", "")
     else:
-        time.sleep(8)
+        store.wait([f"rank {other} has heard" for other in where], timedelta(seconds=40))
 
 
 def states(rank, **options):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.prepared import made
 from parallel.training import build, draw, joined, loss_fn, partition
 from torch import nn
 
@@ -41,15 +42,20 @@ class Noisy(nn.Module):
         return x
 
 
-def make(name, mesh, part=None, optimizer=torch.optim.AdamW, **options):
+def plan(name, mesh, part=None):
+    """A model, example inputs, and the plan of it."""
     if name == "noisy":
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model, inputs = Noisy().train(), (torch.randn(2, 16),)
     else:
         model, inputs = build(name)
-    part = partition(model, inputs, mesh, COUNT, **(part or {}))
-    engine = parallelize_model(model, part, loss_fn=loss_fn, **options)
+    return model, inputs, partition(model, inputs, mesh, COUNT, **(part or {}))
+
+
+def make(name, mesh, part=None, optimizer=torch.optim.AdamW, **options):
+    model, inputs, planned = made(plan, name=name, mesh=mesh, part=part)
+    engine = parallelize_model(model, planned, loss_fn=loss_fn, **options)
     decayed = [p for key, p in engine.named_parameters() if key.endswith("weight")]
     rest = [p for key, p in engine.named_parameters() if not key.endswith("weight")]
     groups = [{"params": decayed, "lr": 3e-3}, {"params": rest, "lr": 1e-3, "weight_decay": 0.0}]

@@ -9,14 +9,17 @@ import json
 import os
 
 _VARIABLE = "PREPARED_FOR_RANKS"
-_MADE = {}  # by module, name and options of the function
+_MADE = {}  # by module, name and options of the function, one for each test that asks
 
 
 def prepares(function, options):
-    """Mark a test whose ranks call `made(function, **options(**parameters of the test))`."""
+    """Mark a test whose ranks call `made(function, **options(**parameters of the test))`; once or more."""
 
     def mark(test):
-        test.prepares = lambda **parameters: (function.__module__, function.__name__, options(**parameters))
+        def call(**parameters):
+            return function.__module__, function.__name__, options(**parameters)
+
+        test.prepares = [*getattr(test, "prepares", ()), call]
         return test
 
     return mark
@@ -25,9 +28,10 @@ def prepares(function, options):
 def announce(items):
     """Tell the server, which is started with this environment, what the tests among these ask for."""
     calls = [
-        item.function.prepares(**(item.callspec.params if hasattr(item, "callspec") else {}))
+        call(**(item.callspec.params if hasattr(item, "callspec") else {}))
         for item in items
-        if hasattr(item.function, "prepares") and "slow" not in item.keywords
+        if "slow" not in item.keywords
+        for call in getattr(getattr(item, "function", None), "prepares", ())
     ]
     os.environ[_VARIABLE] = json.dumps(calls)
 
@@ -36,13 +40,13 @@ def prepare():
     """Make what was announced; nothing here may run a backward, whose threads cannot be forked."""
     for module, name, options in json.loads(os.environ.get(_VARIABLE, "[]")):
         function = getattr(importlib.import_module(module), name)
-        _MADE[_key(module, name, options)] = function(**options)
+        _MADE.setdefault(_key(module, name, options), []).append(function(**options))
 
 
 def made(function, **options):
     """What the function gives, ready or not; it is the caller's own."""
     key = _key(function.__module__, function.__name__, options)
-    return _MADE.pop(key) if key in _MADE else function(**options)
+    return _MADE[key].pop() if _MADE.get(key) else function(**options)
 
 
 def _key(module, name, options):

@@ -142,7 +142,7 @@ def recompute_of_the_plan(rank):
     with mock.patch("panther_compile.parallel.parallelize.checkpoint_unit", wraps=checkpoint_unit) as called:
         engine = parallelize_model(model, plan, loss_fn=loss_fn)
     assert {call.args[1] for call in called.call_args_list} == {plan.recompute}
-    model, inputs = build("resnet")
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     plan = partition(model, inputs, {"pp": 2}, recompute=True)
     with pytest.raises(ConfigError, match=r"batch_norm.* would count each batch twice .*='none'"):
         parallelize_model(model, plan, loss_fn=loss_fn)
@@ -220,10 +220,11 @@ def policies(rank, *, mesh, name="deep"):
     loss, gradients, _ = trained(engine, inputs)
     compare((loss, gradients), in_one_process(reference, inputs))
     assert engine.clip_grad_norm_(1.0) > 0
+    unused = again(mesh)
     with pytest.raises(ConfigError, match=r"mp_policy is an option of data_parallel='fsdp', and it is 'ddp'"):
-        parallelize_model(*again(mesh), data_parallel="ddp", mp_policy=mixed)
+        parallelize_model(*unused, data_parallel="ddp", mp_policy=mixed)
     with pytest.raises(ConfigError, match=r"mp_policy is a str; it must be torch's MixedPrecisionPolicy"):
-        parallelize_model(*again(mesh), data_parallel="fsdp", mp_policy="bf16")
+        parallelize_model(*unused, data_parallel="fsdp", mp_policy="bf16")
 
 
 def again(mesh):
@@ -249,10 +250,11 @@ def units_of(rank, *, mesh):
         *again(mesh), data_parallel="fsdp", units=["blocks.0", "blocks.1"], loss_fn=loss_fn
     )
     assert sum(isinstance(block, FSDPModule) for block in asked.module.blocks) == 2
+    unused = again(mesh)
     with pytest.raises(ConfigError, match="units names 'blocks', which does not run once"):
-        parallelize_model(*again(mesh), data_parallel="fsdp", units=["blocks"])
+        parallelize_model(*unused, data_parallel="fsdp", units=["blocks"])
     with pytest.raises(ConfigError, match="units names 'bricks', which is no module"):
-        parallelize_model(*again(mesh), data_parallel="fsdp", units=["bricks"])
+        parallelize_model(*unused, data_parallel="fsdp", units=["bricks"])
     return names
 
 

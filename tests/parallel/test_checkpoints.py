@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, on any mesh, and never half of one."""
 
+import functools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from parallel import checkpoint_jobs
+from parallel.prepared import prepares
 from parallel.training import build
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -49,17 +51,28 @@ def size_of(name):
     return math.prod(MESHES[name]["mesh"].values())
 
 
+def planned(mesh, name="gpt2"):
+    """What the ranks of a mesh ask for."""
+    return {"name": name, "mesh": MESHES[mesh]["mesh"], "part": MESHES[mesh].get("part")}
+
+
 @pytest.fixture(scope="module")
 def ranks(ranks):
     """Ranks by their number, or by a mesh's name."""
     return lambda name: ranks(name if isinstance(name, int) else size_of(name))
 
 
+@prepares(checkpoint_jobs.plan, lambda mesh: planned(mesh, "noisy"))
+@prepares(checkpoint_jobs.plan, lambda mesh: planned(mesh, "noisy"))
+@prepares(checkpoint_jobs.plan, lambda mesh: planned(mesh, "noisy"))
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("dp2-ddp", "dp2-fsdp", "pp2"),
-        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp2-pp2-fsdp", "dp2-tp2-fsdp", "dp4-ddp")),
+        *("dp2-fsdp", "pp2"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ("dp2-ddp", "dp2-pp2-fsdp", "dp2-tp2-fsdp", "dp4-ddp")
+        ),
     ],
 )
 def test_goes_on_bit_for_bit(ranks, tmp_path, mesh):
@@ -79,8 +92,22 @@ def assert_equal(found, wanted):
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
-def reshard(ranks, folder, source, targets, name):
-    saved = ranks(source).run(checkpoint_jobs.save, folder=str(folder), name=name, **MESHES[source])
+@pytest.fixture(scope="module")
+def save(ranks, tmp_path_factory):
+    """What a mesh saves of a model, once for all tests: the folder, and the states as they were."""
+
+    @functools.cache
+    def run(source, name):
+        folder = tmp_path_factory.mktemp(f"{source}-{name}")
+        return folder, ranks(source).run(
+            checkpoint_jobs.save, folder=str(folder), name=name, **MESHES[source]
+        )
+
+    return run
+
+
+def reshard(ranks, save, source, targets, name):
+    folder, saved = save(source, name)
     state, options = {}, {}
     for one in saved:
         state |= one["optimizer"]
@@ -122,18 +149,23 @@ def read_by_torch(folder, wanted, file):
         assert_equal(held, {key: wanted[key] for key in held})
 
 
-def test_torch_reads_a_checkpoint(ranks, tmp_path):
+@prepares(checkpoint_jobs.plan, lambda: planned("pp2-tp2"))
+def test_torch_reads_a_checkpoint(save, tmp_path):
     """Stages and shards come as whole tensors."""
-    for mesh in ("dp2-fsdp", "pp2-tp2"):
-        ranks(mesh).run(checkpoint_jobs.save, folder=str(tmp_path / mesh), steps=1, **MESHES[mesh])
-        read_by_torch(tmp_path / mesh, read_state_dict(tmp_path / mesh), tmp_path / "whole.pt")
+    for mesh, name in (("dp2-fsdp", "mlp"), ("pp2-tp2", "gpt2")):
+        folder, _ = save(mesh, name)
+        read_by_torch(folder, read_state_dict(folder), tmp_path / "whole.pt")
 
 
-def test_any_mesh_reads_a_pipelines(ranks, tmp_path):
+@prepares(checkpoint_jobs.plan, lambda target: planned("pp2"))
+@prepares(checkpoint_jobs.plan, lambda target: planned(target))
+@pytest.mark.parametrize("target", ["dp2-fsdp", pytest.param("one", marks=pytest.mark.slow)])
+def test_any_mesh_reads_a_pipelines(ranks, save, target):
     """Tied embeddings are in both stages."""
-    reshard(ranks, tmp_path, "pp2", ["dp2-fsdp", "one"], "gpt2")
+    reshard(ranks, save, "pp2", [target], "gpt2")
 
 
+@prepares(checkpoint_jobs.plan, lambda source, targets, name: planned(targets[0], name))
 @pytest.mark.parametrize(
     ("source", "targets", "name"),
     [
@@ -142,15 +174,15 @@ def test_any_mesh_reads_a_pipelines(ranks, tmp_path):
         pytest.param("dp2-fsdp", ["pp2-zbv"], "bert", marks=pytest.mark.slow),
     ],
 )
-def test_any_mesh_reads_shards(ranks, tmp_path, source, targets, name):
+def test_any_mesh_reads_shards(ranks, save, source, targets, name):
     """Shards of replicas, and of the tp axis."""
-    reshard(ranks, tmp_path, source, targets, name)
+    reshard(ranks, save, source, targets, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["dp2-pp2-fsdp", "dp4-hybrid", "dp2-tp2-fsdp"])
-def test_four_ranks_and_back(ranks, tmp_path, source):
-    reshard(ranks, tmp_path, source, ["dp4-fsdp", "pp2-tp2", "one", "dp2-pp2-ddp"], "gpt2")
+def test_four_ranks_and_back(ranks, save, source):
+    reshard(ranks, save, source, ["dp4-fsdp", "pp2-tp2", "one", "dp2-pp2-ddp"], "gpt2")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -173,10 +205,9 @@ def test_pieces_of_all_ranks_are_the_whole(dim, blocks, tp):
 
 
 @pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
+def saved(save):
     """A folder with two checkpoints, and the model of the second."""
-    folder = tmp_path_factory.mktemp("saved")
-    found = ranks(2).run(checkpoint_jobs.save, folder=str(folder), name="mlp", **MESHES["dp2-fsdp"])
+    folder, found = save("dp2-fsdp", "mlp")
     return folder, found[0]["model"]
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from parallel import behavior
+from parallel.prepared import prepares
+from parallel.training import plan_training
 from torch import fx, nn
 
 from panther_compile import parallelize_model, partition_model
@@ -40,12 +42,13 @@ def test_on_two_ranks(two, job):
 SEND = r"send activations of microbatch 0 to rank 1 \(stage 0; \(2, 32\) float32\)"
 RECEIVE = r"receive activations of microbatch 0 from rank 0 \(stage 1; \(2, 32\) float32\)"
 STEP = r"stage \d; .*step 2, forward and backward: "
+QUIET = 4  # seconds until a rank that waits gives up
 NUMBER = r", number [1-9]\d* of their group"
 
 
 def test_a_pipeline_that_waits_says_for_what(two):
     where = {0: rf"{STEP}send and receive along pp \(ranks 0, 1\), in {SEND}"}
-    two.run(behavior.silence, timeout=6, where=where)
+    two.run(behavior.silence, timeout=QUIET, where=where)
 
 
 @pytest.mark.slow
@@ -73,11 +76,11 @@ def test_a_pipeline_that_waits_says_for_what(two):
     ids=["receive", "predict", "ddp", "fsdp", "tp"],
 )
 def test_every_wait_says_for_what(two, where, options):
-    two.run(behavior.silence, timeout=6, where=where, **options)
+    two.run(behavior.silence, timeout=QUIET, where=where, **options)
 
 
 def test_a_loss_that_is_no_number_is_named(two):
-    two.run(behavior.wrong_losses, timeout=6)
+    two.run(behavior.wrong_losses, timeout=QUIET)
 
 
 @pytest.mark.slow
@@ -95,9 +98,10 @@ def test_every_rank_of_a_mesh_hears_of_silence(four, data_parallel):
             3: r"step 2, .*, in all_gather.* between the ranks \[1, 3\]" + NUMBER,
         },
     }[data_parallel]
-    four.run(behavior.silence, timeout=6, where={0: f"step 2, .*, in {SEND}", **where}, **options)
+    four.run(behavior.silence, timeout=QUIET, where={0: f"step 2, .*, in {SEND}", **where}, **options)
 
 
+@prepares(plan_training, lambda options: behavior.asked(**options))
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,18 +119,23 @@ def test_states(four, options):
     four.run(behavior.states, **options)
 
 
+def named(options):
+    return {"name": "bert" if "pp" in options["mesh"] else "mlp", **options}
+
+
+@prepares(plan_training, lambda options: behavior.asked(**named(options)))
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"mesh": {"dp": 2, "pp": 2}, "data_parallel": "ddp"}, marks=pytest.mark.slow),
         {"mesh": {"dp": 2, "pp": 2}, "data_parallel": "fsdp", "part": {"schedule": "interleaved"}},
         {"mesh": {"dp": 4}, "data_parallel": "fsdp", "shard_size": 2},
-        {"mesh": {"pp": 2, "tp": 2}},
+        pytest.param({"mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.slow),
         pytest.param({"mesh": {"dp": 2, "tp": 2}, "data_parallel": "fsdp"}, marks=pytest.mark.slow),
     ],
 )
 def test_clipping_and_accumulation(four, options):
-    four.run(behavior.clipping, name="bert" if "pp" in options["mesh"] else "mlp", **options)
+    four.run(behavior.clipping, **named(options))
 
 
 @pytest.mark.parametrize("inner", [0.0, 0.5])

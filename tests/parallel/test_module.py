@@ -19,15 +19,17 @@ def test_autocast_with_tensor_parallelism(ranks):
 
 
 def test_a_stage_keeps_its_promise(ranks):
-    ranks(2).run(module_jobs.promised_outputs, timeout=6)
+    ranks(2).run(module_jobs.promised_outputs, timeout=4)
 
 
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (2, {"mesh": {"dp": 2}, **DDP}),
+        (2, {"mesh": {"dp": 2}, **DDP, "name": "mlp"}),
         (2, {"mesh": {"dp": 2}, **FSDP}),
-        (2, {"mesh": {"tp": 2}}),
+        (2, {"mesh": {"tp": 2}, "name": "mlp"}),
+        pytest.param(2, {"mesh": {"dp": 2}, **DDP}, marks=SLOW),
+        pytest.param(2, {"mesh": {"tp": 2}}, marks=SLOW),
         pytest.param(4, {"mesh": {"dp": 2, "tp": 2}, **FSDP}, marks=SLOW),
         pytest.param(4, {"mesh": {"dp": 2, "tp": 2}, **DDP, "name": "gpt2"}, marks=SLOW),
         pytest.param(2, {"mesh": {"dp": 2}, **DDP, "name": "bert"}, marks=SLOW),

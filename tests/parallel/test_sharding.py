@@ -236,10 +236,10 @@ def test_two_units_are_whole_at_once(ranks):
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (2, {"mesh": {"dp": 2}, **DDP, "mode": "full"}),
         (2, {"mesh": {"dp": 2}, **FSDP, "mode": "selective"}),
-        (2, {"mesh": {"pp": 2}, "mode": "full"}),
         (2, {"mesh": {"pp": 2}, "mode": 0.4}),
+        pytest.param(2, {"mesh": {"dp": 2}, **DDP, "mode": "full"}, marks=SLOW),
+        pytest.param(2, {"mesh": {"pp": 2}, "mode": "full"}, marks=SLOW),
         pytest.param(2, {"mesh": {"pp": 2}, "mode": "selective"}, marks=SLOW),
         pytest.param(2, {"mesh": {"dp": 2}, **FSDP, "mode": 0.4}, marks=SLOW),
         pytest.param(2, {"mesh": {"tp": 2}, "mode": 0.4, "name": "gpt2"}, marks=SLOW),
@@ -266,7 +266,7 @@ def test_selective_checkpointing_keeps_the_bottleneck(ranks):
     ("count", "options"),
     [
         (2, {"mesh": {"pp": 2}}),
-        (2, {"mesh": {"tp": 2}}),
+        pytest.param(2, {"mesh": {"tp": 2}}, marks=SLOW),
         pytest.param(2, {"mesh": {"dp": 2}, **FSDP}, marks=SLOW),
         pytest.param(4, {"mesh": {"dp": 2, "pp": 2}, **FSDP}, marks=SLOW),
     ],

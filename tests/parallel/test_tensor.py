@@ -1,5 +1,6 @@
 """Tensor-parallel stages on real processes: exact, and with the collectives that were planned."""
 
+from itertools import product
 from math import prod
 
 import pytest
@@ -13,7 +14,12 @@ from panther_compile.parallel.agreement import digest
 from panther_compile.parallel.shard_functions import embed_vocabulary, pivoted_columns, pivoted_rows
 from panther_compile.partition.shards.layers import local_pivots
 
-MODELS = ["mlp", "bert", "gpt2", "vit", "encoder"]
+SLOW = pytest.mark.slow
+# Of each form one; the others run on shards of the sequence, in stages or on four ranks.
+MODELS = [
+    *(("mlp", False), ("mlp", True), ("encoder", True), pytest.param("encoder", False, marks=SLOW)),
+    *(pytest.param(*one, marks=SLOW) for one in product(("bert", "gpt2", "vit"), (False, True))),
+]
 
 
 def checked(tp=2, **fixed):
@@ -33,8 +39,7 @@ def four(ranks):
 
 
 @checked(sequence=False)
-@pytest.mark.parametrize("sketched", [False, True], ids=["dense", "sketched"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sketched"), MODELS)
 def test_shards_are_the_model(two, name, sketched):
     seen, _ = two.run(tensor_jobs.check, name=name, sketched=sketched, sequence=False)
     assert seen.shards > 0
@@ -44,14 +49,16 @@ def test_shards_are_the_model(two, name, sketched):
 
 
 @checked(name="bert", sketched="narrow")
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=SLOW), True])
 def test_narrow_layers_are_sharded(two, sequence):
     seen, _ = two.run(tensor_jobs.check, name="bert", sketched="narrow", sequence=sequence)
     assert {"column", "row"} <= seen.kinds
 
 
 @checked(sequence=True)
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
+@pytest.mark.parametrize(
+    "name", ["vit", "encoder", *(pytest.param(name, marks=SLOW) for name in ("bert", "gpt2"))]
+)
 def test_sequence_parallelism_is_the_model(two, name):
     """Norms see their rows of the sequence; sums are scattered and gathered where they were all-reduced."""
     seen, _ = two.run(tensor_jobs.check, name=name, sequence=True)
@@ -66,7 +73,7 @@ def test_sequence_parallelism_is_the_model(two, name):
 
 
 @checked(sketched=True)
-@pytest.mark.parametrize(("name", "sequence"), [("bert", True), ("gpt2", "auto")])
+@pytest.mark.parametrize(("name", "sequence"), [pytest.param("bert", True, marks=SLOW), ("gpt2", "auto")])
 def test_sequence_parallelism_of_sketched_layers(two, name, sequence):
     seen, _ = two.run(tensor_jobs.check, name=name, sketched=True, sequence=sequence)
     assert {"column", "row"} <= seen.kinds
@@ -90,15 +97,18 @@ def test_dropout_of_shards_is_that_of_one_process(two, sequence):
     two.run(tensor_jobs.check_dropout, sequence=sequence)
 
 
+@checked(name="encoder")
+@checked(name="encoder", hardware="usual")
 def test_with_fewer_shards(two):
-    everything = two.run(tensor_jobs.check, name="gpt2")[0]
-    some = two.run(tensor_jobs.check, name="gpt2", hardware="usual")[0]
+    everything = two.run(tensor_jobs.check, name="encoder")[0]
+    some = two.run(tensor_jobs.check, name="encoder", hardware="usual")[0]
     assert some.shards < everything.shards
 
 
 @checked()
 @pytest.mark.parametrize(
-    ("name", "pp", "sequence"), [("bert", 2, True), ("bert", 2, False), ("gpt2", 3, True)]
+    ("name", "pp", "sequence"),
+    [pytest.param("bert", 2, True, marks=SLOW), ("bert", 2, False), ("gpt2", 3, True)],
 )
 def test_stages_of_shards(two, name, pp, sequence):
     """Cuts fall behind what lies in shards of features and of the sequence."""
@@ -106,7 +116,7 @@ def test_stages_of_shards(two, name, pp, sequence):
 
 
 @checked(tp=4)
-@pytest.mark.parametrize(("name", "sequence"), [("gpt2", False), ("encoder", True)])
+@pytest.mark.parametrize(("name", "sequence"), [pytest.param("gpt2", False, marks=SLOW), ("encoder", True)])
 def test_four_ranks(four, name, sequence):
     seen, *_ = four.run(tensor_jobs.check, name=name, sequence=sequence)
     assert {"column", "row"} <= seen.kinds

@@ -62,26 +62,21 @@ SELDOM = (
         "dp2-pp2-ddp",
         "dp2-pp2-ddp-zbv",
         "dp2-pp2-fsdp-zero3",
-        "dp2-pp2-fsdp-zero_bubble",
         "dp2-tp2-ddp",
+        "dp2-tp2-fsdp",
         "pp2-tp2",
         "pp2-tp2-zbv",
     ),
     *("dp2-pp2-tp2-ddp", "dp2-pp2-tp2-fsdp-zero_bubble"),
-    *("dp2-ddp", "pp2-gpipe", "pp2-1f1b", "pp2-interleaved", "pp2-zero_bubble", "pp4-1f1b", "tp2"),
+    *("pp2-gpipe", "pp2-1f1b", "pp2-zero_bubble", "tp2"),
 )
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
-# Tied weights, masks that cross, batch norms, strided gradients: each where it can go wrong.
+# Tied weights, masks that cross, batch norms: each where it can go wrong.
 QUICK = [
-    (2, "pp2-1f1b", "bert", True),
+    (2, "pp2-1f1b", "bert", False),
     (2, "pp2-zero_bubble", "gpt2", True),
     (2, "pp2-gpipe", "unet", False),
-    (2, "pp2-interleaved", "nn_transformer", False),
-    (2, "dp2-ddp", "vit", True),
-    (4, "dp2-pp2-fsdp-zero_bubble", "bert", False),
-    (4, "pp4-1f1b", "vit", False),
     (2, "tp2", "resnet", False),
-    (4, "pp2-tp2-zbv", "gpt2", True),
 ]
 ALL = [
     (count, layout, name, sketched)
@@ -130,12 +125,13 @@ def test_models(ranks, count, layout, name, sketched):
     ranks(count).run(train_and_compare, name=name, sketched=sketched, double=in_double(name), **options)
 
 
-IN_DOUBLE = {"name": "bert", "sketched": True, "double": True, "mesh": {"tp": 2}}
+IN_DOUBLE = {"sketched": True, "double": True, "mesh": {"tp": 2}}
 
 
-@prepares(plan_training, lambda: {**IN_DOUBLE, "count": 4, "training": True, "part": None})
-def test_nothing_is_left_but_rounding(ranks):
-    held = ranks(2).run(train_and_compare, **IN_DOUBLE)
+@prepares(plan_training, lambda name: {"name": name, **IN_DOUBLE, "count": 4, "training": True, "part": None})
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
+def test_nothing_is_left_but_rounding(ranks, name):
+    held = ranks(2).run(train_and_compare, name=name, **IN_DOUBLE)
     assert {"column", "row"} <= held[0]["kinds"]
 
 
@@ -145,5 +141,6 @@ def test_every_model_on_every_layout(ranks, count, layout, name, sketched):
     ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
 
 
+@prepares(plan_training, lambda: {**planned(2, "pp2-1f1b", "odd_convnet"), "training": False})
 def test_graph_read_in_eval_mode_trains_too(ranks):
-    ranks(2).run(train_and_compare, name="resnet", training=False, **LAYOUTS[2]["pp2-1f1b"])
+    ranks(2).run(train_and_compare, name="odd_convnet", training=False, **LAYOUTS[2]["pp2-1f1b"])

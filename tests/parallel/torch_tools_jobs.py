@@ -11,7 +11,7 @@ def gradients(engine):
 
 def scaler(rank, **options):
     """A GradScaler gives the gradients of one process; all ranks skip a step that one overflows in."""
-    _, inputs, engine = make(mesh={"dp": 2}, part={"count": 1}, **options)
+    _, inputs, engine = make(mesh={"dp": 2}, count=1, **options)
     reference, _ = build("mlp")
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
@@ -72,7 +72,7 @@ def twice(rank, **options):
 
 def compiled(rank, **options):
     """`torch.compile` of what runs: outputs and gradients are those of the engine."""
-    _, inputs, engine = make(part={"count": 1}, **options)
+    _, inputs, engine = make(count=1, **options)
     batch, target = draw(inputs, 1, engine.devices.dp)
     output = engine(*batch)
     loss_fn(output, target).backward()
@@ -88,7 +88,7 @@ def compiled(rank, **options):
 
 def uneven_numbers_of_batches(rank):
     """Under DDP's `join` a replica without batches shadows the others' collectives, to one process's end."""
-    _, inputs, engine = make(mesh={"dp": 2}, part={"count": 1}, data_parallel="ddp")
+    _, inputs, engine = make(mesh={"dp": 2}, count=1, data_parallel="ddp")
     reference, _ = build("mlp")
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (engine, reference)]
     batches = {

@@ -1,5 +1,6 @@
 """Context parallelism in plans: closed forms on small Llamas of grouped queries."""
 
+import functools
 import json
 
 import pytest
@@ -15,6 +16,8 @@ from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graphs import read_graphs
 from panther_compile.partition.replicas import find_context, find_replica_links
 
+pytestmark = pytest.mark.usefixtures("models_are_read_once")
+
 LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 256, 8, 2, 512
 FAST, SLOW = Link(1e15, 0.0), Link(1e9, 0.0)
 
@@ -23,6 +26,7 @@ def cluster(intra=FAST, inter=FAST, nodes_of=8):
     return Hardware("test", 1e12, 1e15, 10**15, intra, inter, nodes_of, launch_seconds=0.0)
 
 
+@functools.cache
 def llama(tokens=1024, rows=1, layers=LAYERS):
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
@@ -123,7 +127,7 @@ def test_what_crosses_between_stages_is_divided():
 
 
 def test_long_sequences_take_their_share_of_memory():
-    model, inputs = llama(tokens=16384)
+    model, inputs = llama(tokens=16384, layers=1)
     whole, quarter = (plan(model, inputs, {"cp": cp}).device_memory_bytes for cp in (1, 4))
     assert 0.25 < quarter / whole < 0.28
 
@@ -169,7 +173,7 @@ def test_what_has_no_sequence_is_refused():
         MeshError, match="cp=2 divides a sequence, and the graph has no scaled_dot_product_attention"
     ):
         plan(nn.Linear(8, 8), torch.randn(4, 8), {"cp": 2})
-    model, inputs = llama(tokens=1024 + 2)
+    model, inputs = llama(tokens=1024 + 2, layers=1)
     with pytest.raises(MeshError, match="its 1026 positions are not divisible by 4"):
         plan(model, inputs, {"cp": 2})
     with torch.device("meta"):
@@ -180,7 +184,7 @@ def test_what_has_no_sequence_is_refused():
 
 
 def test_devices_divide_sequences_where_asked():
-    model, inputs = llama()
+    model, inputs = llama(layers=1)
     options = {"devices": 4, "hardware": cluster(), "global_batch": 8}
     part = pc.partition_model(model, inputs, context_parallel=2, **options)
     assert part.mesh.cp == 2
@@ -188,7 +192,7 @@ def test_devices_divide_sequences_where_asked():
     assert pc.partition_model(model, inputs, **options).mesh.cp == 1
     # One long sample in all, over slow links: keys and values are fewer bytes than what layers exchange.
     options |= {"devices": 2, "global_batch": 1, "hardware": cluster(intra=SLOW)}
-    auto = pc.partition_model(*llama(tokens=16384), context_parallel="auto", **options)
+    auto = pc.partition_model(*llama(tokens=16384, layers=1), context_parallel="auto", **options)
     assert auto.mesh == Mesh(cp=2)
     with pytest.raises(MeshError, match=r"no mesh of 12 devices .*\n.*are not divisible by 6"):
         pc.partition_model(model, inputs, context_parallel=3, **options | {"devices": 12, "global_batch": 12})

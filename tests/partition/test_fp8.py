@@ -85,8 +85,8 @@ def test_what_others_need_is_kept_besides():
     assert copied.stages[0].activation_bytes - whole.stages[0].activation_bytes == 8 * 64
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_llama_keeps_one_byte_of_what_its_layers_read(compiled):
+@pytest.fixture(scope="module")
+def llama(models_are_read_once):
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -97,7 +97,12 @@ def test_a_llama_keeps_one_byte_of_what_its_layers_read(compiled):
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-        inputs = {"input_ids": torch.zeros(1, 32, dtype=torch.long)}
+        return model, {"input_ids": torch.zeros(1, 32, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_llama_keeps_one_byte_of_what_its_layers_read(llama, compiled):
+    model, inputs = llama
     options = {"mesh": {"pp": 1}, "hardware": TWICE, "products": "fp8", "compiled": compiled}
     whole, copied = (pc.partition_model(model, inputs, keeps=keeps, **options) for keeps in (None, "fp8"))
     # Of each layer what q, k and v, gate and up, and down read; what o reads attention keeps as well.

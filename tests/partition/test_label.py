@@ -51,7 +51,12 @@ def transformer(name):
     return model.train(), inputs
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
+TRANSFORMERS = pytest.mark.parametrize(
+    "name", ["gpt2", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "encoder"))]
+)
+
+
+@TRANSFORMERS
 def test_megatrons_layout_is_found(name):
     part = whole_sequences(name)
     layers = [shard for shard in part.shards if "mbedding" not in shard.name and shard.kind != "sharded"]
@@ -76,7 +81,7 @@ def test_megatrons_layout_is_found(name):
     assert [step.out for step in attentions] == [Shard(1)] * 2
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "encoder"])
+@TRANSFORMERS
 def test_megatrons_sequence_parallelism_is_found(name):
     """Between the layers that are sharded everything is on shards of the sequence; the bytes are the same."""
     model, inputs = transformer(name)

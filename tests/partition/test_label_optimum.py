@@ -143,10 +143,11 @@ def test_random_graphs_are_of_both_kinds():
     assert kinds == {True, False}
 
 
-def test_sequences_on_random_graphs_against_every_labelling(record_property):
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(40), marks=pytest.mark.slow)])
+def test_sequences_on_random_graphs_against_every_labelling(seeds, record_property):
     """Elimination finds the best; moves nearly always do, and are never worse than two labels."""
     gaps, better = [], 0
-    for seed in range(40):
+    for seed in seeds:
         problem = random_problem(seed, sequence=True, most=8)
         choices, exact, found = (
             Choices(problem),
@@ -162,8 +163,8 @@ def test_sequences_on_random_graphs_against_every_labelling(record_property):
         gaps.append(reached / least - 1)
         better += reached < two
     record_property("gap", max(gaps))
-    assert better >= 10
-    assert sum(gap == 0 for gap in gaps) >= 38
+    assert better >= len(seeds) / 4
+    assert sum(gap == 0 for gap in gaps) >= 0.95 * len(seeds)
     assert max(gaps) <= 0.01
 
 
@@ -197,7 +198,7 @@ def test_stages_of_random_graphs_hand_on_whole_tensors():
     assert sent > 0
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.slow)])
 def test_memory_on_random_graphs_against_every_labelling(seeds, record_property):
     """If any labelling fits, one is found that does, and it is rarely slower than the fastest of these."""
     slower = []
@@ -251,7 +252,9 @@ def greedy(choices):
     return best
 
 
-@pytest.mark.parametrize("name", ["mixer", "tied_autoencoder", "lstm", "encoder_classifier"])
+@pytest.mark.parametrize(
+    "name", ["mixer", "tied_autoencoder", "lstm", pytest.param("encoder_classifier", marks=pytest.mark.slow)]
+)
 def test_no_worse_than_all_whole_or_greedy(name, record_property):
     entry = zoo.ZOO[name]
     graph = read(entry.build(), entry.inputs())

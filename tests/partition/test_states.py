@@ -1,6 +1,7 @@
 """What replicas share of a model's states, and what is computed again, in memory and time."""
 
 import dataclasses
+import functools
 import json
 from itertools import pairwise
 
@@ -24,6 +25,8 @@ from panther_compile.partition.replicas import (
 from panther_compile.partition.search import partition_mesh
 from panther_compile.partition.stages.units import find_units, recompute_units
 
+pytestmark = pytest.mark.usefixtures("models_are_read_once")
+
 WIDTH, LAYERS = 64, 8
 NUMBERS = LAYERS * WIDTH * (WIDTH + 1)
 
@@ -44,9 +47,14 @@ def cluster(memory=10**9, rate=1e9, overlap=False, flops=1e9):
     return Hardware("test", flops, 1e12, memory, link, link, launch_seconds=0.0, overlap=overlap)
 
 
+@functools.cache
+def blocks(rows, dtype):
+    return Blocks(dtype), torch.randn(rows, WIDTH, dtype=dtype)
+
+
 def cut(rows=4, dtype=torch.float32, **options):
     options = {"mesh": {"dp": 4}, "hardware": cluster(), "microbatches": 2} | options
-    return partition_model(Blocks(dtype), torch.randn(rows, WIDTH, dtype=dtype), **options)
+    return partition_model(*blocks(rows, dtype), **options)
 
 
 def states(**options):
@@ -109,7 +117,7 @@ def test_a_model_that_replicas_cannot_hold_alone_is_shared():
     part = cut(memory_per_device=limit, microbatches=1)
     assert part.data_parallel.kind in ("zero2", "zero3")
     assert part.stages[0].memory_bytes <= limit
-    divided = partition_model(Blocks(), torch.randn(4, WIDTH), devices=2, hardware=cluster(12 * NUMBERS))
+    divided = partition_model(*blocks(4, torch.float32), devices=2, hardware=cluster(12 * NUMBERS))
     assert divided.stages[0].memory_bytes <= 12 * NUMBERS
 
 
@@ -185,9 +193,10 @@ class FeedForward(nn.Module):
 
 def test_selective_is_between_none_and_full():
     memory, seconds = [], []
+    model, x = FeedForward(), torch.randn(256, WIDTH)
     for kind in ("none", "selective", "full"):
         options = {"mesh": {}, "hardware": cluster(), "microbatches": 2, "recompute": kind}
-        part = partition_model(FeedForward(), torch.randn(256, WIDTH), **options)
+        part = partition_model(model, x, **options)
         memory.append(part.stages[0].memory_bytes)
         seconds.append(part.step_seconds)
     assert memory == sorted(memory, reverse=True)
@@ -197,9 +206,10 @@ def test_selective_is_between_none_and_full():
 
 def test_budgets_are_between_full_and_none():
     memory, seconds = [], []
+    model, x = FeedForward(), torch.randn(256, WIDTH)
     for kind in ("full", 0.3, 0.9, "none"):
         options = {"mesh": {}, "hardware": cluster(), "microbatches": 2, "recompute": kind}
-        part = partition_model(FeedForward(), torch.randn(256, WIDTH), **options)
+        part = partition_model(model, x, **options)
         assert part.recompute == kind
         assert json.loads(part.to_json())["recompute"] == kind
         stored = part.stages[0].memory
@@ -255,12 +265,11 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize(("mesh", "shares"), [({}, (0.3, 0.8)), ({"dp": 4}, (0.5,)), ({"pp": 2}, (0.3,))])
 def test_a_budget_is_found_between_selective_and_none(mesh, shares):
     """Its step is faster than those of all other kinds that fit."""
+    model, x = Uneven(), torch.randn(256, WIDTH)
 
     def plan(recompute, memory=10**9):
         options = {"mesh": mesh, "microbatches": 2, "data_parallel": "ddp", "recompute": recompute}
-        return partition_model(
-            Uneven(), torch.randn(256, WIDTH), hardware=cluster(), memory_per_device=memory, **options
-        )
+        return partition_model(model, x, hardware=cluster(), memory_per_device=memory, **options)
 
     kinds = {kind: plan(kind) for kind in ("full", "selective", "none")}
     held = [max(part.held_bytes) for part in kinds.values()]
@@ -353,8 +362,8 @@ def test_a_divided_loss_takes_logits_in_shards():
 
 def test_stages_that_send_parts_send_faster_and_hold_less():
     costs = Costs(cluster(rate=1e6))
-    mesh, x = {"pp": 2, "tp": 2}, torch.randn(4, WIDTH)
-    all_of_it, parts = (planned(Blocks(), x, costs, mesh, scattered=one) for one in (False, True))
+    mesh, (model, x) = {"pp": 2, "tp": 2}, blocks(4, torch.float32)
+    all_of_it, parts = (planned(model, x, costs, mesh, scattered=one) for one in (False, True))
     for one, other in zip(all_of_it.stages, parts.stages, strict=True):
         assert other.send_seconds == pytest.approx(one.send_seconds / 2)
         assert other.memory.buffers == one.memory.buffers / 2
@@ -362,7 +371,7 @@ def test_stages_that_send_parts_send_faster_and_hold_less():
     options = {"recompute": "full", "schedule": "gpipe"}
     one, other = (
         planned(
-            Blocks(), x, costs, mesh, scattered=parts, divide=lambda flow: (len(flow.work),), **options
+            model, x, costs, mesh, scattered=parts, divide=lambda flow: (len(flow.work),), **options
         ).stages[1]
         for parts in (False, True)
     )

@@ -10,7 +10,7 @@ from stage_milp import milp_bound
 from panther_compile import sketchify
 from panther_compile.partition import partition_model
 
-QUICK = ["bert", "gpt2", "resnet", "unet", "tied_autoencoder", "lstm", "wav2vec2", "encoder_classifier"]
+QUICK = ["gpt2", "unet", "tied_autoencoder", "lstm", "wav2vec2"]
 CAPTURED = [name for name in zoo.names() if name != "early_exit"]
 
 
@@ -76,12 +76,12 @@ def test_stages_are_the_model_throughout_the_zoo(name, mode):
     check_stages(name, getattr(zoo.ZOO[name].build(), mode)())
 
 
-@pytest.mark.parametrize("name", ["resnet", "mixer"])
+@pytest.mark.parametrize("name", ["resnet", pytest.param("mixer", marks=pytest.mark.slow)])
 def test_batch_norms_and_norms_in_training(name):
     check_stages(name, zoo.ZOO[name].build().train())
 
 
-@pytest.mark.parametrize("name", ["vit", "odd_convnet"])
+@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "odd_convnet"])
 def test_sketched_models(name):
     model = sketchify(zoo.ZOO[name].build(), ratio=0.5, min_params=0, allow_slower=True, progress=False)
     check_stages(name, model)
@@ -108,7 +108,7 @@ def test_within_five_percent_of_the_bound(name, record_property):
             assert part.bottleneck_seconds <= 1.05 * bound
 
 
-@pytest.mark.parametrize("name", ["bert", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "unet"])
 def test_optimum_is_that_of_the_mixed_integer_program(name):
     entry = zoo.ZOO[name]
     part = partition_model(entry.build(), entry.inputs(), mesh={"pp": 3}, hardware="cpu", tied="shared")

@@ -89,7 +89,7 @@ def test_docstring():
     lambda bias: SketchedConv1D(16, 12, 4, bias=bias),
     lambda bias: SketchedConv1D(16, 12, 4, bias=bias, form="pivoted", start=12),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 5, 16)])
+@pytest.mark.parametrize("shape", [(16,), pytest.param((3, 16), marks=pytest.mark.slow), (2, 5, 16)])
 def test_each_form_at_each_shape(layer, bias, shape):
     model = Owner(fc=layer(bias))
     _, after, changed = one_graph(model, torch.randn(shape))
