@@ -62,6 +62,7 @@ def test_a_dry_run_ends_resumes_and_judges(tmp_path):
     assert len(records(broken)) == len(found)  # all was measured
 
 
+@pytest.mark.slow
 def test_no_time_left_ends_it(tmp_path):
     done = run(tmp_path, "--parts", "bench", minutes="0")
     assert done.returncode == 0

@@ -86,6 +86,7 @@ def test_the_model_is_left_alone(model):
     assert model[6].weight.grad is None
 
 
+@pytest.mark.slow
 def test_bfloat16(model):
     images = start()[:8].bfloat16()  # a type that a CPU is slow in
     model = model.bfloat16()

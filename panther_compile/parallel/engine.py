@@ -213,9 +213,9 @@ class ParallelEngine(nn.Module):
             BatchError: the batch is not of a size or shape that the partition was made for.
             CommunicationError: another rank did not answer.
         """
-        batch, shares = self._read(args, target, kwargs)
+        step = f"step {self._steps + 1}"
+        batch, shares = self._read(args, target, kwargs, step)
         self._steps += 1
-        step = f"step {self._steps}"
         self._shared.set_aside()
         with self._named(f"{step}, forward and backward: {self._exchanges()}", self._runner.waits_for):
             loss = self._runner.train(batch, shares)
@@ -235,7 +235,7 @@ class ParallelEngine(nn.Module):
             target: as of `step`.
             **kwargs: as of `step`.
         """
-        batch, shares = self._read(args, target, kwargs)
+        batch, shares = self._read(args, target, kwargs, "evaluate")
         with self._named("evaluate"):
             outputs = self._runner.forward(batch)
             loss = None
@@ -280,7 +280,7 @@ class ParallelEngine(nn.Module):
         return None if outputs is None else self.task.form.unflatten(outputs)
 
     def _read(
-        self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], action: str
     ) -> tuple[Batch, list[Share]]:
         if self.task.loss is None:
             raise ParallelError("there is no loss: give loss_fn to parallelize_model")
@@ -289,9 +289,9 @@ class ParallelEngine(nn.Module):
                 raise ParallelError("there is no target: give it as the last argument, or as target=")
             *args, target = args  # type: ignore[assignment]
         batch = self._read_batch(args, kwargs)
-        return batch, share_loss(
-            batch, target, self.task.count_tokens, self.devices, in_step=self.task.in_step
-        )
+        count_tokens, in_step = self.task.count_tokens, self.task.in_step
+        with self._named(f"{action}, all-reduce of the sizes of batches"):
+            return batch, share_loss(batch, target, count_tokens, self.devices, in_step=in_step)
 
     def _read_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         task = self.task

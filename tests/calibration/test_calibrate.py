@@ -15,11 +15,11 @@ from panther_compile.models.outputs import distance
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
 
 
-# Each is built like one that stays: bert, gpt2, llama, mixtral, resnet, odd_convnet.
+# Each is built like one that stays: bert, gpt2, llama, resnet, odd_convnet.
 ALIKE = (
     *("roberta", "distilbert", "mistral", "t5", "bart", "efficientnet", "clip", "swin", "segformer"),
     *("wav2vec2", "encoder_classifier", "mobilenet_v2", "nn_transformer"),
-    *("whisper", "vit", "mixer", "unet", "convnext"),
+    *("whisper", "vit", "mixer", "unet", "convnext", "mixtral"),
 )
 
 

@@ -94,7 +94,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "convolutions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("half", "encoder"))],
+    ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convolutions", "half", "encoder"))],
 )
 def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     monkeypatch.setattr(unseen, "has_few", lambda studied: False)  # no fit is made to be judged and left
@@ -257,6 +257,7 @@ def test_values_of_no_tensor_count_too():
     assert identity(cache=object()) == identity(cache=object())
 
 
+@pytest.mark.slow
 def test_identity_is_that_of_another_process():
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"

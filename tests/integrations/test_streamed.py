@@ -125,6 +125,7 @@ def test_with_data_the_same_as_in_memory(name, folder, tmp_path):
     assert not list(tmp_path.glob(".saving*"))
 
 
+@pytest.mark.slow
 def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
     source, work = folder("llama"), tmp_path / "work"
     wanted = pc.sketchify(loaded(source, llama()), 0.5, data=texts(), **OPTIONS)

@@ -65,7 +65,7 @@ def test_a_pipeline_that_waits_says_for_what(two):
             {"mesh": {"dp": 2}, "data_parallel": "ddp"},
         ),
         (
-            {0: rf"{STEP}all-gather and reduce-scatter along dp \(.*\), in all_gather.* ranks .*{NUMBER}"},
+            {0: rf"stage 0; .*step 2, all-reduce of the sizes of batches, in all_reduce .*\[0, 1\]{NUMBER}"},
             {"mesh": {"dp": 2}, "data_parallel": "fsdp"},
         ),
         (

@@ -37,7 +37,6 @@ LAYOUTS = {
 # Those that no other test trains on such a mesh.
 QUICK = [
     ("dp2-zero3", "vit", "autocast"),
-    ("dp2-zero1", "convnext", "exact"),
     ("tp2", "llama", "exact"),
     ("pp2", "whisper", "exact"),
 ]

@@ -217,7 +217,7 @@ def test_what_a_route_cannot_keep_is_refused_by_name(monkeypatch):
         partition_model(Fickle(), torch.randn(2, 4), mesh={"pp": 2}, hardware="cpu")
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), (4, {"dp": 2, "pp": 2})])
+@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), pytest.param(4, {"dp": 2, "pp": 2}, marks=SLOW)])
 def test_units_are_sharded_one_by_one(ranks, count, mesh):
     ranks(count).run(sharding_jobs.units_of, mesh=mesh)
 
@@ -258,6 +258,7 @@ def test_the_plan_is_executed(ranks):
     ranks(2).run(sharding_jobs.recompute_of_the_plan)
 
 
+@SLOW
 def test_selective_checkpointing_keeps_the_bottleneck(ranks):
     ranks(2).run(sharding_jobs.sketches)
 

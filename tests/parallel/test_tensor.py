@@ -124,7 +124,7 @@ def test_four_ranks(four, name, sequence):
     assert not sequence or all(prod(here) * 4 == prod(whole) for whole, here in seen.norms)
 
 
-@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("data_parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_replicas_of_shards(four, data_parallel):
     four.run(tensor_jobs.check_replicas, data_parallel=data_parallel)
 
