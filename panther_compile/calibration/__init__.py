@@ -9,6 +9,7 @@ narrow        what two such layers keep of the features between them
 shared_input  layers that are given one tensor, and one input factor for all of them
 shared_parts  parts of one module, as the experts of a mixture, and one factor for all of them
 lockstep      dense and sketched model side by side, layer by layer
+repeated      what reaches layers that one forward calls several times
 branch_fit    low-rank branches fitted to what layers lack, layer by layer
 branch_sums   one branch from sums over rows
 layer_fit     one layer from what reached it: the callback of the lockstep

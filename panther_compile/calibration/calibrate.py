@@ -22,6 +22,7 @@ from panther_compile.calibration.held_out import (
 from panther_compile.calibration.inputs import LEAST
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, check_batches, study_layers
@@ -85,7 +86,7 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
-    check_batches(watch(model, targets), targets, calls, 0)
+    repeated = check_batches(watch(model, targets), targets, calls, 0)
     calls = divided(watch(model, {}).model, calls, LEAST)
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
@@ -94,7 +95,18 @@ def study_model(
 
     def studied_with(study: Study) -> Studied:
         return Studied(
-            model, found, route, calls, masks, targets, left_alone, residuals, study, folder, cached
+            model,
+            found,
+            route,
+            calls,
+            masks,
+            targets,
+            left_alone,
+            residuals,
+            study,
+            folder,
+            cached,
+            repeated=repeated,
         )
 
     if study is None:
@@ -179,7 +191,9 @@ def fit_plan(
         folder: where fitted layers are kept, or None.
     """
     chosen = chosen_targets(plan, studied.targets)
-    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder)
+    side = watch(studied.model, chosen)
+    repeated = see_repeated(side, chosen, studied.repeated, calls, studied.masks)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated)
     sketched = watch(studied.model, chosen)
     fit_in_lockstep(
         watch(studied.model, chosen),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.repeated import Repeated, see_repeated
 from panther_compile.calibration.residuals import Residuals
 from panther_compile.calibration.resume import Folder
 from panther_compile.calibration.shared_input import own_of_stack
@@ -46,6 +47,7 @@ class Studied:
         folder: where the work is kept as it is done, or None.
         cached: what the model keeps of a token, where that is the objective.
         made_up: the same of inputs that were made up, in whose favour few data may be left out.
+        repeated: names of the targets that one forward calls several times.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Studied:
     folder: Folder | None
     cached: tuple[Cached, ...] = ()
     made_up: "Studied | None" = None
+    repeated: frozenset[str] = frozenset()
 
     @property
     def held_out(self) -> Sequence[tuple[Call, Tensor | None]]:
@@ -101,7 +104,8 @@ class HeldOut:
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
         studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
-        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config)
+        repeated = Repeated(arrivals=self._kernels) if self._kernels else None
+        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config, repeated=repeated)
         return Trial(fit, studied.study)
 
     def cut(self, plan: SketchPlan) -> Side:
@@ -127,6 +131,14 @@ class HeldOut:
                 distance(wanted, call.run(side.model), kept, logits=self._config.logits)
                 for (call, kept), wanted in zip(self._batches, self._wanted, strict=True)
             ]
+
+    @cached_property
+    def _kernels(self) -> dict[str, list[Arrival]]:
+        """What reaches kernels that one forward calls several times, of which the study keeps no factors."""
+        studied = self._studied
+        names = [name for name in studied.repeated if not studied.targets[name].view.is_matrix]
+        side, calls = watch(studied.model, studied.targets), studied.learnt[:TRIAL]
+        return see_repeated(side, studied.targets, names, calls, studied.masks).arrivals
 
     @cached_property
     def _wanted(self) -> Sequence[Any]:

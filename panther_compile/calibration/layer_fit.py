@@ -12,6 +12,7 @@ from panther_compile.calibration.narrow import (
     fit_writer,
     narrow_rows,
 )
+from panther_compile.calibration.repeated import Repeated
 from panther_compile.calibration.resume import FittedLayer, Folder
 from panther_compile.calibration.shared_input import cut_shared, fit_shared
 from panther_compile.calibration.study import Study
@@ -42,6 +43,7 @@ class LayerFit:
         masks: of each batch, see `batches.kept_positions`.
         config: the options.
         folder: where fitted layers are kept, and taken from if they are there; None keeps none.
+        repeated: what reaches layers that one forward calls several times; the first call alone unless given.
 
     Attributes:
         choices: of the plan, by name.
@@ -56,8 +58,10 @@ class LayerFit:
         masks: Sequence[Tensor | None],
         config: SketchConfig,
         folder: Folder | None = None,
+        repeated: Repeated | None = None,
     ) -> None:
         self.targets, self._plan, self._study = targets, plan, study
+        self._repeated = repeated or Repeated()
         self.choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
         self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
@@ -93,7 +97,7 @@ class LayerFit:
     def _fit(self, name: str, arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:
         target, choice = self.targets[name], self.choices[name]
         is_reader = bool(choice.link) and name == choice.link[-1]
-        arrivals = list(_finite(arrivals, drop=is_reader))
+        arrivals = self._repeated.arrivals.get(name) or list(_finite(arrivals, drop=is_reader))
         gradient = self._study.weights.get(name)
         weight = None if gradient is None else gradient.double()
         view = target.view
@@ -146,6 +150,8 @@ class LayerFit:
         self, target: Target, coupling: Coupling, basis: Tensor, count: int, arrivals: Sequence[Arrival]
     ) -> MomentSums | None:
         """Sums over all features in the dense model and of the kept ones in the sketched one."""
+        if target.name in self._repeated.sums:
+            return None
         added = all(_is_added(arrival) for arrival in arrivals)
         sums: MomentSums | None = None
         for arrival in arrivals:
@@ -221,6 +227,8 @@ class LayerFit:
 
     def _moments(self, target: Target, arrivals: Sequence[Arrival]) -> Moments:
         centred = target.view.has_mean
+        if target.name in self._repeated.sums:
+            return self._repeated.sums[target.name].moments(centred=centred, ridge=self._study.ridge)
         added = target.view.is_linear and all(_is_added(arrival) for arrival in arrivals)
         if (
             not added

@@ -117,7 +117,7 @@ def fit_in_lockstep(
         sketched: another copy, watched at the same layers.
         calls: the data.
         fit: makes a layer from what reached it. A layer that is called several times in one forward is
-            fitted on the first call.
+            made at the first call, see `repeated`.
         residuals: see `residuals.find_residuals`.
         progress: whether to show a bar.
 

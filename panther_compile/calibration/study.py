@@ -206,7 +206,9 @@ def _study_layer(
         _study_reader(study, coupling, weight, moments, gradient)
 
 
-def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call], first: int) -> None:
+def check_batches(
+    side: Side, targets: Mapping[str, Target], calls: Sequence[Call], first: int
+) -> frozenset[str]:
     """Run the dense model over batches that are not learnt from.
 
     Args:
@@ -215,13 +217,24 @@ def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Cal
         calls: the data.
         first: the place of the first one that is checked.
 
+    Returns:
+        The names of the layers that one of the batches calls more than once.
+
     Raises:
         DataError: the model raises on one, or NaN or Inf reaches a layer.
     """
+    repeated: set[str] = set()
     for place in range(first, len(calls)):
-        kept = kept_positions(side.model, calls[place])
+        kept, called = kept_positions(side.model, calls[place]), set[str]()
 
-        def see(name: str, x: Tensor, kept: Tensor | None = kept, place: int = place) -> None:
+        def see(
+            name: str,
+            x: Tensor,
+            kept: Tensor | None = kept,
+            place: int = place,
+            called: set[str] = called,
+        ) -> None:
+            (repeated if name in called else called).add(name)
             check_rows(targets[name].rows(x, kept), name, place)
 
         for name in targets:
@@ -230,6 +243,7 @@ def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Cal
             run_dense(side.model, calls[place], place)
     for name in targets:
         side.watched[name].on_input = None
+    return frozenset(repeated)
 
 
 def _study_stacks(

@@ -1,0 +1,73 @@
+"""Layers that one forward calls several times: recurrent weights, layers that blocks or levels share.
+
+The lockstep pauses at a layer's first call, which may be like no other: the state that an LSTM begins with
+is zero. So these are fitted to all their calls in the dense model, x = z. What reaches them in the sketched
+model depends on themselves, and is not known before they are there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from panther_compile.factorization.moments import MomentSums
+from panther_compile.kinds.targets import Target
+from panther_compile.models.batches import Call, run_dense
+from panther_compile.models.watched import Arrival, Side
+
+MAX_BYTES = 1 << 30  # of the inputs of kernels; the first ones tell enough
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What reaches such layers in all their calls, by name.
+
+    Attributes:
+        sums: second moments of the inputs of matrices.
+        arrivals: inputs of kernels.
+    """
+
+    sums: dict[str, MomentSums] = field(default_factory=dict)
+    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
+
+
+def see_repeated(
+    side: Side,
+    targets: Mapping[str, Target],
+    names: Iterable[str],
+    calls: Sequence[Call],
+    masks: Sequence[Tensor | None],
+) -> Repeated:
+    """Run the dense model over the data, unless there are no such layers.
+
+    Args:
+        side: a copy of it that watches the targets.
+        targets: by name.
+        names: of the layers that are called several times; others than the targets do not count.
+        calls: the data.
+        masks: of each batch, see `batches.kept_positions`.
+    """
+    found, held = Repeated(), 0
+    watched = [side.watched[name] for name in names if name in targets]
+    for place, call in enumerate(calls) if watched else ():
+
+        def see(name: str, x: Tensor, place: int = place) -> None:
+            nonlocal held
+            if not targets[name].view.is_matrix:
+                if held <= MAX_BYTES:
+                    held += x.nbytes
+                    found.arrivals.setdefault(name, []).append(Arrival(place, x, x))
+                return
+            rows = targets[name].rows(x, masks[place])
+            if len(rows):
+                sums = found.sums.setdefault(name, MomentSums(rows.shape[1], rows.device))
+                sums.add(rows, rows)
+
+        for one in watched:
+            one.on_input = see
+        with torch.no_grad():
+            run_dense(side.model, call, place)
+    for one in watched:
+        one.on_input = None
+    return found
