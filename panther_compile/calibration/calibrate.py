@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 
 import torch
@@ -114,7 +115,7 @@ def study_model(
         writers = {name for one in cached for name in one.names}
         couplings = [one for one in couplings if writers.isdisjoint(one.names)]
 
-        def study_with(ridge: float) -> Study:
+        def study_with(ridge: float, like: Study | None = None) -> Study:
             return study_layers(
                 watch(model, targets),
                 targets,
@@ -126,12 +127,13 @@ def study_model(
                 ridge=ridge,
                 stacks=[one.names for one in cached if len(one.names) > 1],
                 shelf=shelf,
+                like=like,
             )
 
         # Inputs show the moments of those in training no nearer than what batch norms know of them.
         study = study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
         if doubted:
-            study = best_study(studied_with(study), config, study_with)
+            study = best_study(studied_with(study), config, partial(study_with, like=study))
         if folder is not None:
             folder.keep_study(study)
     return studied_with(study)

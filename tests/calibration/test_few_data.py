@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import calibrate, few_data
+from panther_compile.calibration import calibrate, few_data, study
 from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.factorization.moments import RIDGE
@@ -62,6 +62,29 @@ def test_the_report_says_that_data_were_too_few():
     assert report.allocation == "weights alone"
     assert report.tried["weights alone"] < min(v for name, v in report.tried.items() if "alone" not in name)
     assert all("data too few" in row.note for row in report.sketched)
+
+
+def test_gradients_are_taken_once_whatever_ridges_are_tried(monkeypatch):
+    model, shape = made("mlp")
+    taken, studies = [], []
+
+    def gradients(*args, **kwargs):
+        taken.append(0)
+        return output_gradients(*args, **kwargs)
+
+    def best(studied, config, study_with):
+        studies.extend((studied.study, study_with(0.5)))
+        return best_study(studied, config, study_with)
+
+    output_gradients, best_study = study.output_gradients, calibrate.best_study
+    monkeypatch.setattr(study, "output_gradients", gradients)
+    monkeypatch.setattr(calibrate, "best_study", best)
+    pc.sketchify(model, 0.4, data=[torch.randn(1, *shape) for _ in range(6)], **OPTIONS)
+    first, other = studies
+    assert len(taken) == 1
+    assert other.ridge == 0.5
+    assert first.weights.keys() == other.weights.keys() != set()
+    assert not torch.equal(first.values["0"], other.values["0"])
 
 
 class Normed(nn.Module):
