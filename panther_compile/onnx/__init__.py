@@ -7,6 +7,8 @@ sites       what can be sketched in a graph, and why the rest is left alone
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them
 fit         weights fitted to data
+damage      what cutting each weight does to the outputs
+rewrite     sketched layers in place of weights
 lowering    sketched layers as nodes
 int8        products of a file in int8
 pair_range  weights in int8 that no CPU overflows on

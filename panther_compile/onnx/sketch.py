@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -15,8 +16,7 @@ from panther_compile.calibration.inputs import LARGEST, SMALLEST
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
-from panther_compile.kinds.parts import sketch_site
-from panther_compile.layers.base import SketchedLayer
+from panther_compile.onnx.damage import Damages
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
@@ -27,13 +27,14 @@ from panther_compile.onnx.int8 import (
     int8_model,
     warn_if_destroyed_by_int8,
 )
-from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
+from panther_compile.onnx.lowering import GraphWriter, shift_bias
 from panther_compile.onnx.made_up import JUDGED, made_up_images
+from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
-from panther_compile.planning.plan import hides_progress, make_plan
-from panther_compile.records import NEVER_REACHED, Choice, Closeness, Fitted, SketchPlan, SketchRecord
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.planning.plan import make_plan
+from panther_compile.planning.ways import Allocation
+from panther_compile.records import NEVER_REACHED, Closeness, Fitted, SketchPlan, SketchRecord
 from panther_compile.storage import checked_path
 
 
@@ -54,6 +55,7 @@ class OnnxSketchOptions(TypedDict, total=False):
 
 
 _GRAPH = "ONNX graph"
+_WORTH = 0.9  # of the distance, below which another plan is taken
 MADE_UP, FITTED_TO = "made-up images", "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
@@ -217,15 +219,17 @@ def sketch_onnx(
     feeds: Sequence[Feed] = ()
     images = _made_up(model, sites, config, target.parent) if data is None else None
     if images is not None:
-        plan, fitted, _ = _fit_to_data(model, sites, config, images[:-JUDGED], target.parent, False, form)
+        fit_to = partial(_fit_to_data, model, sites, config, images[:-JUDGED], target.parent)
+        plan, fitted, _ = fit_to(False, form, measured=False)
         feeds = images[-JUDGED:]
     elif data is not None and not plan.sketched:  # int8 alone
         feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
-        plan, fitted, feeds = _fit_to_data(model, sites, config, data, target.parent, sequential, form)
+        fit_to = partial(_fit_to_data, model, sites, config, data, target.parent)
+        plan, fitted, feeds = fit_to(sequential, form, measured=True)
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
     note = NEVER_REACHED if feeds else ""
-    others = _rewrite(model, sites, rest, config, FittedWeights())
+    others = rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
 
@@ -282,6 +286,8 @@ def _fit_to_data(
     folder: Path,
     sequential: bool,
     form: Callable[[SketchPlan], SketchPlan],
+    *,
+    measured: bool,
 ) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
     """Plan by what data show, and replace the weights that they reach; gives the batches too."""
     weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
@@ -289,8 +295,11 @@ def _fit_to_data(
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
     values, energies = weights.spectra(runs), weights.energies(runs)
-    # No results on held-out data tell here whether the budget is better spent on some layers whole.
-    plan = form(make_plan(sites.found, config, _GRAPH, values=values, energies=energies, whole=False))
+    plan_by = partial(make_plan, sites.found, route=_GRAPH, values=values, energies=energies)
+    plan = plan_by(config, whole=False)
+    if measured:
+        plan = _closest(plan, plan_by, Damages(model, config, weights, runs, folder), config)
+    plan = form(plan)
     choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}
@@ -298,7 +307,7 @@ def _fit_to_data(
         if fitted:
             runs = replace(runs, sketched=ObservedModel(model, weights.values(step), folder))
         found = weights.fit({name: choices[name] for name in step}, runs)
-        fitted |= _rewrite(model, sites, {name: choices[name] for name in found.ready}, config, found)
+        fitted |= rewrite(model, sites, {name: choices[name] for name in found.ready}, config, found)
     if fitted and ends:
         runs, writer = replace(runs, sketched=ObservedModel(model, outputs, folder)), GraphWriter(model)
         for end, missing in missing_means(ends, runs):
@@ -306,26 +315,21 @@ def _fit_to_data(
     return plan, fitted, runs.feeds
 
 
-def _rewrite(
-    model: ir.Model,
-    sites: OnnxFound,
-    choices: Mapping[str, Choice],
-    config: SketchConfig,
-    weights: FittedWeights,
-) -> dict[str, Fitted]:
-    """Replace every weight that is chosen to be sketched; gives the record of each."""
-    writer = GraphWriter(model)
-    fitted: dict[str, Fitted] = {}
-    sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
-    with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
-        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config), leave=False):
-            made = sketch_site(site, owner, choices, config, weights.ready)
-            assert made is not None
-            layer, record = made
-            assert isinstance(layer, SketchedLayer)
-            lower(sites.weights[site.name], layer, writer)
-            if site.name in weights.shifts:
-                for use in sites.weights[site.name].uses:
-                    shift_bias(use, weights.shifts[site.name], writer)
-            fitted |= record
-    return fitted
+def _closest(
+    plain: SketchPlan, plan_by: Callable[..., SketchPlan], damages: Damages, config: SketchConfig
+) -> SketchPlan:
+    """The plain plan, or that by what cutting each weight does, if outputs are a tenth closer with it."""
+    if _keeps_all(config) or not plain.sketched:
+        return plain
+    half = plan_by(
+        replace(config, ratio=0.5, allow_slower=True), allocation=Allocation("uniform"), whole=False
+    )
+    found = damages.by_weight(half)
+    if found is None:
+        return plain
+    other = plan_by(config, allocation=Allocation("sensitivity", found))
+    if not {line.name for line in (*other.sketched, *other.whole)} <= set(found):
+        return plain
+    tried = {"energy": damages.of_plan(plain), "sensitivity": damages.of_plan(other)}
+    closer = tried["sensitivity"] < _WORTH * tried["energy"]
+    return replace(other if closer else plain, allocation=list(tried)[closer], tried=tried)

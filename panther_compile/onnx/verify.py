@@ -131,6 +131,15 @@ def _runs(
         yield _first_that_runs(dense, what)
 
 
+def output_pairs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[Pair]:
+    """Of two runs on the same inputs the outputs that are floating arrays."""
+    return [
+        _pair(name, mine, found[name])
+        for name, mine in wanted.items()
+        if isinstance(mine, np.ndarray) and np.issubdtype(mine.dtype, np.floating)
+    ]
+
+
 def _pair(name: str, wanted: Any, found: Any) -> Pair:
     """Two outputs to be compared: logits, chances as their logarithms, or other numbers."""
     target, guess = (torch.from_numpy(one.astype(np.float32)) for one in (wanted, found))

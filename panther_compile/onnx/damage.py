@@ -1,0 +1,102 @@
+"""What cutting each weight does to the outputs of a file, measured, as a file has no gradients.
+
+Each weight alone is cut to half its numbers, fitted to a few batches, and the outputs on others are held
+against those of the dense file: their divergence where they are chances or logits, else the square of their
+relative error. Over the energy that the cut loses this is the damage of losing the weight altogether, by
+which a budget is divided (`Allocation`). Errors of several weights add up, nearly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from panther_compile.calibration.closeness import OutputSums
+from panther_compile.config import SketchConfig
+from panther_compile.onnx.data import Feed, ObservedModel
+from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit
+from panther_compile.onnx.rewrite import rewrite
+from panther_compile.onnx.sites import find_onnx_sites
+from panther_compile.onnx.verify import kept_in, output_pairs
+from panther_compile.planning.plan import hides_progress
+from panther_compile.records import SketchPlan
+from panther_compile.reporting.progress import ProgressBar
+
+MAX_BYTES = 8 << 30  # of files written to measure; larger models go without
+TRIAL, JUDGED = 4, 2  # batches that weights are fitted to, and judged by
+_LEAST_LOST = 1e-9
+
+
+class Damages:
+    """Cuts weights of a model, alone or by a plan, and tells how far the outputs are then.
+
+    Args:
+        model: as it was read; is not changed.
+        config: the options.
+        weights: of the model.
+        runs: the data.
+        folder: where copies of the model are written for a moment.
+    """
+
+    def __init__(
+        self, model: ir.Model, config: SketchConfig, weights: WeightFit, runs: Runs, folder: Path
+    ) -> None:
+        self._model, self._config, self._weights, self._folder = model, config, weights, folder
+        held = max(1, min(JUDGED, len(runs.feeds) // 5))
+        self._fit = replace(runs, feeds=runs.feeds[:-held][:TRIAL] or runs.feeds)
+        self._judged: Sequence[Feed] = runs.feeds[-held:]
+        self._wanted = self._outputs(model)
+
+    def by_weight(self, plan: SketchPlan) -> dict[str, float] | None:
+        """The damage of losing each weight of a plan; None where that is not known of one, or takes too long.
+
+        Args:
+            plan: that cuts each weight to half its numbers.
+        """
+        lines = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        if len(lines) * _size(self._model) > MAX_BYTES or not set(lines) <= set(self._weights.names):
+            return None
+        fitted = self._weights.fit(lines, self._fit)
+        if set(fitted.ready) != set(lines):
+            return None
+        found: dict[str, float] = {}
+        hidden = hides_progress(self._config)
+        for name, choice in ProgressBar(lines.items(), desc="damage", disable=hidden, leave=False):
+            if choice.error is None:
+                return None
+            lost = max(choice.error**2, _LEAST_LOST)
+            found[name] = self._distance([name], {name: choice}, fitted) / lost
+        return found
+
+    def of_plan(self, plan: SketchPlan) -> float:
+        """How far the outputs are with the weights of a plan."""
+        lines = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        known = {name: choice for name, choice in lines.items() if name in set(self._weights.names)}
+        fitted = self._weights.fit(known, self._fit)
+        return self._distance(list(fitted.ready), known, fitted)
+
+    def _distance(self, names: Sequence[str], choices: Mapping[str, Any], fitted: FittedWeights) -> float:
+        model = self._model.clone()
+        ready = {name: fitted.ready[name] for name in names}
+        shifts = {name: shift for name, shift in fitted.shifts.items() if name in ready}
+        chosen = {name: choices[name] for name in names}
+        quiet = replace(self._config, progress=False)
+        rewrite(model, find_onnx_sites(model, quiet), chosen, quiet, FittedWeights(ready, shifts))
+        sums = OutputSums()
+        for feed, wanted, found in zip(self._judged, self._wanted, self._outputs(model), strict=True):
+            sums.see(output_pairs(wanted, found), kept_in(feed))
+        close = sums.closeness("")
+        return close.distance if close.kind == "KL" else close.distance**2
+
+    def _outputs(self, model: ir.Model) -> list[dict[str, Any]]:
+        observed = ObservedModel(model, (), self._folder)
+        return list(observed.run(self._judged, observed.outputs))
+
+
+def _size(model: ir.Model) -> int:
+    """Bytes of the tensors of a graph, initializers and constants."""
+    stored = [value.const_value for value in model.graph.initializers.values()]
+    made = [value.const_value for node in model.graph for value in node.outputs]
+    return sum(one.nbytes for one in (*stored, *made) if one is not None)
