@@ -168,6 +168,7 @@ def sketch_onnx(
             name to array, or a tuple of arrays in the order of the inputs. A few hundred samples of what the
             model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
             runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
+            The budget goes by what cutting each weight alone does to the outputs, which is measured.
             Without data a model of images alone is fitted to images that are made up, if 0.5 to 500 million
             numbers are to be sketched, unless `synthetic=False`.
         sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
