@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
+from accuracy_models.edits import edits
 from accuracy_models.efficientnet import folder_of
 from accuracy_models.written import lines, pages
 from accuracy_report import Result, Store
@@ -76,16 +77,6 @@ def texts(chances: np.ndarray, path: Path) -> list[str]:
         "".join(letters[one] for place, one in enumerate(row) if place == 0 or row[place - 1] != one)
         for row in chances.argmax(-1)
     ]
-
-
-def edits(one: str, other: str) -> int:
-    """Levenshtein's distance."""
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row = row, [i]
-        for j, wanted in enumerate(other, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted)))
-    return row[-1]
 
 
 def judge_text(given: np.ndarray, wanted: np.ndarray, path: Path) -> dict[str, float]:

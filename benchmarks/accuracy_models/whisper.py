@@ -22,6 +22,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from accuracy_models.edits import edits
 from accuracy_models.efficientnet import folder_of
 from accuracy_models.spoken import RATE, sentences, speak, variants
 from accuracy_models.subject import Subject
@@ -171,16 +172,8 @@ def batches(features: Tensor, tokens: list[Tensor]) -> list[dict[str, Tensor]]:
 
 def _words_wrong(found: list[str], wanted: list[str]) -> float:
     """The word error rate."""
-    wrong = total = 0
-    for one, other in zip(found, wanted, strict=True):
-        here, there = one.split(), other.split()
-        row = list(range(len(there) + 1))
-        for i, word in enumerate(here, 1):
-            above, row = row, [i]
-            for j, right in enumerate(there, 1):
-                row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (word != right)))
-        wrong, total = wrong + row[-1], total + len(there)
-    return wrong / total
+    pairs = [(one.split(), other.split()) for one, other in zip(found, wanted, strict=True)]
+    return sum(edits(*pair) for pair in pairs) / sum(len(words) for _, words in pairs)
 
 
 def whisper(cache: Path, quick: bool) -> Subject:

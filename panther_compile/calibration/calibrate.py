@@ -193,8 +193,7 @@ def fit_plan(
         folder: where fitted layers are kept, or None.
     """
     chosen = chosen_targets(plan, studied.targets)
-    side = watch(studied.model, chosen)
-    repeated = see_repeated(side, chosen, studied.repeated, calls, studied.masks)
+    repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated)
     sketched = watch(studied.model, chosen)
     fit_in_lockstep(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Fitted, SketchPlan
 
+Batch = TypeVar("Batch")
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
 TRIAL = 8  # batches at most on which an allocation is fitted to be tried
 
@@ -104,7 +105,7 @@ class HeldOut:
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
         studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
-        repeated = Repeated(arrivals=self._kernels) if self._kernels else None
+        repeated = Repeated(arrivals=self._kernels)
         fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config, repeated=repeated)
         return Trial(fit, studied.study)
 
@@ -134,11 +135,12 @@ class HeldOut:
 
     @cached_property
     def _kernels(self) -> dict[str, list[Arrival]]:
-        """What reaches kernels that one forward calls several times, of which the study keeps no factors."""
+        """What reaches kernels that one forward calls several times: the study has no factors to cut."""
         studied = self._studied
         names = [name for name in studied.repeated if not studied.targets[name].view.is_matrix]
-        side, calls = watch(studied.model, studied.targets), studied.learnt[:TRIAL]
-        return see_repeated(side, studied.targets, names, calls, studied.masks).arrivals
+        return see_repeated(
+            studied.model, studied.targets, names, studied.learnt[:TRIAL], studied.masks
+        ).arrivals
 
     @cached_property
     def _wanted(self) -> Sequence[Any]:
@@ -180,7 +182,7 @@ def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:
         side.watched[name].layer = layer
 
 
-def learnt_of(calls: Sequence[Call]) -> Sequence[Call]:
+def learnt_of(calls: Sequence[Batch]) -> Sequence[Batch]:
     """The batches that are learnt from: four in five, and all but one of fewer."""
     return calls[: len(calls) - max(int(_HELD_OUT * len(calls)), min(1, len(calls) - 1))]
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther_compile.factorization.moments import MomentSums
-from panther_compile.kinds.targets import Target
+from panther_compile.kinds.targets import Target, watch
 from panther_compile.models.batches import Call, run_dense
-from panther_compile.models.watched import Arrival, Side
+from panther_compile.models.watched import Arrival
 
 MAX_BYTES = 1 << 30  # of the inputs of kernels; the first ones tell enough
 
@@ -33,7 +33,7 @@ class Repeated:
 
 
 def see_repeated(
-    side: Side,
+    model: nn.Module,
     targets: Mapping[str, Target],
     names: Iterable[str],
     calls: Sequence[Call],
@@ -42,15 +42,18 @@ def see_repeated(
     """Run the dense model over the data, unless there are no such layers.
 
     Args:
-        side: a copy of it that watches the targets.
+        model: the dense model; is not changed.
         targets: by name.
         names: of the layers that are called several times; others than the targets do not count.
         calls: the data.
         masks: of each batch, see `batches.kept_positions`.
     """
     found, held = Repeated(), 0
-    watched = [side.watched[name] for name in names if name in targets]
-    for place, call in enumerate(calls) if watched else ():
+    repeated = {name: targets[name] for name in names if name in targets}
+    if not repeated:
+        return found
+    side = watch(model, repeated)
+    for place, call in enumerate(calls):
 
         def see(name: str, x: Tensor, place: int = place) -> None:
             nonlocal held
@@ -64,10 +67,8 @@ def see_repeated(
                 sums = found.sums.setdefault(name, MomentSums(rows.shape[1], rows.device))
                 sums.add(rows, rows)
 
-        for one in watched:
+        for one in side.watched.values():
             one.on_input = see
         with torch.no_grad():
             run_dense(side.model, call, place)
-    for one in watched:
-        one.on_input = None
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from panther_compile.calibration.closeness import OutputSums
+from panther_compile.calibration.held_out import learnt_of
 from panther_compile.config import SketchConfig
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit
@@ -21,7 +22,7 @@ from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import find_onnx_sites
 from panther_compile.onnx.verify import kept_in, output_pairs
 from panther_compile.planning.plan import hides_progress
-from panther_compile.records import SketchPlan
+from panther_compile.records import Choice, SketchPlan
 from panther_compile.reporting.progress import ProgressBar
 
 MAX_BYTES = 8 << 30  # of files written to measure; larger models go without
@@ -44,9 +45,9 @@ class Damages:
         self, model: ir.Model, config: SketchConfig, weights: WeightFit, runs: Runs, folder: Path
     ) -> None:
         self._model, self._config, self._weights, self._folder = model, config, weights, folder
-        held = max(1, min(JUDGED, len(runs.feeds) // 5))
-        self._fit = replace(runs, feeds=runs.feeds[:-held][:TRIAL] or runs.feeds)
-        self._judged: Sequence[Feed] = runs.feeds[-held:]
+        learnt = learnt_of(runs.feeds)
+        self._fit = replace(runs, feeds=learnt[:TRIAL])
+        self._judged: Sequence[Feed] = (runs.feeds[len(learnt) :] or runs.feeds)[-JUDGED:]
         self._wanted = self._outputs(model)
 
     def by_weight(self, plan: SketchPlan) -> dict[str, float] | None:
@@ -67,23 +68,20 @@ class Damages:
             if choice.error is None:
                 return None
             lost = max(choice.error**2, _LEAST_LOST)
-            found[name] = self._distance([name], {name: choice}, fitted) / lost
+            found[name] = self._distance({name: choice}, fitted) / lost
         return found
 
     def of_plan(self, plan: SketchPlan) -> float:
         """How far the outputs are with the weights of a plan."""
+        known = set(self._weights.names)
         lines = {line.name: line.choice for line in plan.sketched if line.choice is not None}
-        known = {name: choice for name, choice in lines.items() if name in set(self._weights.names)}
-        fitted = self._weights.fit(known, self._fit)
-        return self._distance(list(fitted.ready), known, fitted)
+        fitted = self._weights.fit({name: lines[name] for name in lines if name in known}, self._fit)
+        return self._distance({name: lines[name] for name in fitted.ready}, fitted)
 
-    def _distance(self, names: Sequence[str], choices: Mapping[str, Any], fitted: FittedWeights) -> float:
-        model = self._model.clone()
-        ready = {name: fitted.ready[name] for name in names}
-        shifts = {name: shift for name, shift in fitted.shifts.items() if name in ready}
-        chosen = {name: choices[name] for name in names}
-        quiet = replace(self._config, progress=False)
-        rewrite(model, find_onnx_sites(model, quiet), chosen, quiet, FittedWeights(ready, shifts))
+    def _distance(self, choices: Mapping[str, Choice], fitted: FittedWeights) -> float:
+        """How far the outputs are with these weights alone in place."""
+        model, quiet = self._model.clone(), replace(self._config, progress=False)
+        rewrite(model, find_onnx_sites(model, quiet), choices, quiet, fitted)
         sums = OutputSums()
         for feed, wanted, found in zip(self._judged, self._wanted, self._outputs(model), strict=True):
             sums.see(output_pairs(wanted, found), kept_in(feed))

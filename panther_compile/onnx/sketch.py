@@ -220,14 +220,16 @@ def sketch_onnx(
     feeds: Sequence[Feed] = ()
     images = _made_up(model, sites, config, target.parent) if data is None else None
     if images is not None:
-        fit_to = partial(_fit_to_data, model, sites, config, images[:-JUDGED], target.parent)
-        plan, fitted, _ = fit_to(False, form, measured=False)
+        plan, fitted, _ = _fit_to_data(
+            model, sites, config, images[:-JUDGED], target.parent, False, form, measured=False
+        )
         feeds = images[-JUDGED:]
     elif data is not None and not plan.sketched:  # int8 alone
         feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
-        fit_to = partial(_fit_to_data, model, sites, config, data, target.parent)
-        plan, fitted, feeds = fit_to(sequential, form, measured=True)
+        plan, fitted, feeds = _fit_to_data(
+            model, sites, config, data, target.parent, sequential, form, measured=True
+        )
     rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
     note = NEVER_REACHED if feeds else ""
     others = rewrite(model, sites, rest, config, FittedWeights())

@@ -105,18 +105,13 @@ def compare_files(
             raise OnnxMismatchError(
                 f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {first_line(error)}"
             ) from error
-        arrays = [
-            (name, mine, other)
-            for name, mine, other in zip(names, wanted, found, strict=True)
-            if isinstance(mine, np.ndarray) and isinstance(other, np.ndarray)
-        ]
         errors = {
             name: _relative_error(f"output {name!r} for inputs {shapes}", other, mine)
-            for name, mine, other in arrays
+            for name, mine, other in zip(names, wanted, found, strict=True)
+            if isinstance(mine, np.ndarray) and isinstance(other, np.ndarray)
         }
-        results.see(
-            [_pair(*one) for one in arrays if np.issubdtype(one[1].dtype, np.floating)], kept_in(feed)
-        )
+        both = (dict(zip(names, outputs, strict=True)) for outputs in (wanted, found))
+        results.see(output_pairs(*both), kept_in(feed))
     inputs = f"{min(len(feeds), MOST_CALLS)} batches of {what}" if feeds else "random inputs"
     return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
 
@@ -132,11 +127,13 @@ def _runs(
 
 
 def output_pairs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[Pair]:
-    """Of two runs on the same inputs the outputs that are floating arrays."""
+    """The floating outputs, by name, of two runs on the same inputs, paired to be compared."""
     return [
         _pair(name, mine, found[name])
         for name, mine in wanted.items()
-        if isinstance(mine, np.ndarray) and np.issubdtype(mine.dtype, np.floating)
+        if isinstance(mine, np.ndarray)
+        and isinstance(found[name], np.ndarray)
+        and np.issubdtype(mine.dtype, np.floating)
     ]
 
 
