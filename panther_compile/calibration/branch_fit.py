@@ -8,7 +8,8 @@ in the other, whose branches before it are fitted already, the branch D of rank 
 
 f being the layer without its branch, G what errors at its output do to the result, s and s' what the output
 is added to, if anything, and c a bias, if the branch has one: moments are then taken about the means. What
-is chance of that is left out, see `branch_sums.py`.
+is chance of that is left out, see `branch_sums.py`. Layers that one forward calls several times are fitted to
+all their calls in the dense model, x = z, see `repeated.py`.
 
 Few data fit such branches too closely, so all of them are multiplied by the one share that brings the results
 of batches that were not fitted to closest.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from panther_compile.calibration.branch_sums import Branch, BranchSums
 from panther_compile.calibration.held_out import learnt_of
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.repeated import every_call
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.config import SketchConfig
@@ -77,13 +79,14 @@ def fit_branches(
     logits = SketchConfig(output=recognize_output(dense, learnt).output).logits
     weights = gradients_of(dense, twins, learnt, logits=logits, progress=progress)
     masks = [kept_positions(model, call) for call in learnt]
+    repeated = every_call(_watched(dense, twins), learnt)
     fitted: dict[str, Branch] = {}
 
     def fit(name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         layer = branched.watched[name].layer
         gradient = weight_of_errors(weights[name])[0] if name in weights else None
         lacking = BranchSums(centred)
-        for arrival in arrivals:
+        for arrival in repeated.get(name, arrivals):
             missing = _missing(twins[name], layer, arrival)
             check_rows(missing, name, arrival.batch)
             lacking.add(*(kept_rows(one, masks[arrival.batch]) for one in (missing, arrival.z)))

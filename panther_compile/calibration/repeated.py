@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.kinds.targets import Target, watch
 from panther_compile.models.batches import Call, run_dense
-from panther_compile.models.watched import Arrival
+from panther_compile.models.watched import Arrival, Side
 
 MAX_BYTES = 1 << 30  # of the inputs of kernels; the first ones tell enough
 
@@ -72,3 +72,48 @@ def see_repeated(
         with torch.no_grad():
             run_dense(side.model, call, place)
     return found
+
+
+def every_call(side: Side, calls: Sequence[Call]) -> dict[str, list[Arrival]]:
+    """What reaches the watched layers that a batch calls several times, up to `MAX_BYTES`, by name.
+
+    Args:
+        side: a copy of the dense model; watches nothing afterwards.
+        calls: the data.
+    """
+    found, held = dict[str, list[Arrival]](), 0
+    repeated = _called_again(side, calls)
+
+    for place, call in enumerate(calls if repeated else ()):
+
+        def see(name: str, x: Tensor, place: int = place) -> None:
+            nonlocal held
+            if x.numel() and held <= MAX_BYTES:
+                held += x.nbytes
+                found.setdefault(name, []).append(Arrival(place, x, x))
+
+        for name in repeated:
+            side.watched[name].on_input = see
+        with torch.no_grad():
+            call.run(side.model)
+    for name in repeated:
+        side.watched[name].on_input = None
+    return found
+
+
+def _called_again(side: Side, calls: Sequence[Call]) -> frozenset[str]:
+    """The names of the watched layers that one of the batches calls more than once."""
+    repeated = set[str]()
+    for call in calls:
+        called = set[str]()
+
+        def see(name: str, x: Tensor, called: set[str] = called) -> None:
+            (repeated if name in called else called).add(name)
+
+        for one in side.watched.values():
+            one.on_input = see
+        with torch.no_grad():
+            call.run(side.model)
+    for one in side.watched.values():
+        one.on_input = None
+    return frozenset(repeated)

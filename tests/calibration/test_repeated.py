@@ -1,5 +1,7 @@
 """Layers that one forward calls several times are fitted to all their calls, not to the first."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,3 +72,16 @@ def test_a_shared_layer_is_fitted_to_all_its_calls(layer, shape):
     small = pc.sketchify(dense, 0.5, data=[draw() for _ in range(12)], **OPTIONS)
     assert pc.sketch_report(small).plan.sketched
     assert error(small, dense, draw()) < 0.02
+
+
+def test_a_branch_beside_a_shared_layer_is_fitted_to_all_its_calls():
+    """What the weight lacks has rank 8, the branch 4: the inputs, of four directions, tell which of it."""
+    dense = Twice(nn.Linear(48, 48)).eval()
+    low = copy.deepcopy(dense)
+    with torch.no_grad():
+        low.layer.weight.add_(torch.randn(48, 8) @ torch.randn(8, 48))
+    mixing = torch.linalg.qr(torch.randn(48, 4)).Q
+    data = [torch.randn(64, 4) @ mixing.T for _ in range(12)]
+    better = pc.add_residual(low, dense, rank=4, data=data[:-1])
+    alone = pc.add_residual(low, dense, rank=4)
+    assert error(better, dense, data[-1]) < 0.01 < 0.1 < error(alone, dense, data[-1])
