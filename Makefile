@@ -28,6 +28,9 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no
           -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Python compiles what it imports; pip would compile all of torch, transformers and sympy.
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check
+# Each process of the tests would compile torch for itself: it is done while pip installs the rest.
+COMPILE_TORCH := $(PY) -c 'import compileall, sysconfig; \
+    compileall.compile_dir(sysconfig.get_path("platlib") + "/torch", quiet=2)'
 
 TORCH_STAMP := $(VENV)/.torch-$(or $(subst =,-,$(subst +,-,$(TORCH))),default)
 DEMO_STAMP  := $(VENV)/.installed-demo
@@ -121,7 +124,7 @@ $(DEMO_STAMP): pyproject.toml $(TORCH_STAMP)
 
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
 	@echo "installing panther_compile and what the tests need"
-	@$(PIP) -e ".[test]"
+	@$(COMPILE_TORCH) & $(PIP) -e ".[test]" && wait
 	@touch $@ $(DEMO_STAMP)
 
 $(INTEGRATIONS_STAMP): $(TEST_STAMP)
