@@ -12,6 +12,7 @@ from panther_compile.errors import CheckpointError, ConfigError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
 from panther_compile.reporting.folding import fold
+from panther_compile.reporting.plan_text import allocation_text, seconds_text
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.reporting.tables import data_frame, render_html, render_table, share
 from panther_compile.typed_json import read_record
@@ -175,8 +176,7 @@ class SketchPlan:
     @property
     def cached_numbers(self) -> tuple[int, int]:
         """Numbers of a token, rotary angles aside: that a cache keeps, and that a `LatentCache` keeps."""
-        choices = {line.name: line.choice for line in self.layers}
-        latent = 0
+        choices, latent = self.choices, 0
         for one in self.cached:
             written = [choices.get(name) for name in one.names] or [None]
             if written[0] is not None and written[0].sharing == one.names:
@@ -189,6 +189,11 @@ class SketchPlan:
     def sketched(self) -> tuple[LayerPlan, ...]:
         """The lines that are sketched."""
         return tuple(layer for layer in self.layers if layer.choice is not None)
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What is done to the weights that are sketched, by name."""
+        return {layer.name: layer.choice for layer in self.layers if layer.choice is not None}
 
     @property
     def whole(self) -> tuple[LayerPlan, ...]:
@@ -451,25 +456,6 @@ class SketchRecord:
         source = plan if plan.allocation else earlier.plan
         both = replace(source, layers=tuple(lines), ratio=ratio, route=plan.route, seconds=plan.seconds)
         return cls(both, {**earlier.fitted, **fitted}, curve or earlier.curve)
-
-
-def allocation_text(allocation: str, tried: Mapping[str, float], undecided: str = "") -> str:
-    """How the budget was divided, and what each allocation tried came to; empty without data."""
-    scores = ", ".join(f"{name} {distance:.3g}" for name, distance in tried.items())
-    distances = f"; distance from the dense model on held-out data: {scores}" if tried else ""
-    noted = f"; {undecided}" if undecided else ""
-    return f"ranks divided by {allocation}{distances}{noted}" if allocation else ""
-
-
-def seconds_text(seconds: Mapping[str, float]) -> str:
-    """How fast the whole model is; empty where that was not timed."""
-    if not seconds:
-        return ""
-    dense, sketched = seconds["dense"], seconds["sketched"]
-    return (
-        f"whole model, timed here: {sketched * 1e3:.3g} ms, dense {dense * 1e3:.3g} ms, "
-        f"{dense / sketched:.2f}x"
-    )
 
 
 # Called with a model each time that its record is set or taken away, when its layers have changed.

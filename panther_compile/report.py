@@ -17,10 +17,9 @@ from panther_compile.records import (
     Fitted,
     SketchPlan,
     SketchRecord,
-    allocation_text,
-    seconds_text,
 )
 from panther_compile.reporting.folding import fold
+from panther_compile.reporting.plan_text import allocation_text, seconds_text
 from panther_compile.reporting.plots import draw_layers
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.reporting.tables import data_frame, render_html, render_table, share

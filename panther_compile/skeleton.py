@@ -48,7 +48,7 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
         reading = read_graph(model)
         found = find_sites(model, config, reading)
         plan = make_plan(found, config, reading.route)
-        choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        choices = plan.choices
         if not choices:
             raise NoTargetError(f"nothing to sketch in {type(model).__name__}; plan_sketch says why")
         new: dict[nn.Module, nn.Module] = {}

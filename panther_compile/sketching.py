@@ -402,7 +402,7 @@ def _sketch(
     put: Callable[[nn.Module], object] | None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[str, Fitted]]:
     """The replacement of every dense layer that the plan sketches, and what came of each weight."""
-    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    choices = plan.choices
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
     hidden = hides_progress(config)

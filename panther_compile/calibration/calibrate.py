@@ -344,7 +344,7 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
 
 def _expected(study: Study, plan: SketchPlan, names: Sequence[str]) -> float:
     """What the ranks of some layers of one input lose by the study, weighed by what the results mind."""
-    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    choices = plan.choices
     if choices[names[0]].sharing:
         return float(study.values[stack_name(names)][choices[names[0]].rank :].square().sum())
     return sum(

@@ -87,7 +87,7 @@ def without_data(
     if plan.allocation not in tried:
         tried[plan.allocation] = held_out.distance(held_out.cut(plan))
     alone = plan_by_weights(studied.found, config, studied.route)
-    choices = {line.name: line.choice for line in alone.sketched if line.choice is not None}
+    choices = alone.choices
     targets = chosen_targets(alone, studied.targets)
     parts = {name: target.layer for name, target in targets.items()}
     made = sketch_parts(parts, choices, config, studied.study.put_module)

@@ -62,7 +62,7 @@ class LayerFit:
     ) -> None:
         self.targets, self._plan, self._study = targets, plan, study
         self._repeated = repeated or Repeated()
-        self.choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+        self.choices = plan.choices
         self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
         self.ready: dict[str, FittedLayer] = {}

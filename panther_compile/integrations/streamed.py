@@ -292,7 +292,7 @@ class _Done:
 
 def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work) -> _Done:
     """Sketch every layer of the plan that is not done yet."""
-    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    choices = plan.choices
     done = _Done([], {}, {}, [], set())
 
     def left(item: tuple[Site, Kind]) -> float:

@@ -9,6 +9,7 @@ which a budget is divided (`Allocation`). Errors of several weights add up, near
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import onnx_ir as ir
@@ -26,7 +27,8 @@ from panther_compile.records import Choice, SketchPlan
 from panther_compile.reporting.progress import ProgressBar
 
 MAX_BYTES = 8 << 30  # of files written to measure; larger models go without
-TRIAL, JUDGED = 4, 2  # batches that weights are fitted to, and judged by
+TRIAL, JUDGED = 4, 2  # batches that weights are fitted to, and judged by each alone
+COMPARED = 8  # batches that plans are judged by
 _LEAST_LOST = 1e-9
 
 
@@ -47,8 +49,8 @@ class Damages:
         self._model, self._config, self._weights, self._folder = model, config, weights, folder
         learnt = learnt_of(runs.feeds)
         self._fit = replace(runs, feeds=learnt[:TRIAL])
-        self._judged: Sequence[Feed] = (runs.feeds[len(learnt) :] or runs.feeds)[-JUDGED:]
-        self._wanted = self._outputs(model)
+        self._judged: Sequence[Feed] = (runs.feeds[len(learnt) :] or runs.feeds)[-COMPARED:]
+        self._wanted = self._outputs(model, self._judged)
 
     def by_weight(self, plan: SketchPlan) -> dict[str, float] | None:
         """The damage of losing each weight of a plan; None where that is not known of one, or takes too long.
@@ -56,41 +58,46 @@ class Damages:
         Args:
             plan: that cuts each weight to half its numbers.
         """
-        lines = {line.name: line.choice for line in plan.sketched if line.choice is not None}
-        if len(lines) * _size(self._model) > MAX_BYTES or not set(lines) <= set(self._weights.names):
+        choices = plan.choices
+        if len(choices) * _size(self._model) > MAX_BYTES or not set(choices) <= set(self._weights.names):
             return None
-        fitted = self._weights.fit(lines, self._fit)
-        if set(fitted.ready) != set(lines):
+        fitted = self._weights.fit(choices, self._fit)
+        if set(fitted.ready) != set(choices):
             return None
         found: dict[str, float] = {}
         hidden = hides_progress(self._config)
-        for name, choice in ProgressBar(lines.items(), desc="damage", disable=hidden, leave=False):
+        for name, choice in ProgressBar(choices.items(), desc="damage", disable=hidden, leave=False):
             if choice.error is None:
                 return None
             lost = max(choice.error**2, _LEAST_LOST)
-            found[name] = self._distance({name: choice}, fitted) / lost
+            found[name] = mean(self._distances({name: choice}, fitted, JUDGED)) / lost
         return found
 
-    def of_plan(self, plan: SketchPlan) -> float:
-        """How far the outputs are with the weights of a plan."""
+    def of_plan(self, plan: SketchPlan) -> list[float]:
+        """How far the outputs are with the weights of a plan, batch by batch."""
         known = set(self._weights.names)
-        lines = {line.name: line.choice for line in plan.sketched if line.choice is not None}
-        fitted = self._weights.fit({name: lines[name] for name in lines if name in known}, self._fit)
-        return self._distance({name: lines[name] for name in fitted.ready}, fitted)
+        choices = {name: choice for name, choice in plan.choices.items() if name in known}
+        fitted = self._weights.fit(choices, self._fit)
+        return self._distances({name: choices[name] for name in fitted.ready}, fitted, COMPARED)
 
-    def _distance(self, choices: Mapping[str, Choice], fitted: FittedWeights) -> float:
-        """How far the outputs are with these weights alone in place."""
+    def _distances(self, choices: Mapping[str, Choice], fitted: FittedWeights, count: int) -> list[float]:
+        """How far the outputs of the last batches are with these weights alone in place."""
         model, quiet = self._model.clone(), replace(self._config, progress=False)
         rewrite(model, find_onnx_sites(model, quiet), choices, quiet, fitted)
-        sums = OutputSums()
-        for feed, wanted, found in zip(self._judged, self._wanted, self._outputs(model), strict=True):
-            sums.see(output_pairs(wanted, found), kept_in(feed))
-        close = sums.closeness("")
-        return close.distance if close.kind == "KL" else close.distance**2
+        feeds, wanted = self._judged[-count:], self._wanted[-count:]
+        batches = zip(feeds, wanted, self._outputs(model, feeds), strict=True)
+        return [_distance(feed, dense, found) for feed, dense, found in batches]
 
-    def _outputs(self, model: ir.Model) -> list[dict[str, Any]]:
+    def _outputs(self, model: ir.Model, feeds: Sequence[Feed]) -> list[dict[str, Any]]:
         observed = ObservedModel(model, (), self._folder)
-        return list(observed.run(self._judged, observed.outputs))
+        return list(observed.run(feeds, observed.outputs))
+
+
+def _distance(feed: Feed, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    sums = OutputSums()
+    sums.see(output_pairs(wanted, found), kept_in(feed))
+    close = sums.closeness("")
+    return close.distance if close.kind == "KL" else close.distance**2
 
 
 def _size(model: ir.Model) -> int:

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, TypedDict, Unpack
 
 import onnx_ir as ir
 import torch
 
 from panther_compile.calibration.inputs import LARGEST, SMALLEST
+from panther_compile.calibration.trials import pick
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
@@ -55,7 +57,6 @@ class OnnxSketchOptions(TypedDict, total=False):
 
 
 _GRAPH = "ONNX graph"
-_WORTH = 0.9  # of the distance, below which another plan is taken
 MADE_UP, FITTED_TO = "made-up images", "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
@@ -230,7 +231,7 @@ def sketch_onnx(
         plan, fitted, feeds = _fit_to_data(
             model, sites, config, data, target.parent, sequential, form, measured=True
         )
-    rest = {line.name: line.choice for line in plan.sketched if line.choice and line.name not in fitted}
+    rest = {name: choice for name, choice in plan.choices.items() if name not in fitted}
     note = NEVER_REACHED if feeds else ""
     others = rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
@@ -303,7 +304,7 @@ def _fit_to_data(
     if measured:
         plan = _closest(plan, plan_by, Damages(model, config, weights, runs, folder), config)
     plan = form(plan)
-    choices = {line.name: line.choice for line in plan.sketched if line.choice is not None}
+    choices = plan.choices
     names = [name for name in weights.names if name in choices]
     fitted: dict[str, Fitted] = {}
     for step in weights.steps(names) if sequential else [names]:
@@ -321,7 +322,7 @@ def _fit_to_data(
 def _closest(
     plain: SketchPlan, plan_by: Callable[..., SketchPlan], damages: Damages, config: SketchConfig
 ) -> SketchPlan:
-    """The plain plan, or that by what cutting each weight does, if outputs are a tenth closer with it."""
+    """The plain plan, or that by what cutting each weight does, if outputs are closer with it, see `pick`."""
     if _keeps_all(config) or not plain.sketched:
         return plain
     half = plan_by(
@@ -333,6 +334,8 @@ def _closest(
     other = plan_by(config, allocation=Allocation("sensitivity", found))
     if not {line.name for line in (*other.sketched, *other.whole)} <= set(found):
         return plain
-    tried = {"energy": damages.of_plan(plain), "sensitivity": damages.of_plan(other)}
-    closer = tried["sensitivity"] < _WORTH * tried["energy"]
-    return replace(other if closer else plain, allocation=list(tried)[closer], tried=tried)
+    distances = {"energy": damages.of_plan(plain), "sensitivity": damages.of_plan(other)}
+    best, undecided = pick(distances, "energy")
+    tried = {name: mean(found) for name, found in distances.items()}
+    plan = plain if best == "energy" else other
+    return replace(plan, allocation=best, tried=tried, undecided=undecided)
