@@ -182,6 +182,22 @@ def test_a_convolution_that_runs_twice(tmp_path):
     assert far(run(path, data[0].numpy())[0], model(data[0]).detach().numpy()) < 0.02
 
 
+def test_a_bias_that_two_convolutions_read(tmp_path, monkeypatch):
+    """Its copy would be called "b0", as ONNX Runtime's quantizer has it, which another value is."""
+    monkeypatch.setattr(int8_conv, "_PAYS", 0)
+    weights = {name: random(16, 16, 5, 5) / 20 for name in ("u", "v", "w")} | {"b": random(16)}
+    nodes = [
+        node("Conv", ["x", "u", "b"], ["a"]),
+        node("Conv", ["a", "v", "b"], ["b0"]),
+        node("Conv", ["b0", "w"], ["y"]),
+    ]
+    data = [random(4, 16, SIDE, SIDE) for _ in range(3)]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, SIDE, SIDE))
+    pc.sketch_onnx(source, tmp_path / "out.onnx", 1.0, data=data, then="int8", progress=False)
+    assert [is_rounded for _, is_rounded in stored(tmp_path / "out.onnx").values()] == [True, True, False]
+    assert far(run(tmp_path / "out.onnx", data[0])[0], run(source, data[0])[0]) < 0.02
+
+
 def test_no_pair_overflows_but_in_depthwise_kernels():
     weight = random(16, 7, 3, 3)
     rounded, scales = _rounded_kernel(weight, 1)

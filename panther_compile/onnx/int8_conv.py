@@ -22,12 +22,14 @@ import networkx as nx
 import numpy as np
 import onnx
 import onnx_ir as ir
+import torch
 from onnx_ir.passes.common import NameFixPass
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.files import read_model, write_model
+from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.pair_range import LARGEST, pair_rounded
 from panther_compile.onnx.patterns import feeds_output, is_onnx
 
@@ -94,6 +96,7 @@ def round_convolutions(path: Path, feeds: Sequence[Feed], large: bool) -> Path:
     nodes = _that_pay(nodes, seen)
     if not nodes:
         return path
+    _own_biases(plain, nodes)
     named, rounded, fitted = (path.with_name(f"conv_{part}.onnx") for part in ("plain", "int8", "fitted"))
     write_model(plain, named)
     names = {str(value.name) for node in nodes for value in (*_read(node), node.outputs[0])}
@@ -160,6 +163,21 @@ def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.No
         if multiplied >= _PAYS * moved:
             kept |= run
     return [node for node in nodes if node in kept]
+
+
+def _own_biases(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+    """Give each convolution a bias of its own, in place.
+
+    ONNX Runtime's quantizer copies one that several read, under a name that another value may have.
+    """
+    writer, taken = GraphWriter(model), set[ir.Value]()
+    for node in nodes:
+        if not is_onnx(node, "Conv") or len(node.inputs) < 3 or (bias := node.inputs[2]) is None:
+            continue
+        if bias in taken:
+            own = writer.weight(model.graph, str(bias.name), torch.from_numpy(_array(bias).copy()))
+            node.replace_input_with(2, own)
+        taken.add(bias)
 
 
 def _read(node: ir.Node) -> list[ir.Value]:
