@@ -130,13 +130,15 @@ class HalvedSums:
 
     def add(self, x: Tensor, z: Tensor, change: Tensor | None, *, halved: bool) -> None:
         """Add rows, float32; x may be z itself. If halved, the first half of them to one half of all."""
-        middle = len(z) // 2 if halved else 0
+        behind = self._first is None or self._first.rows < self._rest.rows  # it gets the odd one then
+        middle = (len(z) + int(behind and self._rest.rows > 0)) // 2 if halved else 0
         if middle:
             first = self._first or RowSums.zeros(x.shape[1], z.shape[1], z.device, apart=True)
             first.add(x[:middle], z[:middle], None if change is None else change[:middle])
             self._first = first
             x, z, change = x[middle:], z[middle:], None if change is None else change[middle:]
-        self._rest.add(x, z, change)
+        if len(z):
+            self._rest.add(x, z, change)
 
     def total(self) -> RowSums:
         """The sums of all rows."""

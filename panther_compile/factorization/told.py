@@ -28,8 +28,10 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
     Args:
         change: E[e zᵀ], float64 `(O, I)`, of all rows.
         covariance: S, float64 `(I, I)`, likewise.
-        halves: the same two of each half.
+        halves: the same two of each half; none, as of a single row, tell nothing.
     """
+    if not halves:
+        return torch.zeros_like(change)
     best = 0.0, 0.0, RIDGES[-1]
     for ridge in RIDGES if len(covariance) <= _MANY else RIDGES[1:2]:
         product = power = 0.0

@@ -62,3 +62,19 @@ def test_of_very_many_features_the_bias_alone_is_fitted(scheme, monkeypatch):
         power = (conv(x) - conv.bias[:, None, None]).norm()
     assert lost.mean((0, 2, 3)).abs().max() < 1e-5
     assert error == pytest.approx(float(lost.norm() / power), rel=1e-3)
+
+
+@pytest.mark.parametrize("batches", [1, 40])
+def test_batches_of_one_position_each(batches):
+    """Halves of all rows are made of whole batches then; a single row tells nothing."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 24, 3)
+    directions = torch.randn(4, 16 * 9)
+    xs = (torch.randn(batches, 4) @ directions).reshape(batches, 1, 16, 3, 3)
+    arrivals = [Arrival(place, x, x) for place, x in enumerate(xs)]
+    layer, error = fit_conv2d_to(
+        conv, "conv", Choice("channel", 4, (4,), 0, None), SketchConfig(), arrivals, None
+    )
+    assert error < 1e-3 or batches == 1
+    lost = torch.cat([layer(x) - conv(x) for x in xs]).norm() / torch.cat([conv(x) for x in xs]).norm()
+    assert float(lost) < (1e-2 if batches > 1 else 1.0)
