@@ -195,27 +195,46 @@ def test_weights_and_biases_that_several_nodes_read(tmp_path):
     assert "on the last batch of the data" in str(report)
 
 
-def test_what_is_read_in_a_branch_is_sketched_without(tmp_path):
-    branches = [
-        helper.make_graph(
-            [node("Relu", ["h"], [f"{name}_r"]), node("MatMul", [f"{name}_r", "own"], [f"{name}_y"])],
-            name,
-            [],
-            [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)],
-            [numpy_helper.from_array(random(32, 32), "own")],
-        )
-        for name in ("then", "else")
-    ]
+def branched(path, *, inner=False):
+    """A model whose If has a weight in each branch; if inner, in those of an If within each."""
+
+    def graph(nodes, name, weights=()):
+        output = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, None)
+        return helper.make_graph(nodes, name, [], [output], list(weights))
+
+    def branch(name):
+        nodes = [node("Relu", ["h"], [f"{name}_r"]), node("MatMul", [f"{name}_r", f"{name}_w"], [f"{name}_y"])]
+        found = graph(nodes, name, [numpy_helper.from_array(random(32, 32), f"{name}_w")])
+        if not inner:
+            return found
+        other = graph([node("Identity", ["h"], [f"{name}_o"])], f"{name}_other")
+        one = node("If", ["true"], [f"{name}_z"], then_branch=found, else_branch=other)
+        return graph([one], f"{name}_outer")
+
     nodes = [
         node("MatMul", ["x", "w"], ["h"]),
         node("ReduceSum", ["x"], ["sum"], keepdims=0),
         node("Less", ["sum", "zero"], ["negative"]),
-        node("If", ["negative"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+        node("If", ["negative"], ["y"], then_branch=branch("then"), else_branch=branch("else")),
     ]
-    source = make(tmp_path / "in.onnx", nodes, {"w": W, "zero": np.array(0, np.float32)})
-    report, _ = sketch(source, data=batches(lambda: rows(16)), **ALL)
+    weights = {"w": W, "zero": np.array(0, np.float32), "true": np.array(inner)}
+    return make(path, nodes, weights)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_weights_in_branches_are_fitted_to_what_reaches_them(tmp_path, inner):
+    source = branched(tmp_path / "in.onnx", inner=inner)
+    x, signs = rows(64, mean=9.0), iter([1, -1] * 6)
+    data = batches(lambda: np.float32(next(signs)) * rows(16, mean=9.0), 12)
+    for sign in (-1, 1):
+        without, found = both_errors(source, data, sign * x)
+        assert found < 0.5 * without
+
+
+def test_a_branch_that_is_never_taken_is_sketched_without(tmp_path):
+    report, _ = sketch(branched(tmp_path / "in.onnx"), data=batches(lambda: rows(16, mean=9.0)), **ALL)
     notes = {name: fitted.note for name, fitted in report.fitted.items()}
-    assert notes == {"w": "", "own": "data never reached it", "own_2": "data never reached it"}
+    assert notes == {"w": "", "else_w": "", "then_w": "data never reached it"}
 
 
 def test_padded_positions_do_not_count(tmp_path):

@@ -10,6 +10,7 @@ import onnxruntime as ort
 from torch import Tensor
 
 from panther_compile.errors import ConfigTypeError, DataError, first_line
+from panther_compile.onnx.branches import handing_out
 from panther_compile.onnx.files import saved_copy
 from panther_compile.onnx.verify import RUNTIME_ERRORS, has_sizes, load_session, numpy_dtype
 
@@ -25,7 +26,7 @@ class ObservedModel:
 
     Args:
         model: is left as it is.
-        values: of the graph itself, not of a subgraph.
+        values: of the graph itself or of branches, see `branches.py`.
         folder: where a copy of the model is written for a moment.
 
     Raises:
@@ -34,9 +35,10 @@ class ObservedModel:
     """
 
     def __init__(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> None:
+        model, found = handing_out(model, list(dict.fromkeys(values)))
         given, outputs = {*model.graph.inputs}, model.graph.outputs
         own = list(outputs)
-        shown = [value for value in dict.fromkeys(values) if value not in given]
+        shown = [value for value in found if value not in given]
         try:
             if shown:  # what they do not depend on is not run
                 outputs.clear()
@@ -78,6 +80,8 @@ class ObservedModel:
 
     def run(self, feeds: Sequence[Feed], names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """For each batch the arrays of some values, inputs of the model among them or not.
+
+        Of values in a branch that is not taken they have no entries.
 
         Raises:
             DataError: ONNX Runtime cannot run the batch.

@@ -10,7 +10,7 @@ turn the spread that low ranks lose into a shift of the means, which no layer be
 
 # I in_features or in_channels, O out_features, N rows
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival
+from panther_compile.onnx.branches import graph_of, seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
@@ -170,7 +171,7 @@ class _Seen:
 
 
 class WeightFit:
-    """Fits the weights of a model, but for those that are given what a subgraph makes: it cannot be seen.
+    """Fits the weights of a model, but for those that are given what a loop makes: it cannot be seen.
 
     Args:
         model: as it was read; is not changed.
@@ -181,9 +182,18 @@ class WeightFit:
     def __init__(self, model: ir.Model, sites: OnnxFound, config: SketchConfig) -> None:
         self._config = config
         self._seen: dict[str, _Seen] = {}
+        names = Counter(value.name for node in model.graph.all_nodes() for value in node.outputs)
+        graphs = seen_graphs(model)
+
+        def can_be_seen(weight: OnnxWeight, value: ir.Value) -> bool:
+            if graph_of(value) is model.graph:
+                return True
+            is_float = weight.tensor.dtype == ir.DataType.FLOAT
+            return is_float and graph_of(value) in graphs and names[value.name] == 1
+
         for site, kind in sites.found.sites:
             weight, view = sites.weights[site.name], kind.view(site.module)
-            seen = all(_graph_of(_data_of(use)) is model.graph for use in weight.uses)
+            seen = all(can_be_seen(weight, _data_of(use)) for use in weight.uses)
             if seen and not isinstance(view, str):
                 self._seen[site.name] = _Seen(weight, site.module, kind, view)
 
@@ -283,6 +293,8 @@ class WeightFit:
         ):
             kept = kept_in(feeds[place])
             for name, use in uses:
+                if not all(found[str(_data_of(use).name)].size for found in (xs, zs)):
+                    continue  # in a branch that is not taken
                 x, z = (
                     self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
                 )
@@ -310,8 +322,8 @@ class WeightFit:
         for place, (xs, zs) in enumerate(runs(self.values(names))):
             for name in names:
                 for use in self._seen[name].weight.uses:
-                    x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
-                    if x.numel():
+                    if all(found[str(_data_of(use).name)].size for found in (xs, zs)):
+                        x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
                         yield name, Arrival(place, x, x if xs is zs else z)
 
     def _fit_matrix(self, name: str, choice: Choice, moments: Moments, fitted: FittedWeights) -> None:
@@ -382,11 +394,6 @@ def _hangs_on(value: ir.Value, nodes: set[ir.Node]) -> bool:
         seen.add(node)
         left.extend(one for one in node.inputs if one is not None)
     return False
-
-
-def _graph_of(value: ir.Value) -> object:
-    producer = value.producer()
-    return value.graph if producer is None else producer.graph
 
 
 def _is_flipped(use: Use) -> bool:
