@@ -144,8 +144,20 @@ def _quantized(path: Path, large: bool, feeds: Sequence[Feed]) -> Path:
         large: put weights into a file of their own.
         feeds: data for the ranges of convolutions, which stay in float32 without.
     """
-    plain, rounded, fitted = (path.with_name(name) for name in ("plain.onnx", "int8.onnx", "fitted.onnx"))
-    quant_pre_process(path, plain, skip_symbolic_shape=True, save_as_external_data=large)
+    folded = _rounded(path, large, feeds, fold=True)
+    if large or folded.stat().st_size <= path.stat().st_size:
+        return folded
+    # What is folded has copies of weights that several nodes read, as those of an LSTM in branches.
+    return min(folded, _rounded(path, large, feeds, fold=False), key=lambda one: one.stat().st_size)
+
+
+def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> Path:
+    """See `_quantized`; whether ONNX Runtime folds what is made of constants alone."""
+    parts = ("plain", "int8", "fitted")
+    plain, rounded, fitted = (path.with_name(f"{part}_{int(fold)}.onnx") for part in parts)
+    quant_pre_process(
+        path, plain, skip_symbolic_shape=True, skip_optimization=not fold, save_as_external_data=large
+    )
     source = read_model(plain)
     batched = _batched(source)
     if batched:  # they are left out by name
