@@ -70,6 +70,7 @@ def test_the_search_finds_the_best_of_all_meshes_at_one_global_batch(microbatche
     assert found.left_out == ()
 
 
+@pytest.mark.slow
 def test_a_long_pipeline_needs_a_large_batch():
     """Stages of one device each send less than shards do, and wait while the pipeline fills."""
     model, x = Mlp(layers=16), torch.randn(64, 32)
