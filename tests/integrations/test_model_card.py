@@ -16,7 +16,7 @@ OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
 
 def llama():
     config = LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
@@ -72,7 +72,7 @@ def test_a_dense_model_gets_none(small, tmp_path):
     assert not (tmp_path / "README.md").exists()
 
 
-@pytest.mark.parametrize("data", [None, [torch.arange(8)[None] + place for place in range(5)]])
+@pytest.mark.parametrize("data", [None, [torch.arange(8)[None] + place for place in range(2)]])
 def test_a_streamed_folder_has_its_own(data, tmp_path):
     llama().save_pretrained(tmp_path / "dense")
     (tmp_path / "dense" / "README.md").write_text("# of the dense model")

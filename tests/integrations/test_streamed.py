@@ -96,7 +96,7 @@ def test_the_same_as_in_memory(name, folder, tmp_path):
     assert loaded(tmp_path / "again", model).state_dict().keys() == state.keys()
 
 
-def texts(count=6):
+def texts(count=3):
     draws = torch.Generator().manual_seed(1)
     return [{"input_ids": torch.randint(0, 96, (2, 12), generator=draws)} for _ in range(count)]
 
@@ -152,7 +152,7 @@ def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
     assert len(kept) == len(set(kept)) == len(pc.sketch_report(wanted).plan.sketched)
     assert_same_sketch(tmp_path / "small", wanted)
     with pytest.raises(ResumeError, match="holds the work of another run"):
-        pc.sketchify_checkpoint(source, tmp_path / "other", 0.5, data=texts(5), resume=work, **OPTIONS)
+        pc.sketchify_checkpoint(source, tmp_path / "other", 0.5, data=texts(2), resume=work, **OPTIONS)
 
 
 def test_embeddings_tied_to_the_head_share_their_factors(folder, tmp_path):

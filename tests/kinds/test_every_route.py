@@ -82,15 +82,10 @@ def case(request):
     return case_of(request.param)
 
 
-# Each is like one that stays, but for its scheme or dimension, which the routes that are cheap tell apart.
-SELDOM = ("Conv1d of few filters", "ConvTranspose1d")
-
-
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in KINDS]
-)
-def some_case(request):
-    return case_of(request.param)
+def usually(*names):
+    """In every run these; the others differ in scheme or dimension, which the cheap routes tell apart."""
+    cases = [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in KINDS]
+    return pytest.mark.parametrize("case", cases, indirect=True)
 
 
 def case_of(name):
@@ -113,8 +108,9 @@ def test_weights_alone_saved_and_skeleton(case, tmp_path):
     routes.as_skeleton(build, small)
 
 
-def test_data_and_healing(some_case):
-    build, x, batches, layer_types, _ = some_case
+@usually("ConvTranspose2d")
+def test_data_and_healing(case):
+    build, x, batches, layer_types, _ = case
     model = build()
     routes.by_data(model, batches, x, layer_types)
     routes.healed(model, batches, x)
@@ -125,22 +121,25 @@ def test_latency(case):
     routes.by_latency(build(), x)
 
 
-def test_graphs_and_backend(some_case):
-    build, x, _, layer_types, _ = some_case
+@usually("Conv2d of few filters")
+def test_graphs_and_backend(case):
+    build, x, _, layer_types, _ = case
     routes.traced(build(), x, layer_types)
     assert routes.compiled(build(), x, layer_types) > 1e-4  # it was sketched
 
 
-def test_onnx(some_case, tmp_path):
-    build, x, _, layer_types, op_type = some_case
+@usually("ConvTranspose2d")
+def test_onnx(case, tmp_path):
+    build, x, _, layer_types, op_type = case
     model = build()
     small = routes.by_weights(model, x, layer_types)
     routes.exported(small, x, tmp_path / "small.onnx")
     routes.onnx_sketched(model, x, tmp_path, op_type)
 
 
-def test_partition(some_case):
-    build, x, _, layer_types, _ = some_case
+@usually("Conv1d")
+def test_partition(case):
+    build, x, _, layer_types, _ = case
     routes.partitioned(routes.by_weights(build(), x, layer_types), x)
 
 

@@ -156,7 +156,14 @@ def test_no_gate():
     torch.testing.assert_close(layer(x, index, weights), experts(x, index, weights), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+# Others are stored as one of these.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("mixtral", "gpt_oss", "deepseek_v3") else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_saved_by_transformers(name, tmp_path):
     model = build(name)
     small = pc.sketchify(model, 0.5, **OPTIONS)
@@ -236,11 +243,11 @@ def test_of_another_size(tmp_path):
 
 
 class Mixtures(nn.Module):
-    """Residual blocks of a router and experts."""
+    """A residual block of a router and experts."""
 
     def __init__(self, block):
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList([block()])
         draw(self)
 
     def forward(self, x):
@@ -305,12 +312,13 @@ def test_onnx(case, tmp_path):
     options = {"min_params": 0, "allow_slower": True, "progress": False}
     report = pc.sketch_onnx(tmp_path / "dense.onnx", tmp_path / "out.onnx", ratio=0.5, **options)
     left = [line for line in report.plan.layers if "gathered" in line.reason]
-    assert [(line.dense_numbers, line.choice) for line in left] == 2 * [
+    assert [(line.dense_numbers, line.choice) for line in left] == [
         (4 * 24 * 80, None),
         (4 * 40 * 24, None),
     ]
 
 
+@pytest.mark.slow
 def test_experts_are_not_narrowed():
     model = build("mixtral")
     data = [torch.randint(3, 96, (4, 12)) for _ in range(4)]

@@ -61,9 +61,9 @@ def test_packed_sequences(make, name, given):
 
 
 class Tagger(nn.Module):
-    def __init__(self, make=nn.LSTM):
+    def __init__(self, make=nn.LSTM, layers=1):
         super().__init__()
-        self.recurrent = make(24, 32, num_layers=2, bidirectional=True, batch_first=True)
+        self.recurrent = make(24, 32, num_layers=layers, bidirectional=True, batch_first=True)
         self.out = nn.Linear(64, 8)
 
     def forward(self, x):
@@ -72,15 +72,15 @@ class Tagger(nn.Module):
 
 @pytest.fixture(
     params=[
-        pytest.param((nn.LSTM, SketchedLSTM), id="LSTM"),
-        pytest.param((nn.GRU, SketchedGRU), id="GRU", marks=pytest.mark.slow),
+        pytest.param((nn.LSTM, 1, SketchedLSTM), id="LSTM"),
+        pytest.param((nn.GRU, 2, SketchedGRU), id="GRU", marks=pytest.mark.slow),
     ]
 )
 def case(request, monkeypatch):
-    make, layer_type = request.param
+    make, layers, layer_type = request.param
     monkeypatch.setitem(routes.OPTIONS, "include", ["recurrent"])
     mixing = torch.randn(4, 24)
-    return lambda: Tagger(make), [torch.randn(8, 6, 4) @ mixing for _ in range(3)], layer_type
+    return lambda: Tagger(make, layers), [torch.randn(8, 6, 4) @ mixing for _ in range(3)], layer_type
 
 
 def test_left_alone_unless_included():
@@ -112,6 +112,7 @@ def test_exported(case, tmp_path):
     routes.exported(small, few_steps, tmp_path / "small.onnx")
 
 
+@pytest.mark.slow
 def test_compiled(case):
     build, batches, _ = case
     small = pc.sketchify(build(), 0.6, **routes.OPTIONS).eval()

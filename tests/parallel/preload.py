@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 for name in ("bert", "gpt2", "vit", "resnet"):
     zoo.ZOO[name].build()
 # Much is imported and kept when a model is read; no backward runs here, whose threads could not be forked.
-training.partition(*training.build("gpt2", sketched=True), {"dp": 2, "pp": 2, "tp": 2}).split()
+training.partition(*training.build("mlp"), {"dp": 2, "pp": 2, "tp": 2}).split()
 prepared.prepare()
 gc.collect()
 gc.freeze()  # else each process makes a copy of all this to collect what it cannot free

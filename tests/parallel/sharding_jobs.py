@@ -38,7 +38,7 @@ class Block(nn.Module):
 class Deep(nn.Module):
     """Equal blocks; with `recomputed` the model computes some of them again by itself, in either way."""
 
-    def __init__(self, depth=6, width=16, hidden=64, recomputed=()):
+    def __init__(self, depth=4, width=16, hidden=64, recomputed=()):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(depth))
         self.head = nn.Linear(width, 4)
@@ -163,7 +163,7 @@ def recompute_of_the_plan(rank):
 def users_own(rank, *, mesh, **options):
     """What the user's model computes again by itself is computed again, in stages and shards too."""
     kept = {}
-    for blocks in ((), (1, 2, 4, 5)):
+    for blocks in ((), (0, 1, 2, 3)):
         model, inputs = deep(recomputed=blocks)
         reference = copy.deepcopy(model)
         plan = partition(model, inputs, mesh)
@@ -173,7 +173,7 @@ def users_own(rank, *, mesh, **options):
         assert len(gradients) == len(list(engine.parameters()))
     assert kept[True] < 0.8 * kept[False], kept
     if "pp" in mesh:
-        model, inputs = deep(recomputed=(1, 4))
+        model, inputs = deep(recomputed=(0, 3))
         with pytest.raises(ScheduleError, match=r"the model's torch.utils.checkpoint would compute"):
             parallelize_model(model, partition(model, inputs, mesh), schedule="zero_bubble", **options)
 
@@ -245,7 +245,7 @@ def units_of(rank, *, mesh):
         return [name for name, _ in engine.named_parameters()]
     assert engine.module is model
     assert [name for name, _ in engine.named_parameters()] == names
-    assert [isinstance(block, FSDPModule) for block in model.blocks] == [True] * 6
+    assert [isinstance(block, FSDPModule) for block in model.blocks] == [True] * 4
     asked = parallelize_model(
         *again(mesh), data_parallel="fsdp", units=["blocks.0", "blocks.1"], loss_fn=loss_fn
     )
@@ -343,7 +343,7 @@ class LargestMemory(TorchDispatchMode):
         return sum(storage.nbytes() for storage in held if storage is not None)
 
 
-def peak(rank, *, units, depth=8):
+def peak(rank, *, units, depth=6):
     """Most bytes of a training step that are not there before it, beside those of the parameters."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

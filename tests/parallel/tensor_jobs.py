@@ -269,12 +269,18 @@ def check_dropout(rank, *, sequence):
     return True
 
 
+def plan_replicas():
+    """A model, example inputs, and the plan of two replicas of two shards."""
+    model, inputs = build("encoder")
+    mesh = {"dp": 2, "tp": 2}
+    return model, inputs, partition_model(model, inputs, mesh=mesh, hardware=HARDWARE["eager"])
+
+
 def check_replicas(rank, *, data_parallel):
     """Two replicas of two shards: gradients are means, and a checkpoint can hold shards as DTensors."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, (ids,) = build("encoder")
+    model, (ids,), part = made(plan_replicas)
     reference = copy.deepcopy(model)
-    part = partition_model(model, (ids,), mesh={"dp": 2, "tp": 2}, hardware=HARDWARE["eager"])
     sharded = shard_stage(part.split().stages[0], part, 0, mesh["tp"])
     placements = tensor_placements(part)
     assert any(isinstance(one, Shard) for one in placements.values())

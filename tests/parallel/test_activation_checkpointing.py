@@ -230,7 +230,7 @@ class Lean(nn.Module):
         return F.scaled_dot_product_attention(y, y, y, dropout_p=self.share)
 
 
-@pytest.mark.parametrize("name", ["lean", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["lean", pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_the_plan_counts_what_is_kept(name):
     model = Lean() if name == "lean" else zoo.ZOO[name].build().train()
     inputs = (torch.randn(2, 8, 32),) if name == "lean" else zoo.ZOO[name].inputs()

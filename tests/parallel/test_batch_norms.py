@@ -10,9 +10,9 @@ DP, PP, TP = {"dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}
     ("count", "options"),
     [
         (2, {"layouts": [(DP, "ddp")], "rows": (8, 5)}),
-        (4, {"layouts": [(PP, "fsdp"), (TP, "ddp")]}),
+        (4, {"layouts": [(PP, "fsdp")]}),
         pytest.param(2, {"layouts": [(DP, "fsdp")], "rows": (4, 2)}, marks=pytest.mark.slow),
-        pytest.param(4, {"layouts": [(PP, "ddp"), (TP, "fsdp")]}, marks=pytest.mark.slow),
+        pytest.param(4, {"layouts": [(PP, "ddp"), (TP, "ddp"), (TP, "fsdp")]}, marks=pytest.mark.slow),
     ],
 )
 def test_statistics_of_all_replicas(ranks, count, options):

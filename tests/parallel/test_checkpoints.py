@@ -77,12 +77,12 @@ def ranks(ranks):
 )
 def test_goes_on_bit_for_bit(ranks, tmp_path, mesh):
     group, options = ranks(mesh), MESHES[mesh]
-    straight = group.run(checkpoint_jobs.go_on, steps=6, **options)
-    group.run(checkpoint_jobs.go_on, steps=3, folder=str(tmp_path), **options)
-    resumed = group.run(checkpoint_jobs.go_on, steps=6, folder=str(tmp_path), **options)
+    straight = group.run(checkpoint_jobs.go_on, steps=4, **options)
+    group.run(checkpoint_jobs.go_on, steps=2, folder=str(tmp_path), **options)
+    resumed = group.run(checkpoint_jobs.go_on, steps=4, folder=str(tmp_path), **options)
     for one, other in zip(straight, resumed, strict=True):
-        assert (one["start"], other["start"]) == (0, 3)
-        assert {step: one["seen"][step] for step in (3, 4, 5)} == other["seen"]
+        assert (one["start"], other["start"]) == (0, 2)
+        assert {step: one["seen"][step] for step in (2, 3)} == other["seen"]
         assert_equal(one["state"], other["state"])
 
 
@@ -157,9 +157,8 @@ def test_torch_reads_a_checkpoint(save, tmp_path):
         read_by_torch(folder, read_state_dict(folder), tmp_path / "whole.pt")
 
 
-@prepares(checkpoint_jobs.plan, lambda target: planned("pp2"))
-@prepares(checkpoint_jobs.plan, lambda target: planned(target))
-@pytest.mark.parametrize("target", ["dp2-fsdp", pytest.param("one", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["dp2-fsdp", "one"])
 def test_any_mesh_reads_a_pipelines(ranks, save, target):
     """Tied embeddings are in both stages."""
     reshard(ranks, save, "pp2", [target], "gpt2")
@@ -169,8 +168,8 @@ def test_any_mesh_reads_a_pipelines(ranks, save, target):
 @pytest.mark.parametrize(
     ("source", "targets", "name"),
     [
-        ("pp2-tp2", ["dp4-fsdp"], "gpt2"),
-        pytest.param("pp2-tp2", ["one"], "gpt2", marks=pytest.mark.slow),
+        ("pp2-tp2", ["dp2-fsdp"], "gpt2"),
+        pytest.param("pp2-tp2", ["dp4-fsdp", "one"], "gpt2", marks=pytest.mark.slow),
         pytest.param("dp2-fsdp", ["pp2-zbv"], "bert", marks=pytest.mark.slow),
     ],
 )

@@ -42,19 +42,15 @@ def test_on_two_ranks(two, job):
 SEND = r"send activations of microbatch 0 to rank 1 \(stage 0; \(2, 32\) float32\)"
 RECEIVE = r"receive activations of microbatch 0 from rank 0 \(stage 1; \(2, 32\) float32\)"
 STEP = r"stage \d; .*step 2, forward and backward: "
-QUIET = 4  # seconds until a rank that waits gives up
+QUIET = 2  # seconds until a rank that waits gives up
 NUMBER = r", number [1-9]\d* of their group"
-
-
-def test_a_pipeline_that_waits_says_for_what(two):
-    where = {0: rf"{STEP}send and receive along pp \(ranks 0, 1\), in {SEND}"}
-    two.run(behavior.silence, timeout=QUIET, where=where)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "options"),
     [
+        ({0: rf"{STEP}send and receive along pp \(ranks 0, 1\), in {SEND}"}, {}),
         ({1: f"{STEP}.*, in {RECEIVE}"}, {"absent": 0}),
         (
             {1: rf"predict, in recv of \(2, 32\) float32 from rank 0 between the ranks \[0, 1\]{NUMBER}"},
@@ -73,14 +69,16 @@ def test_a_pipeline_that_waits_says_for_what(two):
             {"mesh": {"tp": 2}},
         ),
     ],
-    ids=["receive", "predict", "ddp", "fsdp", "tp"],
+    ids=["send", "receive", "predict", "ddp", "fsdp", "tp"],
 )
 def test_every_wait_says_for_what(two, where, options):
     two.run(behavior.silence, timeout=QUIET, where=where, **options)
 
 
 def test_a_loss_that_is_no_number_is_named(two):
-    two.run(behavior.wrong_losses, timeout=QUIET)
+    gradients = r"receive gradients of microbatch 0 from rank 1 \(stage 0; \(2, 32\) float32\)"
+    where = rf"step 1, forward and backward: send and receive along pp \(ranks 0, 1\), in {gradients}"
+    two.run(behavior.wrong_losses, timeout=QUIET, where=where)
 
 
 @pytest.mark.slow
@@ -138,7 +136,7 @@ def test_clipping_and_accumulation(four, options):
     four.run(behavior.clipping, **named(options))
 
 
-@pytest.mark.parametrize("inner", [0.0, 0.5])
+@pytest.mark.parametrize("inner", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
     two.run(behavior.dropout_on_shards, mesh={"tp": 2}, inner=inner)
 

@@ -38,7 +38,6 @@ LAYOUTS = {
 QUICK = [
     ("dp2-zero3", "vit", "autocast"),
     ("tp2", "llama", "exact"),
-    ("pp2", "whisper", "exact"),
 ]
 
 

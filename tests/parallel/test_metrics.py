@@ -41,7 +41,7 @@ def test_a_pipeline_and_shards_send_what_the_plan_says(ranks):
     [
         ({"dp": 2}, "zero2", None),
         pytest.param({"dp": 4}, "zero3", 2, marks=pytest.mark.slow),
-        ({"dp": 2, "pp": 2}, "zero2", None),
+        pytest.param({"dp": 2, "pp": 2}, "zero2", None, marks=pytest.mark.slow),
         ({"dp": 2, "pp": 2}, "zero3", None),
         pytest.param({"dp": 2}, "zero3", None, marks=pytest.mark.slow),
         pytest.param({"dp": 4}, "zero2", 2, marks=pytest.mark.slow),

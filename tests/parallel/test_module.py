@@ -7,7 +7,7 @@ DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=SLOW), True])
 def test_autocast_across_a_cut(ranks, captured):
     ranks(2).run(module_jobs.autocast_across_a_cut, captured=captured, mesh={"pp": 2})
 
@@ -19,15 +19,16 @@ def test_autocast_with_tensor_parallelism(ranks):
 
 
 def test_a_stage_keeps_its_promise(ranks):
-    ranks(2).run(module_jobs.promised_outputs, timeout=4)
+    ranks(2).run(module_jobs.promised_outputs, timeout=2)
 
 
 @pytest.mark.parametrize(
     ("count", "options"),
     [
         (2, {"mesh": {"dp": 2}, **DDP, "name": "mlp"}),
-        (2, {"mesh": {"dp": 2}, **FSDP}),
+        (2, {"mesh": {"dp": 2}, **FSDP, "name": "mlp"}),
         (2, {"mesh": {"tp": 2}, "name": "mlp"}),
+        pytest.param(2, {"mesh": {"dp": 2}, **FSDP}, marks=SLOW),
         pytest.param(2, {"mesh": {"dp": 2}, **DDP}, marks=SLOW),
         pytest.param(2, {"mesh": {"tp": 2}}, marks=SLOW),
         pytest.param(4, {"mesh": {"dp": 2, "tp": 2}, **FSDP}, marks=SLOW),
@@ -52,7 +53,7 @@ def test_a_pipelines_schedule_owns_the_backward(ranks):
     "options",
     [
         {"mesh": {"pp": 2}},
-        {"mesh": {"dp": 2}, **FSDP, "rows": 5},
+        pytest.param({"mesh": {"dp": 2}, **FSDP, "rows": 5}, marks=SLOW),
         pytest.param({"mesh": {"tp": 2}, "rows": 1}, marks=SLOW),
         pytest.param({"mesh": {"pp": 2}, "schedule": "gpipe", "rows": 7}, marks=SLOW),
     ],

@@ -17,8 +17,8 @@ from panther_compile.partition.shards.layers import local_pivots
 SLOW = pytest.mark.slow
 # Of each form one; the others run on shards of the sequence, in stages or on four ranks.
 MODELS = [
-    *(("mlp", False), ("mlp", True), ("encoder", True), pytest.param("encoder", False, marks=SLOW)),
-    *(pytest.param(*one, marks=SLOW) for one in product(("bert", "gpt2", "vit"), (False, True))),
+    *(("mlp", False), ("mlp", True)),
+    *(pytest.param(*one, marks=SLOW) for one in product(("encoder", "bert", "gpt2", "vit"), (False, True))),
 ]
 
 
@@ -57,7 +57,7 @@ def test_narrow_layers_are_sharded(two, sequence):
 
 @checked(sequence=True)
 @pytest.mark.parametrize(
-    "name", ["vit", "encoder", *(pytest.param(name, marks=SLOW) for name in ("bert", "gpt2"))]
+    "name", ["encoder", *(pytest.param(name, marks=SLOW) for name in ("bert", "gpt2", "vit"))]
 )
 def test_sequence_parallelism_is_the_model(two, name):
     """Norms see their rows of the sequence; sums are scattered and gathered where they were all-reduced."""
@@ -97,8 +97,7 @@ def test_dropout_of_shards_is_that_of_one_process(two, sequence):
     two.run(tensor_jobs.check_dropout, sequence=sequence)
 
 
-@checked(name="encoder")
-@checked(name="encoder", hardware="usual")
+@SLOW
 def test_with_fewer_shards(two):
     everything = two.run(tensor_jobs.check, name="encoder")[0]
     some = two.run(tensor_jobs.check, name="encoder", hardware="usual")[0]
@@ -108,15 +107,15 @@ def test_with_fewer_shards(two):
 @checked()
 @pytest.mark.parametrize(
     ("name", "pp", "sequence"),
-    [pytest.param("bert", 2, True, marks=SLOW), ("bert", 2, False), ("gpt2", 3, True)],
+    [*(pytest.param("bert", 2, sequence, marks=SLOW) for sequence in (True, False)), ("gpt2", 3, True)],
 )
 def test_stages_of_shards(two, name, pp, sequence):
     """Cuts fall behind what lies in shards of features and of the sequence."""
     two.run(tensor_jobs.check, name=name, pp=pp, sequence=sequence)
 
 
-@checked(tp=4)
-@pytest.mark.parametrize(("name", "sequence"), [pytest.param("gpt2", False, marks=SLOW), ("encoder", True)])
+@SLOW
+@pytest.mark.parametrize(("name", "sequence"), [("gpt2", False), ("encoder", True)])
 def test_four_ranks(four, name, sequence):
     seen, *_ = four.run(tensor_jobs.check, name=name, sequence=sequence)
     assert {"column", "row"} <= seen.kinds
@@ -124,7 +123,8 @@ def test_four_ranks(four, name, sequence):
     assert not sequence or all(prod(here) * 4 == prod(whole) for whole, here in seen.norms)
 
 
-@pytest.mark.parametrize("data_parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@prepares(tensor_jobs.plan_replicas, lambda data_parallel: {})
+@pytest.mark.parametrize("data_parallel", [pytest.param("ddp", marks=SLOW), "fsdp"])
 def test_replicas_of_shards(four, data_parallel):
     four.run(tensor_jobs.check_replicas, data_parallel=data_parallel)
 

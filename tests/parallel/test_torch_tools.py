@@ -7,14 +7,17 @@ DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("options", [DDP, FSDP])
+@pytest.mark.parametrize("options", [pytest.param(DDP, marks=SLOW), FSDP])
 def test_ranks_skip_a_step_together(ranks, options):
     ranks(2).run(torch_tools_jobs.scaler, **options)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"mesh": {"pp": 2}}, pytest.param({"mesh": {"dp": 2}, **FSDP}, marks=SLOW), {"mesh": {"tp": 2}}],
+    [
+        {"mesh": {"pp": 2}},
+        *(pytest.param(one, marks=SLOW) for one in ({"mesh": {"dp": 2}, **FSDP}, {"mesh": {"tp": 2}})),
+    ],
 )
 def test_activations_on_the_cpu(ranks, options):
     ranks(2).run(torch_tools_jobs.activations_on_cpu, **options)

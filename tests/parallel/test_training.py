@@ -59,32 +59,29 @@ LAYOUTS = {
 # Other models are trained so in every run, or what these combine is trained apart.
 SELDOM = (
     *(
+        "dp4-hybrid",
         "dp2-pp2-ddp",
         "dp2-pp2-ddp-zbv",
+        "dp2-pp2-fsdp",
         "dp2-pp2-fsdp-zero3",
         "dp2-tp2-ddp",
         "dp2-tp2-fsdp",
-        "pp2-tp2",
         "pp2-tp2-zbv",
     ),
-    *("dp2-pp2-tp2-ddp", "dp2-pp2-tp2-fsdp-zero_bubble"),
-    *("pp2-gpipe", "pp2-1f1b", "pp2-zero_bubble", "tp2"),
+    *LAYOUTS[8],
+    *("dp2-fsdp-zero2", "pp2-1f1b", "pp2-zero_bubble", "pp2-zero_bubble-interleaved", "tp2"),
 )
 MODELS = ("mlp", "bert", "gpt2", "vit", "resnet")
-# Tied weights, masks that cross, batch norms: each where it can go wrong.
-QUICK = [
-    (2, "pp2-1f1b", "bert", False),
-    (2, "pp2-zero_bubble", "gpt2", True),
-    (2, "pp2-gpipe", "unet", False),
-    (2, "tp2", "resnet", False),
-]
+# Masks that cross and tied weights, each where it can go wrong; other forms and batch norms.
+QUICK = [(2, "pp2-1f1b", "bert", False), (2, "pp2-zero_bubble", "gpt2", True)]
+CHOSEN = [*QUICK, (2, "pp2-gpipe", "unet", False), (2, "tp2", "resnet", False)]
 ALL = [
     (count, layout, name, sketched)
     for count, layouts in LAYOUTS.items()
     for layout in layouts
     for name in MODELS
     for sketched in (False, True)
-    if (count, layout, name, sketched) not in QUICK
+    if (count, layout, name, sketched) not in CHOSEN
 ] + [(2, layout, name, False) for layout in LAYOUTS[2] for name in ("unet", "nn_transformer")]
 
 
@@ -119,19 +116,19 @@ def test_mlp(ranks, count, layout):
 
 
 @prepares(plan_training, planned)
-@pytest.mark.parametrize(("count", "layout", "name", "sketched"), QUICK)
+@pytest.mark.parametrize(
+    ("count", "layout", "name", "sketched"),
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in CHOSEN],
+)
 def test_models(ranks, count, layout, name, sketched):
     options = LAYOUTS[count][layout]
     ranks(count).run(train_and_compare, name=name, sketched=sketched, double=in_double(name), **options)
 
 
-IN_DOUBLE = {"sketched": True, "double": True, "mesh": {"tp": 2}}
-
-
-@prepares(plan_training, lambda name: {"name": name, **IN_DOUBLE, "count": 4, "training": True, "part": None})
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_nothing_is_left_but_rounding(ranks, name):
-    held = ranks(2).run(train_and_compare, name=name, **IN_DOUBLE)
+    held = ranks(2).run(train_and_compare, name=name, sketched=True, double=True, mesh={"tp": 2})
     assert {"column", "row"} <= held[0]["kinds"]
 
 

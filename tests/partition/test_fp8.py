@@ -90,7 +90,7 @@ def llama(models_are_read_once):
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         vocab_size=128,
         use_cache=False,
@@ -105,8 +105,8 @@ def test_a_llama_keeps_one_byte_of_what_its_layers_read(llama, compiled):
     model, inputs = llama
     options = {"mesh": {"pp": 1}, "hardware": TWICE, "products": "fp8", "compiled": compiled}
     whole, copied = (pc.partition_model(model, inputs, keeps=keeps, **options) for keeps in (None, "fp8"))
-    # Of each layer what q, k and v, gate and up, and down read; what o reads attention keeps as well.
-    less = 2 * 32 * (64 + 64 + 128 - 64)
+    # Of the layer what q, k and v, gate and up, and down read; what o reads attention keeps as well.
+    less = 32 * (64 + 64 + 128 - 64)
     assert whole.stages[0].activation_bytes - copied.stages[0].activation_bytes == less
     divided = pc.partition_model(model, inputs, keeps="fp8", **options | {"mesh": {"cp": 2}})
     assert divided.stages[0].activation_bytes == pytest.approx(

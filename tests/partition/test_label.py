@@ -52,7 +52,7 @@ def transformer(name):
 
 
 TRANSFORMERS = pytest.mark.parametrize(
-    "name", ["gpt2", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "encoder"))]
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "encoder", "vit"))]
 )
 
 

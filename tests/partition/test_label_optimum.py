@@ -143,7 +143,7 @@ def test_random_graphs_are_of_both_kinds():
     assert kinds == {True, False}
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(16, 24), pytest.param(range(40), marks=pytest.mark.slow)])
 def test_sequences_on_random_graphs_against_every_labelling(seeds, record_property):
     """Elimination finds the best; moves nearly always do, and are never worse than two labels."""
     gaps, better = [], 0
@@ -180,7 +180,7 @@ def cut_in_three(seed, most):
 def test_stages_of_random_graphs_hand_on_whole_tensors():
     """The labelling is the best, its cost that of what runs; what lies in shards is gathered and sent."""
     sent = 0
-    for seed in range(24):
+    for seed in range(12):
         problem = random_problem(seed, sequence=True, most=8, stage_of=cut_in_three(seed, 8))
         choices, found = Choices(problem), find_sharding_plan(problem)
         table, costs = all_costs(choices.labels)
@@ -198,7 +198,7 @@ def test_stages_of_random_graphs_hand_on_whole_tensors():
     assert sent > 0
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(40), marks=pytest.mark.slow)])
 def test_memory_on_random_graphs_against_every_labelling(seeds, record_property):
     """If any labelling fits, one is found that does, and it is rarely slower than the fastest of these."""
     slower = []
@@ -253,7 +253,11 @@ def greedy(choices):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixer", "tied_autoencoder", "lstm", pytest.param("encoder_classifier", marks=pytest.mark.slow)]
+    "name",
+    [
+        "tied_autoencoder",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixer", "lstm", "encoder_classifier")),
+    ],
 )
 def test_no_worse_than_all_whole_or_greedy(name, record_property):
     entry = zoo.ZOO[name]

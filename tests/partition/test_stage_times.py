@@ -15,7 +15,7 @@ def captured(name):
     return model, capture(model, *example_arguments(entry.inputs()))
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2", "lstm"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "gpt2", "lstm"])
 def test_every_call_is_measured_and_the_model_is_left_alone(name):
     model, read = captured(name)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}

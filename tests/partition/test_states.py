@@ -254,7 +254,7 @@ class Uneven(nn.Module):
     def __init__(self):
         super().__init__()
         widths = [WIDTH, 4 * WIDTH, WIDTH, WIDTH, 2 * WIDTH, WIDTH]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for _ in range(LAYERS) for pair in pairwise(widths))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for _ in range(LAYERS // 2) for pair in pairwise(widths))
 
     def forward(self, x):
         for layer in self.layers:
@@ -262,7 +262,13 @@ class Uneven(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize(("mesh", "shares"), [({}, (0.3, 0.8)), ({"dp": 4}, (0.5,)), ({"pp": 2}, (0.3,))])
+@pytest.mark.parametrize(
+    ("mesh", "shares"),
+    [
+        ({"pp": 2}, (0.3,)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (({}, (0.3, 0.8)), ({"dp": 4}, (0.5,)))),
+    ],
+)
 def test_a_budget_is_found_between_selective_and_none(mesh, shares):
     """Its step is faster than those of all other kinds that fit."""
     model, x = Uneven(), torch.randn(256, WIDTH)

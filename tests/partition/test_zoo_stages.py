@@ -10,7 +10,7 @@ from stage_milp import milp_bound
 from panther_compile import sketchify
 from panther_compile.partition import partition_model
 
-QUICK = ["gpt2", "unet", "tied_autoencoder", "lstm", "wav2vec2"]
+QUICK = ["gpt2", "unet", "tied_autoencoder"]
 CAPTURED = [name for name in zoo.names() if name != "early_exit"]
 
 
