@@ -221,7 +221,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", ["sketchify", "data", "inplace", "save"])
 def test_an_interrupt_at_some_lines(tmp_path, name):
-    interrupt_often(CASES[name](tmp_path), 2 if name == "data" else 4, seed=0)
+    interrupt_often(CASES[name](tmp_path), 1 if name == "data" else 4, seed=0)
 
 
 @pytest.mark.slow

@@ -59,8 +59,13 @@ def unit_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def names_in(node: ast.AST) -> str:
+    """The names of an expression; ast.unparse takes far longer."""
+    return " ".join(getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node))
+
+
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in names_in(node.test)
 
 
 def find_imports(
@@ -79,7 +84,7 @@ def find_imports(
                     continue
                 is_unit = submodule in modules or source == PACKAGE
                 names.append(submodule if is_unit else source)
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import" in names_in(node.func):
             # importlib.import_module("..."), __import__("...")
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         for name in names:

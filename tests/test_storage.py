@@ -18,6 +18,7 @@ from panther_compile.errors import CheckpointCorruptError, CheckpointError, Onnx
 from panther_compile.storage import locked, replace_file, scratch_folder
 
 OPTIONS = {"min_params": 0, "progress": False, "allow_slower": True, "include": "*"}
+DATA_OPTIONS = {**OPTIONS, "narrow": False}
 
 
 def dense(seed=0):
@@ -267,14 +268,14 @@ class Resuming:
     def __init__(self, folder):
         self.place = folder / "work"
         self.data = [torch.randn(64, 40) for _ in range(3)]
-        self.wanted = weights(pc.sketchify(dense(), 0.5, data=self.data, **OPTIONS))
+        self.wanted = weights(pc.sketchify(dense(), 0.5, data=self.data, **DATA_OPTIONS))
 
     def __call__(self):
         for ratio in (0.4, 0.5, 0.6):
-            pc.sketchify(dense(), ratio, data=self.data, resume=self.place, **OPTIONS)
+            pc.sketchify(dense(), ratio, data=self.data, resume=self.place, **DATA_OPTIONS)
 
     def check(self):
-        small = pc.sketchify(dense(), 0.5, data=self.data, resume=self.place, **OPTIONS)
+        small = pc.sketchify(dense(), 0.5, data=self.data, resume=self.place, **DATA_OPTIONS)
         assert torch.equal(weights(small), self.wanted)
 
 
