@@ -364,6 +364,7 @@ def test_a_sketched_model_trains_as_in_eager():
     close(gradients[1], gradients[0])
 
 
+@pytest.mark.slow
 def test_a_sketched_model_recompiles_as_often_as_the_dense_one():
     model = Net().eval()
     found = []

@@ -208,7 +208,7 @@ def interrupt_often(case, times, seed):
 
 CASES = {
     "sketchify": lambda folder: Sketching(folder),
-    "data": lambda folder: Sketching(folder, data=batches()),
+    "data": lambda folder: Sketching(folder, data=batches(), narrow=False),
     "inplace": lambda folder: Sketching(folder, inplace=True),
     "inplace with data": lambda folder: Sketching(folder, data=batches(), inplace=True),
     "densify": Densifying,

@@ -240,6 +240,7 @@ def test_inplace(case):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_smaller_ratio_that_makes_a_larger_model_is_not_chosen():
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64), nn.Linear(64, 64))
     options = OPTIONS | {"round_rank_to": 8, "exclude": "1"}

@@ -289,7 +289,7 @@ def kill_often(make, folder, times):
     assert not list(folder.rglob(".saving*"))
 
 
-@pytest.mark.parametrize(("make", "times"), [(Saving, 8), (SketchingOnnx, 3), (Resuming, 2)])
+@pytest.mark.parametrize(("make", "times"), [(Saving, 4), (SketchingOnnx, 2), (Resuming, 1)])
 def test_kill_9_leaves_what_was_there(tmp_path, make, times):
     kill_often(make, tmp_path, times)
 
@@ -328,7 +328,7 @@ def test_a_limit_on_the_size_of_files(tmp_path, limit):
 @pytest.mark.parametrize(
     ("make", "limit"),
     [
-        (Resuming, 3_000),
+        pytest.param(Resuming, 3_000, marks=pytest.mark.slow),
         pytest.param(Resuming, 100, marks=pytest.mark.slow),
         pytest.param(Exporting, 300, marks=pytest.mark.slow),
         pytest.param(Exporting, 4_000, marks=pytest.mark.slow),

@@ -211,7 +211,7 @@ COUNTS = {
     "tied_autoencoder": (0, 0),
 }
 # Each is built like one of the others.
-ALIKE = ("bert", "t5", "swin", "mixtral")
+ALIKE = ("bert", "t5", "whisper", "swin", "mixtral")
 
 
 @pytest.mark.parametrize(
