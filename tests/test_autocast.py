@@ -53,9 +53,16 @@ def relative(found, wanted):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", list(LIMITS))
-@pytest.mark.parametrize("ratio", [0.25, pytest.param(0.5, marks=pytest.mark.slow), 0.75])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "ratio", "dtype"),
+    [
+        pytest.param(kind, ratio, dtype, marks=pytest.mark.slow if seldom else ())
+        for kind in KINDS
+        for ratio in (0.25, 0.5, 0.75)
+        for dtype in LIMITS
+        for seldom in [ratio == 0.5 or (kind == "minilm" and (ratio, dtype) != (0.75, torch.bfloat16))]
+    ],
+)
 def test_pivoted_layers_round_little(kind, ratio, dtype):
     small = pc.sketchify(layers(kind), ratio, **OPTIONS)
     exact, cast = copy.deepcopy(small).double(), copy.deepcopy(small).to(dtype)

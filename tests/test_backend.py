@@ -67,6 +67,7 @@ def compiled_net(model, **options):
 # ------------------------------------------------------------------------------------- registration
 
 
+@pytest.mark.slow
 def test_torch_finds_it_without_an_import():
     code = (
         "import sys, torch\n"
@@ -290,7 +291,7 @@ def test_frozen_weights_and_small_graphs_may_have_gradients_on():
     assert trained.weight.grad is not None
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
 def test_both_ways_to_infer_and_autocast(mode):
     model = net()
     compiled, x = compiled_net(model), torch.randn(3, 4, 8, 8)
@@ -363,6 +364,7 @@ def test_a_sketched_model_trains_as_in_eager():
     close(gradients[1], gradients[0])
 
 
+@pytest.mark.slow
 def test_a_sketched_model_recompiles_as_often_as_the_dense_one():
     model = Net().eval()
     found = []
@@ -400,8 +402,15 @@ class Broken(nn.Module):
         return x + F.relu(self.third(F.relu(self.second(x))))
 
 
-@pytest.mark.parametrize("way", ["function", "method"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("training", "way"),
+    [
+        (False, "function"),
+        (True, "method"),
+        pytest.param(False, "method", marks=pytest.mark.slow),
+        pytest.param(True, "function", marks=pytest.mark.slow),
+    ],
+)
 def test_a_part_without_sketched_layers_of_a_sketched_model_stays_dense(way, training):
     small = pc.sketchify(Broken(), 0.5, include="first", **SKETCH)
     x = torch.randn(3, 64)

@@ -208,7 +208,7 @@ def test_unfolded_attention_gives_the_same_outputs(mixed_job):
     assert count_numbers(small) == count_numbers(model)
 
 
-@pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])
+@pytest.mark.parametrize("ratio", [0.5, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.75, 0.25))])
 @pytest.mark.parametrize(
     "name", [name for name, peer in PEERS.items() if peer.counted and name not in ("aa-svd-refined", "corp")]
 )

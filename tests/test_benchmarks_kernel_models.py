@@ -75,9 +75,8 @@ TINY_CASES = [one for name in TINY for one in model_cases(name, quick=True)]
 PREFILLS = [one for one in TINY_CASES if one.labels["rows"] > 1]
 
 
-@pytest.mark.parametrize(
-    "case", [PREFILLS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in PREFILLS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PREFILLS)
 def test_whole_models(case, monkeypatch):
     """The dry run of every contender, on a tiny model: sketched, dense, compiled, and one token of many."""
     options = fake_compiler(monkeypatch)

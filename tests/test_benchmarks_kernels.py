@@ -456,6 +456,7 @@ def test_the_report_on_whole_models_and_low_precision():
     assert "## int8 and fp8\n\nNone." in summary(records(SMALL, forward={"two products": 1.0}))
 
 
+@pytest.mark.slow
 def test_as_a_program(capsys):
     with pytest.raises(SystemExit, match="on a CPU there is only the smoke run: add --quick"):
         kernels.main(["--device", "cpu"])

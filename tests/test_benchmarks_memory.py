@@ -16,7 +16,7 @@ def memory():
     return module
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
 def test_prediction_is_within_a_twentieth(memory, name):
     found = memory.compare(name)
     assert found["predicted"] == pytest.approx(found["allocator"], rel=0.05)

@@ -97,6 +97,7 @@ def test_the_benchmark_runs_although_a_test_failed(protocol):
     assert "--quick" in protocol.ran[1]
 
 
+@pytest.mark.slow
 def test_the_tests_find_the_kernels_where_nothing_is_installed(protocol, tmp_path, monkeypatch):
     """The root of a checkout, where the tests run, holds the package without its kernels."""
     root, tree = BENCHMARKS.parent, tmp_path / "panther_compile"

@@ -90,7 +90,7 @@ def test_nan_is_destroyed():
 
 
 def test_report_opens_with_the_outputs():
-    small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True)
+    small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True, narrow=False)
     assert first_line(small).startswith("outputs: good: relative error ")
     assert first_line(small).endswith("on the data it was fitted to, 4 batches")
 
@@ -114,7 +114,7 @@ def test_many_rows_are_judged_as_they_are():
 
 
 def test_closeness_is_saved_and_loaded(tmp_path):
-    small = pc.sketchify(mlp(), 0.5, data=batches(), allow_slower=True)
+    small = pc.sketchify(mlp(), 0.5, data=batches(), allow_slower=True, narrow=False)
     pc.save_sketched(small, tmp_path)
     assert pc.sketch_report(pc.load_sketched(mlp(), tmp_path)) == pc.sketch_report(small)
     assert pc.sketch_report(small).closeness.grade
@@ -124,13 +124,13 @@ def test_a_wreck_is_warned_of_with_ratio_cause_and_remedy():
     with pytest.warns(
         SketchQualityWarning, match=r"ratio 0\.05 .*destroyed.*Try a larger ratio; or exclude=\["
     ):
-        pc.sketchify(mlp(), 0.05, data=batches(), allow_slower=True)
+        pc.sketchify(mlp(), 0.05, data=batches(), allow_slower=True, narrow=False)
 
 
 def test_what_is_close_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", SketchQualityWarning)
-        pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True)
+        pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True, narrow=False)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -140,13 +140,13 @@ def test_comparison_leaves_the_model_as_it_was(inplace):
     compare_outputs(model, {model.head: nn.Linear(64, 10).train()}, calls, logits=None, inputs="noise")
     assert float(model.calls) == 0
     assert model.training
-    small = pc.sketchify(model, 0.5, data=batches(), allow_slower=True, inplace=inplace)
+    small = pc.sketchify(model, 0.5, data=batches(), allow_slower=True, narrow=False, inplace=inplace)
     assert pc.sketch_report(small).closeness.grade
 
 
 def test_healed_later_the_first_line_says_so():
     model = mlp()
-    small = pc.sketchify(model, 0.3, data=batches(), allow_slower=True)
+    small = pc.sketchify(model, 0.3, data=batches(), allow_slower=True, narrow=False)
     healed = pc.heal(small, teacher=model, data=batches(), steps=20)
     assert pc.heal_report(healed).reverted or first_line(healed).endswith("before it was healed")
 

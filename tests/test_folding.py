@@ -79,13 +79,13 @@ def test_nothing():
 def report():
     """Of six blocks and a head, fitted to data."""
     torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
-    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 8))
+    blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6))
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(32, 8))
     with torch.no_grad():  # so that none is best left whole
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.mul_(0.9 ** torch.arange(layer.in_features))
-    data = [torch.randn(64, 64) for _ in range(4)]
+    data = [torch.randn(64, 32) for _ in range(4)]
     return pc.sketch_report(
         pc.sketchify(model, 0.5, data=data, narrow=False, min_params=0, progress=False, allow_slower=True)
     )

@@ -143,6 +143,7 @@ def test_absurd_rate_changes_nothing():
     assert "nothing was changed" in str(report)
 
 
+@pytest.mark.slow
 def test_a_rate_that_leads_astray_is_lowered():
     teacher = encoder()
     small = sketched_encoder(teacher)
@@ -261,10 +262,10 @@ def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     assert {row.note for row in pc.sketch_report(again).sketched} == {healer._NOTE}
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_was_refined_tells_of_it(inplace):
     options = {"refine": "kl", "refine_steps": 10, "inplace": inplace, **SKETCH}
-    small = pc.sketchify(conv_net(), 0.2, data=images(), **options)
+    small = pc.sketchify(conv_net(), 0.2, data=images(4), **options)
     report = pc.heal_report(small)
     assert report.after["output"] < report.before["output"]
     assert {row.note for row in pc.sketch_report(small).sketched} == {healer._NOTE}

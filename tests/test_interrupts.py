@@ -208,7 +208,7 @@ def interrupt_often(case, times, seed):
 
 CASES = {
     "sketchify": lambda folder: Sketching(folder),
-    "data": lambda folder: Sketching(folder, data=batches()),
+    "data": lambda folder: Sketching(folder, data=batches(), narrow=False),
     "inplace": lambda folder: Sketching(folder, inplace=True),
     "inplace with data": lambda folder: Sketching(folder, data=batches(), inplace=True),
     "densify": Densifying,
@@ -221,7 +221,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", ["sketchify", "data", "inplace", "save"])
 def test_an_interrupt_at_some_lines(tmp_path, name):
-    interrupt_often(CASES[name](tmp_path), 2 if name == "data" else 4, seed=0)
+    interrupt_often(CASES[name](tmp_path), 1 if name == "data" else 4, seed=0)
 
 
 @pytest.mark.slow

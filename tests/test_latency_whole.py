@@ -190,7 +190,7 @@ def test_healing_waits_for_the_layers_that_stay(timers, monkeypatch):
 
     monkeypatch.setattr(sketching, "heal", heal)
     timers(lambda names: 0.9 if len(names) == 4 else 1.2)
-    pc.sketchify(mlp(), data=[example()] * 3, refine="block", refine_steps=1, **LATENCY)
+    pc.sketchify(mlp(), data=[example()] * 3, refine="block", refine_steps=1, narrow=False, **LATENCY)
     assert healed == [{"0", "4"}]
 
 

@@ -1,8 +1,9 @@
 """Imports point one way: the drawing at the end of docs/design.md, held against the source."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def find_imports(
-    tree: ast.AST, modules: dict[str, Path], *, local: bool = False, typing: bool = False
+    tree: ast.AST, modules: Collection[str], *, local: bool = False, typing: bool = False
 ) -> Iterator[tuple[str, int, bool, bool]]:
     """Yield (imported module, line, inside a function, for type checkers only)."""
     for node in ast.iter_child_nodes(tree):
@@ -95,6 +96,11 @@ def find_imports(
                 yield from find_imports(holder, modules, local=local, typing=typing)
         else:
             yield from find_imports(node, modules, local=local or is_function, typing=typing)
+
+
+@functools.cache
+def read_imports(source: str, modules: frozenset[str]) -> list[tuple[str, int, bool, bool]]:
+    return list(find_imports(ast.parse(source), modules))
 
 
 def judge_import(module: str, imported: str, ranks: dict[str, int]) -> str | None:
@@ -139,7 +145,7 @@ def find_violations(root: Path, ranks: dict[str, int]) -> list[str]:
             found.append(f"{where}: the name says nothing; name what is in it")
         if len(source.splitlines()) > MAX_LINES:
             found.append(f"{where}: over {MAX_LINES} lines")
-        for imported, line, local, typing in find_imports(ast.parse(source), modules):
+        for imported, line, local, typing in read_imports(source, frozenset(modules)):
             if module == PACKAGE and typing:
                 continue
             if imported != module:
@@ -182,7 +188,7 @@ def test_allowed_local_imports_are_used():
     used = {
         (module, imported)
         for module, path in modules.items()
-        for imported, _, local, _ in find_imports(ast.parse(path.read_text("utf-8")), modules)
+        for imported, _, local, _ in read_imports(path.read_text("utf-8"), frozenset(modules))
         if local
     }
     assert set(LOCAL_IMPORTS_ALLOWED) <= used

@@ -146,6 +146,7 @@ def test_images_made_up_are_believed_the_less_the_further_they_are_off(model, do
 def test_images_that_are_off_are_told_of(model, monkeypatch, off, says):
     monkeypatch.setattr(inputs, "off_batch_norms", lambda *_: off)
     monkeypatch.setattr(inputs, "SMALLEST", 1)
+    monkeypatch.setattr(inputs, "_FIT", 2)
     config = SketchConfig(ratio=0.5, progress=False, min_params=1)
     found = find_sites(model, config, read_graph(model))
     with warnings.catch_warnings(record=True) as told:

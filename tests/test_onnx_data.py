@@ -403,7 +403,8 @@ def test_what_onnx_runtime_cannot_run(tmp_path):
 # ------------------------------------------------------------------------------------------- the zoo
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("convnext", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "convnext"])
 def test_zoo_models_stay_closer(name, tmp_path):
     entry = ZOO[name]
     inputs = entry.inputs()

@@ -104,7 +104,7 @@ def test_zoo_model_exports_sketched(name, tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("sketched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_graph_of_the_backend_exports(sketched, tmp_path):
     """Made of a sketched model, or of a dense one, which is sketched in it."""
     model = mlp()

@@ -14,13 +14,13 @@ from panther_compile.onnx import int8
 from panther_compile.onnx.int8 import as_pairs
 from panther_compile.records import Choice, LayerPlan, SketchPlan
 
-WIDTHS = (96, 1024, 96, 10)
+WIDTHS = (96, 512, 96, 10)
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(96, 1024), nn.ReLU(), nn.Linear(1024, 96)).eval()
+    return nn.Sequential(nn.Linear(96, 512), nn.ReLU(), nn.Linear(512, 96)).eval()
 
 
 def test_sketch_and_int8(tmp_path):

@@ -160,6 +160,7 @@ def test_biases_take_up_what_rounding_weights_moves(tmp_path, monkeypatch):
     assert far(found, wanted) < 0.01
 
 
+@pytest.mark.slow
 def test_a_convolution_that_runs_twice(tmp_path):
     class Twice(nn.Module):
         def __init__(self):

@@ -12,13 +12,17 @@ from panther_compile.onnx.files import read_model
 from panther_compile.onnx.made_up import made_up_images
 
 
-def network(path, size=("h", "w"), channels=3, width=768):
+def network(path, size=("h", "w"), channels=3, hidden=512, width=768):
     random = np.random.default_rng(0)
 
     def kernel(*shape):
         return (random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
-    weights = {"a": kernel(32, channels, 8, 8), "b": kernel(512, 32, 3, 3), "c": kernel(width, 512, 1, 1)}
+    weights = {
+        "a": kernel(32, channels, 8, 8),
+        "b": kernel(hidden, 32, 3, 3),
+        "c": kernel(width, hidden, 1, 1),
+    }
     nodes = [
         helper.make_node("Conv", ["x", "a"], ["p"], strides=[8, 8]),
         helper.make_node("Relu", ["p"], ["q"]),
@@ -43,8 +47,9 @@ def off(source, target, x):
     return np.linalg.norm(small - dense) / np.linalg.norm(dense)
 
 
-def test_images_are_closer_than_the_weights_alone(tmp_path):
-    source, x = network(tmp_path / "in.onnx", (32, 32)), smooth(16, seed=1)
+def test_images_are_closer_than_the_weights_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("panther_compile.onnx.sketch.SMALLEST", 1)
+    source, x = network(tmp_path / "in.onnx", (32, 32), hidden=192, width=256), smooth(16, seed=1)
     fitted = pc.sketch_onnx(source, tmp_path / "fitted.onnx", 0.5, progress=False)
     alone = pc.sketch_onnx(source, tmp_path / "alone.onnx", 0.5, progress=False, synthetic=False)
     assert (fitted.made_up, fitted.has_data) == (True, False)

@@ -77,7 +77,7 @@ def test_what_no_norm_makes_stays(tmp_path):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
         with torch.no_grad():
             self.norm.weight[5] = 60.0
             self.up.weight[:, 5] /= 60.0
@@ -88,11 +88,11 @@ class Block(nn.Module):
 
 def test_int8_is_closer_with_data(tmp_path):
     torch.manual_seed(0)
-    model, data = Block().eval(), torch.randn(128, 64).split(16)
+    model, data = Block().eval(), torch.randn(128, 32).split(16)
     plain = pc.export_onnx(model, data[0], tmp_path / "plain.onnx", then="int8")
     scaled = pc.export_onnx(model, data[0], tmp_path / "scaled.onnx", then="int8", data=data)
     assert scaled.distance < 0.7 * plain.distance
-    x = torch.randn(16, 64)
+    x = torch.randn(16, 32)
     wanted = model(x).detach().numpy()
     errors = [
         np.linalg.norm(run(tmp_path / name, x.numpy())[0] - wanted) for name in ("scaled.onnx", "plain.onnx")

@@ -289,7 +289,7 @@ def several(dtype):
 
 
 # Forms of the operator that "pivoted" and "both" are of too.
-SELDOM = ("linear", "gated", "residual")
+SELDOM = ("linear", "gated", "residual", "no-bias", "both", "favor-causal")
 
 
 @pytest.mark.parametrize(

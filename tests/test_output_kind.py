@@ -9,7 +9,7 @@ import panther_compile as pc
 from panther_compile.models.batches import Call, record_calls
 from panther_compile.models.output_kind import NAMED, recognize_output
 
-OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False}
+OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False, "narrow": False}
 CLASSES = 8
 
 

@@ -71,6 +71,7 @@ def test_kernels_has_no_modules_under_its_other_name():
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'kernels.reference'"
 
 
+@pytest.mark.slow
 def test_transformers_takes_the_kernels_folder_for_absent():
     code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
     done = run("-c", code, cwd=ROOT)

@@ -22,7 +22,7 @@ from panther_compile.errors import (
 from panther_compile.planning.ratio_search import MOST, RATIOS, search_ratio
 from panther_compile.reporting.ratio_curve import RatioCurve
 
-OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*"}
+OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*", "narrow": False}
 
 
 class Asked:
@@ -136,7 +136,7 @@ def test_curve_as_text_and_picture(tmp_path):
 
 def mlp():
     return nn.Sequential(
-        nn.Linear(48, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 48)
+        nn.Linear(48, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 48)
     )
 
 
@@ -240,6 +240,7 @@ def test_inplace(case):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_smaller_ratio_that_makes_a_larger_model_is_not_chosen():
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64), nn.Linear(64, 64))
     options = OPTIONS | {"round_rank_to": 8, "exclude": "1"}

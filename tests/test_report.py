@@ -462,7 +462,7 @@ def test_a_second_call_keeps_what_the_first_one_told():
     assert pc.sketch_report(second).rows[0].output_error == pc.sketch_report(first).rows[0].output_error
 
 
-@pytest.mark.parametrize(("layers", "with_data"), [(0, False), (3, False), (3, True), (60, True)])
+@pytest.mark.parametrize(("layers", "with_data"), [(0, False), (3, False), (3, True), (30, True)])
 def test_picture(tmp_path, layers, with_data):
     row = ReportRow(
         "a.very.long.name." * 6 + "fc", "SketchedLinear", "pair", (2,), 100, 40, 10, 4, "svd", 1.7, ""

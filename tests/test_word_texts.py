@@ -25,7 +25,7 @@ def tokenizer(words=VOCABULARY):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=one, **names)
 
 
-def bert(layers=2):
+def bert(layers=1):
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(VOCABULARY),

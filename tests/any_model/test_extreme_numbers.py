@@ -48,8 +48,10 @@ def test_numbers_that_cannot_be_fitted_to(name, place, number, narrow):
         pc.sketchify(model, 0.5, data=data, narrow=narrow, **OPTIONS)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e6])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("mlp", 1e-30), ("mlp", 1e6), ("cnn", 1e-30), pytest.param("cnn", 1e6, marks=pytest.mark.slow)],
+)
 def test_data_of_any_other_scale_is_fitted_to(name, scale):
     model, data = made(name)
     for layer in model.children():
@@ -158,7 +160,7 @@ def test_a_loader_may_write_its_batches_over():
         for x in data:
             yield buffer.copy_(x)
 
-    small, wanted = (pc.sketchify(model, 0.6, data=one, **OPTIONS) for one in (loader(), data))
+    small, wanted = (pc.sketchify(model, 0.6, data=one, narrow=False, **OPTIONS) for one in (loader(), data))
     for one, other in zip(small.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(one, other)
 

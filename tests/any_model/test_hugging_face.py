@@ -11,7 +11,10 @@ from zoo import ZOO, call, generate, tensors
 import panther_compile as pc
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "bert", "t5"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))],
+)
 def hugging_face(request):
     entry = ZOO[request.param]
     return entry, sketch(entry.build(), 0.6)

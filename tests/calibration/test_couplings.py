@@ -210,9 +210,13 @@ COUNTS = {
     "lstm": (1, 0),
     "tied_autoencoder": (0, 0),
 }
+# Each is built like one of the others.
+ALIKE = ("bert", "t5", "whisper", "swin", "mixtral")
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in COUNTS]
+)
 def test_models_of_the_zoo(name):
     entry = zoo.ZOO[name]
     inputs = entry.inputs()

@@ -40,7 +40,7 @@ def error(small, model, shape):
         return float((small(x) - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_few_data_are_never_worse_than_none(kind):
     model, shape = made(kind)
     none = pc.sketchify(model, 0.4, **OPTIONS)

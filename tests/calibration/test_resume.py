@@ -18,13 +18,14 @@ from panther_compile.calibration import calibrate, resume, unseen
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, DataError, ResumeError
 
-OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*"}
+OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False, "include": "*", "narrow": False}
+NARROW = {**OPTIONS, "narrow": True}
 
 
 def mlp():
     torch.manual_seed(1)
     model = nn.Sequential(
-        nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 40)
+        nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 24, bias=False), nn.ReLU(), nn.Linear(24, 40)
     )
     model[0].requires_grad_(False)
     model[2].eval()
@@ -100,7 +101,7 @@ def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     monkeypatch.setattr(unseen, "has_few", lambda studied: False)  # no fit is made to be judged and left
     build, data = CASES[name]
     model = build()
-    whole = pc.sketchify(model, 0.4, data=data, **OPTIONS)
+    whole = pc.sketchify(model, 0.4, data=data, **NARROW)
     layers = len(pc.sketch_report(whole).sketched)
     for fits in (0, 1, layers - 1):
         folder = tmp_path / str(fits)
@@ -116,17 +117,17 @@ def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
 
             patch.setattr(resume.Folder, "keep_layer", keep_or_raise)
             with pytest.raises(CutError):
-                pc.sketchify(model, 0.4, data=data, resume=folder, **OPTIONS)
+                pc.sketchify(model, 0.4, data=data, resume=folder, **NARROW)
         with monkeypatch.context() as patch:
             patch.setattr(calibrate, "study_layers", None)  # must not be called again
             done = count_fits(patch)
-            again = pc.sketchify(build(), 0.4, data=copy.deepcopy(data), resume=folder, **OPTIONS)
+            again = pc.sketchify(build(), 0.4, data=copy.deepcopy(data), resume=folder, **NARROW)
         assert len(done) == layers - fits
         assert not set(done) & set(kept)
         assert_equal(again, whole)
     with monkeypatch.context() as patch:
         done = count_fits(patch)
-        assert_equal(pc.sketchify(model, 0.4, data=data, resume=folder, **OPTIONS), whole)
+        assert_equal(pc.sketchify(model, 0.4, data=data, resume=folder, **NARROW), whole)
     assert done == []
 
 
@@ -218,7 +219,7 @@ def other_weights():
 
 def narrower():
     model = mlp()
-    model[0] = nn.Linear(40, 64, bias=False)
+    model[0] = nn.Linear(40, 24, bias=False)
     return model
 
 
@@ -313,7 +314,8 @@ def test_a_write_that_fails_leaves_no_half_file(tmp_path, monkeypatch):
     pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS)
 
 
-@pytest.mark.parametrize("name", [".saving-abc", ".writing-abc"])  # the latter of an earlier version
+# The latter is of an earlier version.
+@pytest.mark.parametrize("name", [".saving-abc", pytest.param(".writing-abc", marks=pytest.mark.slow)])
 def test_remains_of_a_killed_write_are_no_obstacle(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "file").write_bytes(b"half")
@@ -321,7 +323,7 @@ def test_remains_of_a_killed_write_are_no_obstacle(tmp_path, name):
 
 
 def test_what_the_folder_holds(tmp_path):
-    small = pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS)
+    small = pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **NARROW)
     assert (tmp_path / "calibration.json").exists()
     assert {key.split("/")[0] for key in load_file(tmp_path / "study.safetensors")} == {
         "values",

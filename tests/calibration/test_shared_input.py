@@ -60,6 +60,18 @@ def shared_of(model):
     return {line.choice.sharing for line in vars(model)["_panther_sketch"].plan.sketched} - {()}
 
 
+@pytest.fixture(scope="module")
+def sketch():
+    """The sketch of an Odd, which is not changed."""
+    return sketched().eval()
+
+
+@pytest.fixture
+def small(sketch):
+    """Another copy for each test."""
+    return copy.deepcopy(sketch)
+
+
 def sketched(model=None, ratio=0.5, **options):
     return pc.sketchify(Odd() if model is None else model, ratio, data=batches(), **OPTIONS | options)
 
@@ -67,8 +79,7 @@ def sketched(model=None, ratio=0.5, **options):
 # ----------------------------------------------------------------------------------------- what is found
 
 
-def test_layers_of_one_tensor_are_found_whatever_their_names():
-    small = sketched()
+def test_layers_of_one_tensor_are_found_whatever_their_names(small):
     assert shared_of(small) == {NAMES}
     assert small.zebra.down is small.lamp.down is small.tuesday.down
     assert len({id(layer.up.weight) for layer in (small.zebra, small.lamp, small.tuesday)}) == 3
@@ -105,8 +116,7 @@ def test_apart_where_the_row_spaces_are_orthogonal():
     assert shared_of(sketched(Odd(together=False))) == set()
 
 
-def test_equal_stored_numbers(monkeypatch):
-    small = sketched()
+def test_equal_stored_numbers(small, monkeypatch):
     monkeypatch.setattr(calibrate, "_share", lambda studied, plan, config: plan)
     apart = sketched()
     budgets = [
@@ -124,8 +134,8 @@ def test_equal_stored_numbers(monkeypatch):
         assert (small(x) - wanted).norm() < 0.8 * (apart(x) - wanted).norm()
 
 
-def test_report_counts_the_factor_once_and_says_with_whom_it_is_shared():
-    report = pc.sketch_report(sketched())
+def test_report_counts_the_factor_once_and_says_with_whom_it_is_shared(small):
+    report = pc.sketch_report(small)
     rows = {row.name: row for row in report.rows}
     assert rows["zebra"].shared == "input factor shared with lamp, tuesday"
     assert "input factor shared with zebra, lamp" in str(report)
@@ -226,8 +236,7 @@ def is_tied(model):
     return len({id(layer.down.weight) for layer in layers}) == 1
 
 
-def test_state_dict_checkpoint_and_deepcopy_keep_the_tie(tmp_path):
-    small = sketched()
+def test_state_dict_checkpoint_and_deepcopy_keep_the_tie(sketch, small, tmp_path):
     x = batches(1)[0]
     pc.save_sketched(small, tmp_path)
     loaded = pc.load_sketched(Odd(), tmp_path)
@@ -237,7 +246,7 @@ def test_state_dict_checkpoint_and_deepcopy_keep_the_tie(tmp_path):
             assert is_tied(other)
             assert torch.equal(other(x), small(x))
     assert str(pc.sketch_report(loaded)) == str(pc.sketch_report(small))
-    again = sketched(Odd())
+    again = copy.deepcopy(sketch)
     again.load_state_dict(small.state_dict())
     assert is_tied(again)
     assert sum(p.numel() for p in small.parameters()) == sum(p.numel() for p in loaded.parameters())
@@ -246,8 +255,7 @@ def test_state_dict_checkpoint_and_deepcopy_keep_the_tie(tmp_path):
         torch.testing.assert_close(dense(x), small(x), rtol=1e-4, atol=1e-4)
 
 
-def test_inplace_and_resume_give_the_same(tmp_path):
-    small = sketched()
+def test_inplace_and_resume_give_the_same(small, tmp_path):
     model = Odd()
     assert sketched(model, inplace=True) is model
     first = pc.sketchify(Odd(), 0.5, data=batches(), resume=tmp_path / "work", **OPTIONS)
@@ -261,8 +269,8 @@ def test_inplace_and_resume_give_the_same(tmp_path):
             torch.testing.assert_close(a, b)
 
 
-def test_heal_trains_the_factor_once():
-    dense, small = Odd(), sketched()
+def test_heal_trains_the_factor_once(small):
+    dense = Odd()
     with torch.no_grad():
         small.zebra.down.weight.add_(0.3 * torch.randn_like(small.zebra.down.weight))
     before = small.zebra.down.weight.detach().clone()
@@ -286,8 +294,7 @@ def test_heal_trains_the_factor_once():
 # --------------------------------------------------------------------------------------- execution
 
 
-def test_merged_graph_computes_the_shared_product_once():
-    small = sketched().eval()
+def test_merged_graph_computes_the_shared_product_once(small):
     graph = torch.fx.GraphModule(small, SketchTracer().trace(small))
     x = batches(1)[0]
     with torch.no_grad():
@@ -301,18 +308,16 @@ def test_merged_graph_computes_the_shared_product_once():
     assert graph.get_submodule("zebra.down") is small.zebra.down  # no copy of it was made
 
 
-def test_backend_gives_what_eager_gives():
-    small = sketched().eval()
+def test_backend_gives_what_eager_gives(small):
     x = batches(1)[0]
     with torch.no_grad():
         compiled = torch.compile(small, backend="panther", options={"inner": "eager"})
         torch.testing.assert_close(compiled(x), small(x))
 
 
-def test_onnx_stores_and_computes_the_factor_once(tmp_path):
+def test_onnx_stores_and_computes_the_factor_once(small, tmp_path):
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    small = sketched().eval()
     x = batches(1)[0]
     pc.export_onnx(small, (x,), tmp_path / "small.onnx")
     graph = onnx.load(tmp_path / "small.onnx").graph

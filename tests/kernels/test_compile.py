@@ -32,6 +32,7 @@ def judge(records):
     return {one["kernel"] for one in records}
 
 
+@pytest.mark.slow
 def test_the_usual_configurations():
     """The fused kernel at its largest rank, and one row: no spills, asynchronous copies, tensor cores.
 

@@ -71,12 +71,12 @@ def test_kernels(shape, causal):
     run_both(make(*shape), causal)
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_without_a_mask(causal):
     run_both(make(*SMALL, masked=False), causal)
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=["fp16", "bf16"]
 )
@@ -123,7 +123,7 @@ def test_hidden_keys_have_no_influence(causal):
     assert grads[2][hidden].eq(0).all()
 
 
-@CAUSAL
+@CAUSAL_ABOVE_ALL
 def test_nothing_visible_gives_zero(causal):
     inputs = make(*SMALL)
     inputs["key_mask"] = torch.full_like(inputs["v"][..., 0], -torch.inf)

@@ -247,27 +247,43 @@ def test_no_rows(kind):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(37, 70, 29, 13), (33, 34, 32, 17), (65, 64, 32, 16)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (37, 70, 29, 13),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ((33, 34, 32, 17), (65, 64, 32, 16))),
+    ],
+    ids=str,
+)
 def test_gradients(shape, form):
     rows, inputs, outputs, rank = shape
     x = draw(rows, inputs, dtype=torch.float32)
     check_backward(x, [make_layer(inputs, outputs, rank, form, torch.float32)])
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp16", marks=pytest.mark.slow), "bf16"])
 def test_gradients_in_half_types(dtype):
     x = draw(37, 40, dtype=DTYPES[dtype])
     check_backward(x, [make_layer(40, 18, 7, "last", DTYPES[dtype])])
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "activation",
+    ["gelu", *(pytest.param(one, marks=pytest.mark.slow) for one in ("relu", "silu", "gelu_tanh"))],
+)
 def test_gradients_through_activations(activation):
     layer = make_layer(33, 18, 5, "pair", torch.float32)
     check_backward(draw(37, 33, dtype=torch.float32), [layer], activation)
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("strided", "activation"),
+    [
+        pytest.param(strided, one, marks=pytest.mark.slow if strided and one != "gelu" else ())
+        for strided in (False, True)
+        for one in ("none", "relu", "silu", "gelu", "gelu_tanh")
+    ],
+)
 def test_gradients_through_a_gate(strided, activation):
     layer = make_layer(33, 18, 5, "first", torch.float32)
     multiplier = draw(37, 18, dtype=torch.float32, strided=strided)

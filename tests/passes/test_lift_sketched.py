@@ -81,7 +81,6 @@ def test_docstring():
     assert not after.fc.training
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layer", [
     lambda bias: pivoted(bias=bias),
     lambda bias: pivoted(start=12, bias=bias),
@@ -89,7 +88,16 @@ def test_docstring():
     lambda bias: SketchedConv1D(16, 12, 4, bias=bias),
     lambda bias: SketchedConv1D(16, 12, 4, bias=bias, form="pivoted", start=12),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [(16,), pytest.param((3, 16), marks=pytest.mark.slow), (2, 5, 16)])
+@pytest.mark.parametrize(
+    ("shape", "bias"),
+    [
+        ((16,), False),
+        ((2, 5, 16), True),
+        pytest.param((16,), True, marks=pytest.mark.slow),
+        pytest.param((2, 5, 16), False, marks=pytest.mark.slow),
+        *(pytest.param((3, 16), bias, marks=pytest.mark.slow) for bias in (False, True)),
+    ],
+)
 def test_each_form_at_each_shape(layer, bias, shape):
     model = Owner(fc=layer(bias))
     _, after, changed = one_graph(model, torch.randn(shape))
