@@ -203,8 +203,9 @@ def branched(path, *, inner=False):
         return helper.make_graph(nodes, name, [], [output], list(weights))
 
     def branch(name):
-        nodes = [node("Relu", ["h"], [f"{name}_r"]), node("MatMul", [f"{name}_r", f"{name}_w"], [f"{name}_y"])]
-        found = graph(nodes, name, [numpy_helper.from_array(random(32, 32), f"{name}_w")])
+        r, w, y = (f"{name}_{one}" for one in "rwy")
+        nodes = [node("Relu", ["h"], [r]), node("MatMul", [r, w], [y])]
+        found = graph(nodes, name, [numpy_helper.from_array(random(32, 32), w)])
         if not inner:
             return found
         other = graph([node("Identity", ["h"], [f"{name}_o"])], f"{name}_other")

@@ -6,6 +6,7 @@ files       read what is sound, write what is whole
 sites       what can be sketched in a graph, and why the rest is left alone
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them
+branches    values in branches, handed out to be seen
 fit         weights fitted to data
 damage      what cutting each weight does to the outputs
 rewrite     sketched layers in place of weights

@@ -27,7 +27,7 @@ def handing_out(model: ir.Model, values: Sequence[ir.Value]) -> tuple[ir.Model, 
 
     Args:
         model: is left as it is; given back itself if its graph has all of them.
-        values: of the graphs that can be seen; those of branches are float32, and their names are theirs alone.
+        values: of the graphs that can be seen; those of branches are float32, and have names of their own.
     """
     if all(graph_of(value) is model.graph for value in values):
         return model, list(values)

@@ -3,5 +3,6 @@
 folding   layers that repeat, in one row
 progress  progress bars that leave nothing behind
 tables    what `print(plan)` and `print(report)` show
+plan_text what divided a budget, in words
 plots     what `report.plot` and `curve.plot` draw
 """
