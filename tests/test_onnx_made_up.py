@@ -9,7 +9,7 @@ import panther_compile as pc
 from panther_compile.onnx import made_up
 from panther_compile.onnx.data import ObservedModel
 from panther_compile.onnx.files import read_model
-from panther_compile.onnx.made_up import made_up_images
+from panther_compile.onnx.made_up import made_up_inputs
 
 
 def network(path, size=("h", "w"), channels=3, hidden=512, width=768):
@@ -56,7 +56,7 @@ def test_images_are_closer_than_the_weights_alone(tmp_path, monkeypatch):
     assert (alone.made_up, alone.has_data) == (False, False)
     assert fitted.plan.achieved_ratio <= 0.5
     assert off(source, tmp_path / "fitted.onnx", x) < 0.6 * off(source, tmp_path / "alone.onnx", x)
-    assert "on made-up images" in str(fitted)
+    assert "on 2 batches of made-up images" in str(fitted)
     assert "on random inputs" in str(alone)
 
 
@@ -66,8 +66,9 @@ def test_small_models_are_sketched_from_their_weights(tmp_path):
     assert not report.made_up
 
 
-def observed(path, tmp_path):
-    return ObservedModel(read_model(path), (), tmp_path)
+def made_for(path, tmp_path):
+    model = read_model(path)
+    return made_up_inputs(model, ObservedModel(model, (), tmp_path), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def observed(path, tmp_path):
 )
 def test_sizes_that_the_file_leaves_free_are_tried(tmp_path, monkeypatch, size, wanted):
     monkeypatch.setattr(made_up, "_SIZES", ((4, 4), (64, 96), (8, 8)))  # the kernel is larger than the first
-    batches = made_up_images(observed(network(tmp_path / "in.onnx", size), tmp_path), seed=0)
+    batches = made_for(network(tmp_path / "in.onnx", size), tmp_path).feeds
     assert {one["x"].shape for one in batches} == {(8, 3, *wanted)}
     together = np.concatenate([one["x"] for one in batches])
     assert together.dtype == np.float32
@@ -84,16 +85,42 @@ def test_sizes_that_the_file_leaves_free_are_tried(tmp_path, monkeypatch, size, 
 
 
 def test_other_inputs_are_not_made_up(tmp_path):
-    assert made_up_images(observed(network(tmp_path / "a.onnx", channels=5), tmp_path), seed=0) is None
+    assert made_for(network(tmp_path / "a.onnx", channels=5), tmp_path) is None
     identity = helper.make_node("Identity", ["x"], ["y"])
     rows = make(tmp_path / "rows.onnx", [identity], {}, x=("n", 48))
-    assert made_up_images(observed(rows, tmp_path), seed=0) is None
+    assert made_for(rows, tmp_path) is None
     ids = make(tmp_path / "ids.onnx", [identity], {}, x=("n", 3, 8, 8), dtype=TensorProto.INT64)
-    assert made_up_images(observed(ids, tmp_path), seed=0) is None
+    assert made_for(ids, tmp_path) is None
 
 
 def test_a_model_that_takes_none_of_the_sizes(tmp_path):
     shape = numpy_helper.from_array(np.array([1, 77]), "shape")
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
     source = make(tmp_path / "in.onnx", nodes, {"shape": numpy_helper.to_array(shape)}, x=("n", 3, "h", "w"))
-    assert made_up_images(observed(source, tmp_path), seed=0) is None
+    assert made_for(source, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [(("n", 600), (8, 600)), (("n", 1, "t"), (8, 1, 1000)), ((3, 600, 1), (3, 600, 1))],
+)
+def test_sounds_of_a_convolution_along_time(tmp_path, monkeypatch, shape, wanted):
+    monkeypatch.setattr(made_up, "_SAMPLES", (4, 1000))  # the kernel is larger than the first
+    to_one = np.array([0, 1, -1])
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["one"]),
+        helper.make_node("Conv", ["one", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("Conv", ["r", "v"], ["y"]),
+    ]
+    random = np.random.default_rng(0)
+    weights = {"w": random.standard_normal((64, 1, 16)), "v": random.standard_normal((64, 64, 8))}
+    weights = {name: value.astype(np.float32) for name, value in weights.items()} | {"shape": to_one}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=shape)
+    found = made_for(source, tmp_path)
+    assert found.what == "made-up sounds"
+    assert {one["x"].shape for one in found.feeds} == {wanted}
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.5, min_params=0, progress=False)
+    assert not report.made_up  # so few numbers are sketched by themselves
+    assert report.closeness.inputs == "2 batches of made-up sounds"
+    assert made_for(make(tmp_path / "two.onnx", nodes, weights, x=("n", 2, 600)), tmp_path) is None

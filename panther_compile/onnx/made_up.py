@@ -1,14 +1,20 @@
-"""Images made up for an ONNX model without data, with the spectra of natural ones, as for one in torch."""
+"""Images and sounds made up for an ONNX model without data, like natural ones, as for one in torch."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 import torch
 from torch import Generator, Tensor
 
 from panther_compile.errors import DataError
 from panther_compile.models.natural import natural_images
+from panther_compile.models.sounds import natural_sounds
 from panther_compile.onnx.data import Feed, ObservedModel
+from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.verify import numpy_dtype
 
 JUDGED = 2
@@ -16,37 +22,88 @@ JUDGED = 2
 
 _BATCHES, _BATCH = 14, 8
 _SIZES = ((224, 224), (48, 320), (32, 320), (64, 64), (32, 32), (8, 8))  # squares, and lines of text
+_SAMPLES = (16000, 4000, 1024, 1000, 256)
+_FEWEST = 256  # samples of a sound
+
+_Draw = Callable[[int, Sequence[int], Generator], Tensor]
 
 
-def made_up_images(dense: ObservedModel, seed: int) -> list[Feed] | None:
-    """Batches of images of mean 0 and variance 1, of the first size that the model runs on.
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """Inputs of a model.
+
+    Attributes:
+        what: they are, in words.
+        feeds: batches, of mean 0 and variance 1.
+    """
+
+    what: str
+    feeds: list[Feed]
+
+
+def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int) -> MadeUp | None:
+    """Batches of images or sounds, of the first size that a model runs on.
 
     Args:
-        dense: shows its own outputs.
+        model: says what its first convolution reads.
+        dense: shows its outputs.
         seed: of what is drawn.
 
     Returns:
-        The batches; None for a model that takes anything but images alone, (N, 1 or 3, H, W) of floats.
+        None for a model that takes anything but images alone, (N, 1 or 3, H, W) of floats, or sounds alone,
+        (N, T) with ones anywhere, whose first convolution is along time and reads one channel.
     """
     if len(dense.inputs) != 1:
         return None
     wanted, dtype = dense.inputs[0], numpy_dtype(dense.inputs[0])
     if dtype is None or not np.issubdtype(dtype, np.floating):
         return None
-    if len(wanted.shape) != 4 or wanted.shape[1] not in (1, 3):
+    if len(wanted.shape) == 4 and wanted.shape[1] in (1, 3):
+        what, shapes, draw = "made-up images", _image_shapes(wanted), _images
+    elif _hears(model):
+        what, shapes, draw = "made-up sounds", _sound_shapes(wanted), _sounds
+    else:
         return None
-    free = [_BATCH, wanted.shape[1]]
-    for size in dict.fromkeys(_filled(wanted.shape[2:], list(size)) for size in _SIZES):
-        batch, channels, height, width = (*_filled(wanted.shape[:2], free), *size)
-        if _runs(dense, {wanted.name: np.zeros((batch, channels, height, width), dtype)}):
+    for batch, *shape in dict.fromkeys(shapes):
+        if _runs(dense, {wanted.name: np.zeros((batch, *shape), dtype)}):
             generator = torch.Generator().manual_seed(seed)
-            shown = _images(_BATCHES * batch, channels, height, width, generator).numpy().astype(dtype)
-            return [{wanted.name: one} for one in np.split(shown, _BATCHES)]
+            shown = draw(_BATCHES * batch, shape, generator).numpy().astype(dtype)
+            return MadeUp(what, [{wanted.name: one} for one in np.split(shown, _BATCHES)])
     return None
 
 
-def _images(count: int, channels: int, height: int, width: int, generator: Generator) -> Tensor:
+def _hears(model: ir.Model) -> bool:
+    """Whether the first convolution is one of sounds: of one channel, along one axis."""
+    for node in model.graph:
+        if is_onnx(node, "Conv") and node.inputs[1] is not None:
+            weight = ir.convenience.get_const_tensor(node.inputs[1])
+            shape = [] if weight is None else [int(size) for size in weight.shape]  # type: ignore[arg-type]
+            return len(shape) in (3, 4) and shape[1] == 1 and (len(shape) == 3 or min(shape[2:]) == 1)
+    return False
+
+
+def _image_shapes(wanted: ort.NodeArg) -> Iterator[tuple[int, ...]]:
+    for size in _SIZES:
+        yield _filled(wanted.shape, [_BATCH, wanted.shape[1], *size])
+
+
+def _sound_shapes(wanted: ort.NodeArg) -> Iterator[tuple[int, ...]]:
+    """Shapes whose first size is of the batch, and one other of samples."""
+    long = [axis for axis, size in enumerate(wanted.shape) if axis and size != 1]
+    for samples in _SAMPLES if len(long) == 1 else ():
+        free = [_BATCH, *(samples if axis in long else 1 for axis in range(1, len(wanted.shape)))]
+        shape = _filled(wanted.shape, free)
+        if shape[long[0]] >= _FEWEST:
+            yield shape
+
+
+def _sounds(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
+    return natural_sounds((count, max(shape)), generator).reshape(count, *shape)
+
+
+def _images(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
     """Natural images cut into as many of a size (count, channels, height, width) as they hold."""
+    channels, height, width = shape
     side = max(height, width)
     down, across = side // height, side // width
     images = natural_images(-(-count // (down * across)), channels, side, generator)
@@ -55,7 +112,7 @@ def _images(count: int, channels: int, height: int, width: int, generator: Gener
     return cut.flatten(0, 2)[:count]
 
 
-def _filled(given: Any, free: list[int]) -> tuple[int, ...]:
+def _filled(given: Iterable[Any], free: Sequence[int]) -> tuple[int, ...]:
     """Sizes that a file fixes, others where it leaves them free."""
     return tuple(one if isinstance(one, int) else size for one, size in zip(given, free, strict=True))
 

@@ -30,7 +30,7 @@ from panther_compile.onnx.int8 import (
     warn_if_destroyed_by_int8,
 )
 from panther_compile.onnx.lowering import GraphWriter, shift_bias
-from panther_compile.onnx.made_up import JUDGED, made_up_images
+from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
@@ -57,7 +57,7 @@ class OnnxSketchOptions(TypedDict, total=False):
 
 
 _GRAPH = "ONNX graph"
-MADE_UP, FITTED_TO = "made-up images", "the data it was fitted to"
+FITTED_TO = "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
 
@@ -70,11 +70,11 @@ class OnnxReport:
         fitted: what came of each sketched weight, by its name.
         dense_bytes: size of the file read, and of the weights beside it.
         sketched_bytes: size of what was written.
-        output_errors: of each output, on random inputs or on a batch of the data, relative to the dense
-            model's (`compare_files` in onnx_verify.py says how); empty if that was not asked for.
+        output_errors: of each output, on the last batch of the data, or of inputs that were made up,
+            relative to the dense model's (`onnx/verify.py` says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
-        made_up: whether they were fitted to images that were made up.
-        closeness: of the outputs, on the data or on random inputs.
+        made_up: whether they were fitted to images or sounds that were made up.
+        closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
     """
 
     plan: SketchPlan
@@ -126,9 +126,7 @@ class OnnxReport:
 
     def _lines(self) -> list[str]:
         share = self.sketched_bytes / self.dense_bytes
-        inputs = "the last batch of the data" if self.has_data else "random inputs"
-        if self.made_up:
-            inputs = MADE_UP
+        inputs = "the last batch of the data" if self.has_data else self.closeness.inputs
         return [
             f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}",
             *(
@@ -157,9 +155,9 @@ def sketch_onnx(
     reads too are left alone; the report says why.
 
     Before the result is put in its place, ONNX Runtime runs it and the source on the same inputs: the last
-    batches of the data, else images that were made up, else random ones. The report opens with how close the
-    outputs are, and a `SketchQualityWarning` tells of outputs that are destroyed. Random inputs say little
-    about real ones.
+    batches of the data, else images or sounds that were made up, else random ones. The report opens with how
+    close the outputs are, and a `SketchQualityWarning` tells of outputs that are destroyed. Random inputs say
+    little about real ones.
 
     Args:
         source: an ONNX file, of opset 11 or newer.
@@ -170,8 +168,8 @@ def sketch_onnx(
             model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
             runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
             The budget goes by what cutting each weight alone does to the outputs, which is measured.
-            Without data a model of images alone is fitted to images that are made up, if 0.5 to 500 million
-            numbers are to be sketched, unless `synthetic=False`.
+            Without data a model of images alone, or of sounds alone, is fitted to some that are made up, if
+            0.25 to 500 million numbers are to be sketched, unless `synthetic=False`.
         sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
             for two runs on the data for each step of the graph in place of three in all, and one more.
         then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
@@ -219,12 +217,14 @@ def sketch_onnx(
         )
     fitted: dict[str, Fitted] = {}
     feeds: Sequence[Feed] = ()
-    images = _made_up(model, sites, config, target.parent) if data is None else None
-    if images is not None:
-        plan, fitted, _ = _fit_to_data(
-            model, sites, config, images[:-JUDGED], target.parent, False, form, measured=False
-        )
-        feeds = images[-JUDGED:]
+    made_up = _made_up(model, config, target.parent) if data is None else None
+    fits_made_up = made_up is not None and _is_worth_it(sites)
+    if made_up is not None:
+        learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
+        if fits_made_up:
+            plan, fitted, _ = _fit_to_data(
+                model, sites, config, learnt, target.parent, False, form, measured=False
+            )
     elif data is not None and not plan.sketched:  # int8 alone
         feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
@@ -232,18 +232,18 @@ def sketch_onnx(
             model, sites, config, data, target.parent, sequential, form, measured=True
         )
     rest = {name: choice for name, choice in plan.choices.items() if name not in fitted}
-    note = NEVER_REACHED if feeds else ""
+    note = NEVER_REACHED if data is not None or fits_made_up else ""
     others = rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
 
     def check(draft: Path) -> None:
-        compared.append(compare_files(source, draft, feeds, FITTED_TO if images is None else MADE_UP))
+        compared.append(compare_files(source, draft, feeds, FITTED_TO if made_up is None else made_up.what))
 
     seen = feeds if data is not None else ()
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
-    report = OnnxReport(plan, fitted, before, after, {}, data is not None, images is not None)
+    report = OnnxReport(plan, fitted, before, after, {}, data is not None, fits_made_up)
     if not compared:
         return report
     (found,) = compared
@@ -255,15 +255,20 @@ def sketch_onnx(
     return replace(report, output_errors=found.errors, closeness=found.closeness)
 
 
-def _made_up(model: ir.Model, sites: OnnxFound, config: SketchConfig, folder: Path) -> Sequence[Feed] | None:
-    """Images to fit to where there is no data, of a model of a size that is worth it; None otherwise."""
-    numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
-    if not config.synthetic or _keeps_all(config) or not SMALLEST <= numbers <= LARGEST:
+def _made_up(model: ir.Model, config: SketchConfig, folder: Path) -> MadeUp | None:
+    """Inputs that are made up where there is no data, if the model is one that it can be done for."""
+    if not config.synthetic or _keeps_all(config):
         return None
     try:
-        return made_up_images(ObservedModel(model, (), folder), config.seed)
+        return made_up_inputs(model, ObservedModel(model, (), folder), config.seed)
     except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
         return None
+
+
+def _is_worth_it(sites: OnnxFound) -> bool:
+    """Whether so many numbers are to be sketched that they are fitted to what was made up."""
+    numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
+    return SMALLEST <= numbers <= LARGEST
 
 
 def _keeps_all(config: SketchConfig) -> bool:

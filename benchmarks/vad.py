@@ -1,0 +1,109 @@
+"""Silero VAD's file from the package silero-vad, sketched by `sketch_onnx`, on sentences in noise.
+
+The file says of each 32 ms of a recording how likely there is speech, and carries the state of an LSTM, whose
+weights and the convolutions before it are in the branches of an If. It is judged by the dense file's answers
+on other recordings, each file with its own state. `gauntlet.py` calls `measure_vad`.
+"""
+
+import argparse
+import hashlib
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from accuracy_models.efficientnet import folder_of
+from accuracy_models.spoken import RATE, sentences, speak, variants
+from accuracy_report import Result, Store
+from ocr import session
+
+import panther_compile as pc
+
+NAME, METHODS = "silero-vad", ("ours-free", "ours")
+RECORDINGS, SECONDS = 32, 8
+STEP, CONTEXT, WIDTH = 512, 64, 128  # new samples of a call, those before them, and the width of the state
+EVERY = 8  # calls, of which one is fitted to
+SPEECH = 0.5  # from which it says that there is some
+
+
+def recordings(seed: int, *, held_out: bool) -> np.ndarray:
+    """Sentences (N, T), each after half a second to two, in noise of its own loudness."""
+    random, voices = np.random.default_rng(seed), variants()
+    texts, language = sentences("off" if held_out else "in"), "en-us" if held_out else "en"
+    found = np.zeros((RECORDINGS, SECONDS * RATE), np.float32)
+    for row in found:
+        sound = speak(str(random.choice(texts)), f"{language}+{random.choice(voices)}")
+        begin = int(random.uniform(0.5, 2.0) * RATE)
+        sound = sound[: len(row) - begin]
+        row[begin : begin + len(sound)] = sound * random.uniform(0.3, 1.0)
+        row += random.standard_normal(len(row)).astype(np.float32) * 10 ** random.uniform(-4, -1.5)
+    return found
+
+
+def calls(path: Path, sounds: np.ndarray) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+    """What a file is given call by call, states of its own among it, and the chances of speech (N,)."""
+    runner, state = session(path), np.zeros((2, len(sounds), WIDTH), np.float32)
+    padded = np.pad(sounds, ((0, 0), (CONTEXT, 0)))
+    for begin in range(0, sounds.shape[1] - STEP + 1, STEP):
+        given = {"input": padded[:, begin : begin + CONTEXT + STEP], "state": state, "sr": np.array(RATE)}
+        chances, state = runner.run(None, given)
+        yield given, chances[:, 0]
+
+
+def chances_of(path: Path, sounds: np.ndarray) -> np.ndarray:
+    """Of each call and recording."""
+    return np.stack([chances for _, chances in calls(path, sounds)])
+
+
+def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
+    """All ratios and seeds that are not stored yet; data is in domain or none."""
+    source = folder_of("silero_vad") / "data" / "silero_vad.onnx"
+    mark = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    sounds = recordings(1, held_out=True)
+    wanted = chances_of(source, sounds)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "small.onnx"
+        for seed in range(options.seeds):
+            heard = [given for given, _ in calls(source, recordings(100 + seed, held_out=False))]
+            for ratio in options.ratios:
+                for method in (one for one in METHODS if one in options.methods):
+                    domain = "in" if method == "ours" else "none"
+                    key = Result(name, mark, options.quick, method, domain, ratio, seed)
+                    if key in store:
+                        continue
+                    begin, data = time.perf_counter(), heard[::EVERY] if domain == "in" else None
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
+                        report = pc.sketch_onnx(source, target, ratio, data=data, seed=seed, progress=False)
+                    seconds = time.perf_counter() - begin
+                    found = chances_of(target, sounds)
+                    metrics = {
+                        "same decision": float(((found > SPEECH) == (wanted > SPEECH)).mean()),
+                        "off": float(np.abs(found - wanted).mean()),
+                    }
+                    store.add(key, metrics, ratio, seconds)
+                    print(name, method, domain, ratio, metrics, f"{seconds:.1f} s", flush=True)
+                    _describe(store, name, mark, report, quick=options.quick)
+
+
+def _describe(store: Store, name: str, mark: str, report: pc.OnnxReport, *, quick: bool) -> None:
+    layers = report.plan.sketched
+    store.describe(
+        name,
+        mark,
+        {
+            "title": "Silero VAD (ONNX), speech in 32 ms of sound against the dense file's word",
+            "dense": {"same decision": 1.0, "off": 0.0},
+            "metrics": {"same decision": True, "off": False},
+            "layers": len(layers),
+            "replaced": sum(line.dense_numbers for line in layers),
+            "numbers": sum(line.dense_numbers for line in report.plan.layers),
+            "healing": "none, a file has no gradients",
+            "in": f"{RECORDINGS} recordings of {SECONDS} seconds, of other sentences by other voices",
+            "off": "not measured",
+            "remark": "",
+        },
+        quick=quick,
+    )
