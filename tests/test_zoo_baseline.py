@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from zoo import NEW_TOKENS, ZOO, call, generate, generating, names, scalar, tensors
 
+pytestmark = pytest.mark.slow
+
 EXPECTED = 27
 
 

@@ -162,6 +162,7 @@ def test_result_is_traced_by_jit(pipeline):
     assert_close(torch.jit.trace(small, (x,))(x), small(x))
 
 
+@pytest.mark.slow
 def test_result_is_compiled(pipeline):
     small, x = pipeline
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ import torch
 from forging import drop, put
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from thinned import thinned
 from torch import nn
 
 import panther_compile as pc
@@ -96,7 +97,7 @@ def test_forged_studies(kept, tmp_path, name):
         take_up(folder)
 
 
-@pytest.mark.parametrize("name", IN_LAYER)
+@pytest.mark.parametrize("name", thinned(IN_LAYER, 4))
 def test_forged_layers(kept, tmp_path, name):
     folder = shutil.copytree(kept, tmp_path / "work")
     for file in folder.glob("layers-*/*.safetensors"):

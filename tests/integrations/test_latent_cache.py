@@ -217,6 +217,7 @@ def test_a_cache_is_used_again_after_a_reset():
     assert torch.equal(generate(small, "llama", 5, past_key_values=cache), first)
 
 
+@pytest.mark.slow
 def test_narrow_values_are_kept_at_their_width():
     config = transformers.LlamaConfig(**WIDTHS | {"num_hidden_layers": 1})
     dense = transformers.LlamaForCausalLM(config).eval()

@@ -26,6 +26,7 @@ def scan_params(text, columns):
     return [1 << 20 + 4 * place if "ptr" in kind else next(numbers) for place, kind in enumerate(kinds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["_favor_scan_kernel", "_favor_reverse_scan_kernel"])
 def test_a_scan_in_place_has_no_race(scans, kernel):
     texts = [text for name, text in scans if name == kernel]

@@ -34,11 +34,8 @@ LAYOUTS = {
     "dp4-tp2-hybrid": {"mesh": {"dp": 4, "tp": 2}, **HYBRID},
     "dp4-pp2-hybrid": {"mesh": {"dp": 4, "pp": 2}, **HYBRID},
 }
-# Those that no other test trains on such a mesh.
-QUICK = [
-    ("dp2-zero3", "vit", "autocast"),
-    ("tp2", "llama", "exact"),
-]
+# What no other test trains on such a mesh.
+QUICK = [("tp2", "llama", "exact")]
 
 
 def planned(layout, name, way):

@@ -27,6 +27,7 @@ def test_replicas_send_what_the_plan_says(ranks, tmp_path):
         assert sent == pytest.approx(predicted, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_pipeline_and_shards_send_what_the_plan_says(ranks):
     first, second = ranks(2).run(metrics_jobs.watched, mesh={"pp": 2}, kinds=["send", "recv"])
     # The first step of a schedule begins with an empty message.

@@ -222,6 +222,7 @@ def test_units_are_sharded_one_by_one(ranks, count, mesh):
     ranks(count).run(sharding_jobs.units_of, mesh=mesh)
 
 
+@SLOW
 def test_two_units_are_whole_at_once(ranks):
     """The peak of ZeRO-3 by blocks: two units, gradients of two, and not the whole model as with one unit."""
     by_blocks = ranks(2).run(sharding_jobs.peak, units=None)[0]
@@ -281,7 +282,8 @@ def test_hugging_face_checkpoints_are_respected(ranks):
     ranks(2).run(sharding_jobs.hugging_face)
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), pytest.param(4, {"dp": 2, "pp": 2}, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize(("count", "mesh"), [(2, {"dp": 2}), (4, {"dp": 2, "pp": 2})])
 def test_policies_of_torch(ranks, count, mesh):
     ranks(count).run(sharding_jobs.policies, mesh=mesh)
 
