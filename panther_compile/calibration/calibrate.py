@@ -240,23 +240,42 @@ def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
     if damage:
         allocations.append(Allocation("sensitivity", damage))
     couplings = tuple(study.losses.values())
-    plans = [_plan(studied, config, one, couplings) for one in allocations]
+    plans = {one.name: _plans(studied, config, one, couplings) for one in allocations}
     held_out = HeldOut(studied, config, studied.held_out)
-    narrow, tried, doubt = _best(studied, plans, held_out, {}, plain=plans[1])
+    narrow, tried, doubt = _best(
+        studied, [one for some in plans.values() for one in some], held_out, {}, plain=plans["uniform"][0]
+    )
     best, undecided = narrow, [doubt]
     if any(line.choice and line.choice.link for line in narrow.layers):
         # By energy too: a coupling is not left whole within the budget, its layers may be.
-        chosen = dict.fromkeys((allocations[plans.index(narrow)].name, "energy"))
-        apart = [_plan(studied, config, one, ()) for one in allocations if one.name in chosen]
-        plain = next(one for one in apart if one.allocation == next(iter(chosen)))
+        chosen = next(name for name, some in plans.items() if narrow in some)
+        by = [one for one in allocations if one.name in (chosen, "energy")]
+        apart = [plan for one in by for plan in _plans(studied, config, one, ())]
+        plain = next(one for one in apart if one.allocation == chosen)
         best, tried, doubt = _best(studied, [narrow, *apart], held_out, tried, plain=plain)
         undecided.append(doubt)
     means = {name: sum(found) / len(found) for name, found in tried.items()}
     return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))
 
 
-def _plan(
+def _plans(
     studied: Studied, config: SketchConfig, allocation: Allocation, couplings: Sequence[CouplingLosses]
+) -> list[SketchPlan]:
+    """The plan of an allocation, and that in which every layer is cut if some are left whole there."""
+    plan = _plan(studied, config, allocation, couplings)
+    if not plan.whole:
+        return [plan]
+    cut = _plan(studied, config, allocation, couplings, whole=False)
+    return [plan, replace(cut, allocation=f"{cut.allocation}, all cut")]
+
+
+def _plan(
+    studied: Studied,
+    config: SketchConfig,
+    allocation: Allocation,
+    couplings: Sequence[CouplingLosses],
+    *,
+    whole: bool = True,
 ) -> SketchPlan:
     plan = make_plan(
         studied.found,
@@ -267,6 +286,7 @@ def _plan(
         allocation=allocation,
         couplings=couplings,
         cached=studied.cached,
+        whole=whole,
     )
     return replace(plan, allocation=f"{allocation.name}, narrow" if couplings else allocation.name)
 
