@@ -32,7 +32,7 @@ def handing_out(model: ir.Model, values: Sequence[ir.Value]) -> tuple[ir.Model, 
     if all(graph_of(value) is model.graph for value in values):
         return model, list(values)
     copy = model.clone()
-    own = {value.name: value for value in copy.graph.inputs}
+    own = {value.name: value for value in (*copy.graph.inputs, *copy.graph.initializers.values())}
     own |= {value.name: value for node in copy.graph.all_nodes() for value in node.outputs}
     owners = dict(_branches(copy.graph))
     found = [own[value.name] for value in values]
