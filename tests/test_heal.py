@@ -262,7 +262,8 @@ def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     assert {row.note for row in pc.sketch_report(again).sketched} == {healer._NOTE}
 
 
-@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("inplace", [False, True])
 def test_a_model_that_was_refined_tells_of_it(inplace):
     options = {"refine": "kl", "refine_steps": 10, "inplace": inplace, **SKETCH}
     small = pc.sketchify(conv_net(), 0.2, data=images(4), **options)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from thinned import thinned
 
 from panther_compile.errors import OpError, PantherError
 from panther_compile.kernels import reference
@@ -139,7 +140,7 @@ GATES = [
 ]
 
 
-@pytest.mark.parametrize("start", [None, 0])
+@pytest.mark.parametrize("start", thinned([None, 0], 2))
 @pytest.mark.parametrize(("given", "activation"), GATES)
 def test_gate_and_residual(given, start, activation):
     tensors = [draw(2, 3, 5) for has in GIVEN[given] if has]

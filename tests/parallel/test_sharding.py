@@ -268,11 +268,12 @@ def test_selective_checkpointing_keeps_the_bottleneck(ranks):
     ("count", "options"),
     [
         (2, {"mesh": {"pp": 2}}),
-        pytest.param(2, {"mesh": {"tp": 2}}, marks=SLOW),
-        pytest.param(2, {"mesh": {"dp": 2}, **FSDP}, marks=SLOW),
-        pytest.param(4, {"mesh": {"dp": 2, "pp": 2}, **FSDP}, marks=SLOW),
+        (2, {"mesh": {"tp": 2}}),
+        (2, {"mesh": {"dp": 2}, **FSDP}),
+        (4, {"mesh": {"dp": 2, "pp": 2}, **FSDP}),
     ],
 )
+@SLOW
 def test_the_users_own_checkpoints_are_respected(ranks, count, options):
     ranks(count).run(sharding_jobs.users_own, **options)
 
