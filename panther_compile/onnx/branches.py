@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from panther_compile.onnx.patterns import is_onnx
+
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
 
@@ -42,7 +44,7 @@ def handing_out(model: ir.Model, values: Sequence[ir.Value]) -> tuple[ir.Model, 
 def _branches(graph: ir.Graph) -> Iterator[tuple[ir.Graph, ir.Node]]:
     """Each branch of If nodes, and of those in them, and the node that it is of."""
     for node in graph:
-        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+        if is_onnx(node, "If"):
             for attribute in node.attributes.values():
                 branch = attribute.as_graph()
                 yield branch, node

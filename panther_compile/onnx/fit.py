@@ -36,6 +36,7 @@ from panther_compile.models.watched import Arrival
 from panther_compile.onnx.branches import graph_of, seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
+from panther_compile.onnx.patterns import holds_graph
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
 from panther_compile.onnx.verify import kept_in
 from panther_compile.planning.plan import hides_progress
@@ -293,8 +294,8 @@ class WeightFit:
         ):
             kept = kept_in(feeds[place])
             for name, use in uses:
-                if not all(found[str(_data_of(use).name)].size for found in (xs, zs)):
-                    continue  # in a branch that is not taken
+                if not _is_reached(use, xs, zs):
+                    continue
                 x, z = (
                     self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
                 )
@@ -322,7 +323,7 @@ class WeightFit:
         for place, (xs, zs) in enumerate(runs(self.values(names))):
             for name in names:
                 for use in self._seen[name].weight.uses:
-                    if all(found[str(_data_of(use).name)].size for found in (xs, zs)):
+                    if _is_reached(use, xs, zs):
                         x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
                         yield name, Arrival(place, x, x if xs is zs else z)
 
@@ -372,6 +373,11 @@ def _data_of(use: Use) -> ir.Value:
     return value
 
 
+def _is_reached(use: Use, *runs: Mapping[str, Any]) -> bool:
+    """Whether a node read anything: in a branch that is not taken it did not."""
+    return all(found[str(_data_of(use).name)].size for found in runs)
+
+
 def _finite(found: Mapping[str, Any], use: Use, name: str, place: int) -> Tensor:
     """What a node read in one run."""
     tensor = torch.from_numpy(found[str(_data_of(use).name)])
@@ -387,9 +393,7 @@ def _hangs_on(value: ir.Value, nodes: set[ir.Node]) -> bool:
         node = left.pop().producer()
         if node is None or node in seen:
             continue
-        kinds = {attribute.type for attribute in node.attributes.values()}
-        # A branch or a loop may read any value of the graph around it.
-        if node in nodes or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}:
+        if node in nodes or holds_graph(node):
             return True
         seen.add(node)
         left.extend(one for one in node.inputs if one is not None)

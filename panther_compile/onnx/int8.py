@@ -21,7 +21,7 @@ from panther_compile.onnx.files import is_large, read_model, saved_copy, write_m
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
 from panther_compile.onnx.int8_conv import round_convolutions
 from panther_compile.onnx.pair_range import fit_pair_range
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import holds_graph, is_onnx
 from panther_compile.onnx.smooth import smooth_inputs
 from panther_compile.onnx.verify import compare_files
 from panther_compile.records import Closeness, LayerPlan, SketchPlan
@@ -182,7 +182,7 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
 def _sort(path: Path) -> None:
     """Put the nodes of a file in order: ONNX Runtime's quantizer does not see what branches read."""
     model = ir.load(path)
-    if any(ir.AttributeType.GRAPH in {a.type for a in node.attributes.values()} for node in model.graph):
+    if any(map(holds_graph, model.graph)):
         model.graph.sort()
         ir.save(model, path)
 

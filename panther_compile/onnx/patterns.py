@@ -30,6 +30,12 @@ def feeds_output(value: ir.Value) -> bool:
     )
 
 
+def holds_graph(node: ir.Node) -> bool:
+    """Whether a node has branches or a body, which may read any value of the graph around it."""
+    kinds = {attribute.type for attribute in node.attributes.values()}
+    return bool(kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
+
+
 def factored_weights(model: ir.Model) -> set[ir.Value]:
     """The weights of products that feed straight into a product, narrower between than at both ends.
 
