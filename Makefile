@@ -74,7 +74,7 @@ build/gpu:
 	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/gpu/panther_compile
 
 gpu-test: build/gpu
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q -m "not slow" tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q $$($(PYTHON) -c "import xdist; print('-n 8')" 2>/dev/null) tests/kernels
 	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q -m gpu --ignore tests/kernels
 
 gpu-bench: build/gpu

@@ -152,14 +152,13 @@ class Case:
         if self.is_model:
             return ["triton", "auto", "two products", "dense"]
         # Which device makes no difference where a kernel is asked for.
-        device = dispatch.DeviceClass(1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0)
-        found = choice(self.labels["op"], self.sizes, device, dtype, forced="triton")
+        found = choice(self.labels["op"], self.sizes, dispatch.DeviceClass(), dtype, forced="triton")
         return [*(["triton"] if found != "torch" else []), "two products", "dense"]
 
     def picks(self, dtype: str, device: dispatch.DeviceClass | None, *, trains: bool = False) -> str:
         """The contender that a layer is served by under PANTHER_COMPILE_KERNEL=auto; None is a CPU.
 
-        As `has_kernel` of the operators says it: the times of a few rows are those of a CUDA graph.
+        As `has_kernel` of the operators says it of inference in a CUDA graph.
         """
         if self.is_model and device is not None:
             return "auto"
@@ -184,7 +183,7 @@ def choice(
     if op == "conv2d":
         return dispatch.choose_conv2d(kind, **sizes, forced=forced)
     options = {"captured": not trains, "forced": forced}
-    return dispatch.choose_linear(device, kind, precision_of(dtype), **sizes, **options)
+    return dispatch.choose_linear(device, kind, **sizes, **options)
 
 
 def labels(*values: Any) -> dict[str, Any]:
@@ -234,7 +233,7 @@ def linear_case(model: str, inputs: int, outputs: int, rows: int, ratio: float, 
     stored = rank * (columns + outputs)
     return Case(
         labels("linear", model, f"{inputs}->{outputs}", rows, form, ratio, rank),
-        {"rows": rows, "ranks": (rank,), "features": (inputs, outputs), "extra": 0},
+        {"rows": rows, "ranks": (rank,), "features": (inputs, outputs)},
         rows,
         min(inputs, outputs),
         2.0 * rows * stored,
@@ -279,7 +278,7 @@ def projections_case(model: str, inputs: int, outputs: Sequence[int], rows: int,
     shape = f"{inputs}->{'+'.join(map(str, outputs))}"
     return Case(
         labels("multi_linear", model, shape, rows, "pair", ratio, list(ranks)),
-        {"rows": rows, "ranks": ranks, "features": (inputs, sum(outputs)), "extra": 0},
+        {"rows": rows, "ranks": ranks, "features": (inputs, sum(outputs))},
         rows,
         min(inputs, *outputs),
         2.0 * rows * stored,

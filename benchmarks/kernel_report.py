@@ -1,18 +1,17 @@
-"""The records of `kernels.py`: made into a table, judged by targets, and thresholds for kernels/dispatch.py.
+"""The records of `kernels.py`: made into a table, and judged by targets.
 
 Everything here is a function of the list of records. A shape is one case in one type; it is judged on its
 forward and on its "training", forward and backward together. (The forward is the one without gradients: to
 keep the latent is not in it.)
 """
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
-from kernel_cases import DTYPES, LABELS, LOW_PRECISION, choice
+from kernel_cases import DTYPES, LABELS, LOW_PRECISION
 
 from panther_compile.kernels import dispatch
 
@@ -23,9 +22,6 @@ PRODUCTS = ("two products", "compiled")
 # How far a kernel's results may be from those of plain torch, relatively, before it is listed. Half types
 # round the latent and the products; random-feature attention has exponentials of them in torch.
 DIFFERENCES = {"bf16": 0.03, "fp16": 0.01, "tf32": 0.01, "fp32": 1e-4}
-# The shares of the rate of cuBLAS that are tried for the fused kernel; 0 takes it nowhere.
-SHARES = tuple(round(0.02 * step, 2) for step in range(76))
-GROUPS = {"half_share": ("bf16", "fp16"), "tf32_share": ("tf32",), "ieee_share": ("fp32",)}
 
 
 @dataclass(frozen=True)
@@ -255,11 +251,6 @@ def _dispatch(shapes: Sequence[Shape]) -> Iterator[str]:
         return
     yield from _losses(both)
     yield ""
-    for others in [("two products",), PRODUCTS] if any_compiled(both) else [("two products",)]:
-        yield f"Thresholds that would have lost least, {' and '.join(others)} standing for torch:"
-        yield ""
-        yield from _fitted(both, others)
-        yield ""
     yield from _decode(both)
 
 
@@ -284,63 +275,6 @@ def _losses(shapes: Sequence[Shape]) -> Iterator[str]:
                 f"{max(wrong):.2f} x ({worst.title})"
             )
         yield f"- {text}"
-
-
-def takes(shape: Shape, device: dispatch.DeviceClass) -> bool:
-    """Whether dispatch would take the kernel if it had these thresholds."""
-    return choice(shape.about["op"], shape.about["sizes"], device, shape.about["dtype"]) == "fused"
-
-
-def losses(shape: Shape, others: Sequence[str]) -> dict[bool, float]:
-    """Whether the kernel is taken, to the logarithm of what that loses, summed over passes."""
-    found = [shape.gain(direction, "triton", others) for direction in PASSES]
-    logs = [math.log(gain[0]) for gain in found if gain]
-    return {True: sum(max(0.0, -gain) for gain in logs), False: sum(max(0.0, gain) for gain in logs)}
-
-
-def has_threshold(shape: Shape) -> bool:
-    """Whether the model decides who serves it: linear layers of more rows than the decode kernels take."""
-    return "linear" in shape.about["op"] and shape.about["vectors"] > dispatch.MAX_DECODE_ROWS
-
-
-def fit(
-    shapes: Sequence[Shape], now: dispatch.DeviceClass, others: Sequence[str] = ("two products",)
-) -> dispatch.DeviceClass:
-    """The device class whose shares lose least on these shapes.
-
-    A plain grid: for each precision the share in SHARES with the least sum of `losses`. The choice is made
-    by the functions of kernels/dispatch.py themselves. The value of `now` is in the grid, and of values that
-    lose alike the one nearest to it is kept, so what was not measured does not change.
-    """
-    judged = [(shape, losses(shape, others)) for shape in shapes if has_threshold(shape)]
-    for name, dtypes in GROUPS.items():
-        old = getattr(now, name)
-        group = [one for one in judged if one[0].about["dtype"] in dtypes]
-        tried: dict[float, tuple[float, float]] = {}
-        for share in (old, *SHARES) if group else ():
-            device = replace(now, **{name: share})
-            total = sum(lost[takes(shape, device)] for shape, lost in group)
-            tried[share] = (round(total, 9), abs(share - old))
-        now = replace(now, **{name: min(tried, key=tried.__getitem__, default=old)})
-    return now
-
-
-def _fitted(shapes: Sequence[Shape], others: Sequence[str]) -> Iterator[str]:
-    now = dispatch.DeviceClass(**shapes[-1].about["thresholds"])
-    fitted = fit(shapes, now, others)
-    judged = [shape for shape in shapes if has_threshold(shape)]
-    passes = max(1, sum(shape.gain(one, "triton", others) is not None for shape in judged for one in PASSES))
-    old, new = (
-        math.exp(sum(losses(shape, others)[takes(shape, device)] for shape in judged) / passes)
-        for device in (now, fitted)
-    )
-    values = ", ".join(str(getattr(fitted, field.name)) for field in fields(fitted))
-    yield f"    {shapes[-1].about['capability']}: DeviceClass({values}),"
-    yield ""
-    yield f"With it the {len(judged)} shapes lose {new:.4f} x (geometric mean), with today's {old:.4f} x."
-    for name, dtypes in GROUPS.items():
-        if not any(shape.about["dtype"] in dtypes for shape in judged):
-            yield f"{name} was not measured and is today's."
 
 
 def _decode(shapes: Sequence[Shape]) -> Iterator[str]:

@@ -67,7 +67,7 @@ from panther_compile.kernels import dispatch
 KEY = ("device", "torch", "dtype", "op", "model", "shape", "rows", "form", "ratio", "contender", "pass")
 GUESSES = {"cuda": {CHEAP: 20.0, LOW: 30.0, COMPILED: 120.0}, "cpu": {CHEAP: 1.0, LOW: 30.0, COMPILED: 30.0}}
 BROKEN = 3
-FAKE = dispatch.DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.6, 0.5, 0.4)  # of a dry run
+FAKE = dispatch.DeviceClass(linear=True, attention=True)  # of a dry run
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -1,28 +1,22 @@
 """Which implementation serves a shape on a GPU: a Triton kernel, or cuBLAS and cuDNN through torch.
 
-"auto" takes a kernel where it was measured to win, on an H200 in bfloat16 (docs/benchmarks/kernels.md):
+"auto" takes a kernel where it was measured to win, in bfloat16 on an H100 and an H200
+(docs/benchmarks/kernels.md):
 
-- A few rows while a CUDA graph is captured: the decode kernels, 1.1 to 4.7 times as fast as two products for
-  one row. In eager mode their launches, from Python, take longer than they save.
+- Linear layers only while a CUDA graph is captured. In eager mode a launch of ours, from Python, takes the
+  processor 250 to 650 microseconds, two products 45 to 80: more than either takes the device.
+- There, a few rows: the decode kernels, 1.1 to 4.4 times as fast as two products for one row.
+- There, many rows: two products of cuBLAS. The fused kernel, which keeps the latent on the chip, reaches a
+  third of their rate; it wins where launches and memory are what takes the time: layers of one narrow input
+  together (1.2 to 1.6 times), and very many rows of a low rank (1.1 to 1.3). In float32 it never does.
 - Random-feature attention in half types: 2.3 to 14 times as fast as plain torch, whose steps are many. Its
   backward wins up to a width of 64.
 - Convolutions: torch. The kernel wins at 64 and 128 channels of large images, less than its launch takes.
-- All other linear layers by the model of bytes and operations below. The fused kernel was timed only behind
-  launches ten times as long as today's, which may have been in its times: it reached a fifth of the rate of
-  cuBLAS at best. With that share the model takes torch.
 
-The model:
-
-- Two products of cuBLAS take max(operations / rate, bytes / bandwidth) each, the latent z written by the
-  first and read by the second; what follows a layer (an activation, a gate) moves y twice more.
-- The fused kernel moves x, y and the weights once. Its operations count the rank that it computes, in pieces,
-  and run at a share of the rate of cuBLAS; its programs fill the multiprocessors in whole waves.
-- Sizes that are no multiples of 16 it would load element by element: torch.
-- It has to gain MARGIN, and the products to take LAUNCH_SECONDS: its operator is written in Python.
-
-`benchmarks/kernels.py` prints what to put here.
+Sizes that are no multiples of 16 a kernel would load element by element: torch.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,66 +29,40 @@ MAX_CONV2D_RANK = 128
 MAX_DECODE_ROWS = 16
 # Of several rows: every block of ranks reads x again, and at 28,672 features two products won.
 MAX_DECODE_FEATURES = 16384
+# Where the fused kernel wins: several layers of one input at most so wide, of ranks at most so large ...
+MAX_TOGETHER_FEATURES, MAX_TOGETHER_RANK = 1024, 192
+# ... or one of at least so many rows and features, and of a rank between these.
+MIN_FUSED_ROWS, MIN_FUSED_FEATURES, LOW_RANKS = 16384, 768, range(33, 65)
 MAX_HEAD_DIM, MAX_OTHER_HEAD_DIM = 128, 64  # forward in half types; backward, and float32
-MARGIN = 1.05
-LAUNCH_SECONDS = 40e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """What one class of GPUs does in a second.
+    """What was measured on one class of GPUs.
 
     Attributes:
-        half_rate: operations of cuBLAS, two to a multiply-add, at half precision.
-        tf32_rate: the same of TF32.
-        ieee_rate: the same of float32.
-        bandwidth: bytes read or written.
-        multiprocessors: how many.
-        half_share: rate of the fused kernel over that of cuBLAS at half precision; 0 takes no kernel.
-        tf32_share: the same of TF32.
-        ieee_share: the same of float32.
-        decode_rows: the most rows of half types that the decode kernels serve in a CUDA graph.
+        linear: whether linear layers of half types are served by kernels in a CUDA graph.
         attention: whether random-feature attention in half types is served by its kernels.
     """
 
-    half_rate: float
-    tf32_rate: float
-    ieee_rate: float
-    bandwidth: float
-    multiprocessors: int
-    half_share: float
-    tf32_share: float
-    ieee_share: float
-    decode_rows: int = 0
+    linear: bool = False
     attention: bool = False
 
-    def rates(self, dtype: torch.dtype, precision: str) -> tuple[float, float]:
-        """Operations a second of cuBLAS and of the fused kernel, for products of this kind."""
-        kind = "half" if dtype != torch.float32 else "tf32" if precision == "tf32" else "ieee"
-        rate: float = getattr(self, f"{kind}_rate")
-        return rate, rate * float(getattr(self, f"{kind}_share"))
+
+_MEASURED = {9: DeviceClass(linear=True, attention=True)}  # by compute capability
 
 
-# By compute capability: 0.7 of the operations and 0.9 of the bandwidth of NVIDIA's data sheets, A100 40 GB
-# (312, 156, 19.5 TFLOP/s, 1.555 TB/s) and H100 SXM (989, 495, 67 TFLOP/s, 3.35 TB/s). An H200 reached
-# 705 TFLOP/s and 4.2 TB/s. The shares are not known, see above.
-_CLASSES = {
-    8: DeviceClass(218e12, 109e12, 13.6e12, 1.4e12, 108, 0.2, 0.2, 0.2),
-    9: DeviceClass(692e12, 346e12, 47e12, 3.0e12, 132, 0.2, 0.2, 0.2, decode_rows=16, attention=True),
-}
-_DEFAULT = _CLASSES[8]
-
-
+@functools.cache
 def device_class(device: torch.device) -> DeviceClass:
-    """The class of a CUDA device; an unknown one counts as an A100."""
+    """The class of a CUDA device."""
     if torch.version.hip is not None:
-        return _DEFAULT
-    return _CLASSES.get(torch.cuda.get_device_capability(device)[0], _DEFAULT)
+        return DeviceClass()
+    return _MEASURED.get(torch.cuda.get_device_capability(device)[0], DeviceClass())
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured, in which nothing may synchronise."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def precision_of(setting: str) -> str:
@@ -102,15 +70,18 @@ def precision_of(setting: str) -> str:
     return "tf32" if setting == "tf32" else "ieee"
 
 
+def is_left_to_torch(forced: str) -> bool:
+    """Whether `choose_linear` says "torch" whatever is asked of it: quick, for in eager mode a GPU waits."""
+    return forced == "torch" or (forced == "auto" and not is_capturing())
+
+
 def choose_linear(
     device: DeviceClass,
     dtype: torch.dtype,
-    precision: str,
     *,
     rows: int,
     ranks: tuple[int, ...],
     features: tuple[int, int],
-    extra: int,
     captured: bool,
     forced: str,
 ) -> str:
@@ -119,11 +90,9 @@ def choose_linear(
     Args:
         device: see `device_class`.
         dtype: of all tensors.
-        precision: of float32 products.
         rows: B.
         ranks: of every layer.
         features: I, and O of all layers together.
-        extra: numbers of a row that torch moves besides the products: 2 O for an activation or a gate.
         captured: whether this is inference that is captured in a CUDA graph, whose launches are free.
         forced: one of MODES.
     """
@@ -132,60 +101,19 @@ def choose_linear(
     few, fits = rows <= MAX_DECODE_ROWS, max(ranks) <= MAX_FUSED_RANK[dtype.itemsize]
     if forced == "triton":
         return "decode" if few else "fused" if fits else "torch"
-    if any(size % 16 for size in (*ranks, *features)):
+    measured = device.linear and captured and dtype.itemsize == 2
+    if not measured or any(size % 16 for size in (*ranks, *features)):
         return "torch"
     if few:
-        measured = dtype.itemsize == 2 and (rows == 1 or features[0] <= MAX_DECODE_FEATURES)
-        return "decode" if captured and measured and rows <= device.decode_rows else "torch"
-    if not fits:
-        return "torch"
-    plain = products_seconds(device, dtype, precision, rows, ranks, features, extra)
-    fused = fused_seconds(device, dtype, precision, rows, ranks, features)
-    return "fused" if plain >= max(LAUNCH_SECONDS, MARGIN * fused) else "torch"
+        return "decode" if rows == 1 or features[0] <= MAX_DECODE_FEATURES else "torch"
+    return "fused" if fits and _fusing_wins(rows, ranks, features) else "torch"
 
 
-def products_seconds(
-    device: DeviceClass,
-    dtype: torch.dtype,
-    precision: str,
-    rows: int,
-    ranks: tuple[int, ...],
-    features: tuple[int, int],
-    extra: int,
-) -> float:
-    """Predicted time of two products for each layer; see `choose_linear` for the arguments."""
-    rate, _ = device.rates(dtype, precision)
-    inputs, outputs = features[0], features[1] / len(ranks)
-    total = rows * extra * dtype.itemsize / device.bandwidth
-    for rank in ranks:
-        for wide in (inputs, outputs):
-            moved = (rows * (wide + rank) + rank * wide) * dtype.itemsize
-            total += max(2 * rows * rank * wide / rate, moved / device.bandwidth)
-    return total
-
-
-def fused_seconds(
-    device: DeviceClass,
-    dtype: torch.dtype,
-    precision: str,
-    rows: int,
-    ranks: tuple[int, ...],
-    features: tuple[int, int],
-) -> float:
-    """Predicted time of the fused kernel; see `choose_linear` for the arguments."""
-    _, rate = device.rates(dtype, precision)
-    if rate == 0.0:
-        return float("inf")
-    inputs, outputs = features[0], features[1] / len(ranks)
-    # Every layer of a launch computes the rank of the widest.
-    operations = 2 * rows * len(ranks) * padded_rank(max(ranks)) * (inputs + outputs)
-    block = 128 if rows * len(ranks) >= 128 * device.multiprocessors else 64
-    programs = -(-rows // block) * len(ranks)
-    waves = -(-programs // device.multiprocessors)
-    busy = programs / (waves * device.multiprocessors)
-    weights = sum(rank * (inputs + outputs) for rank in ranks)
-    moved = (rows * sum(features) + weights) * dtype.itemsize
-    return max(operations / (rate * busy), moved / (device.bandwidth * min(1.0, 2 * busy)))
+def _fusing_wins(rows: int, ranks: tuple[int, ...], features: tuple[int, int]) -> bool:
+    """Whether the fused kernel was the faster one at such sizes; see `choose_linear` for the arguments."""
+    if len(ranks) > 1:
+        return features[0] <= MAX_TOGETHER_FEATURES and max(ranks) <= MAX_TOGETHER_RANK
+    return rows >= MIN_FUSED_ROWS and min(features) >= MIN_FUSED_FEATURES and ranks[0] in LOW_RANKS
 
 
 def padded_rank(rank: int) -> int:

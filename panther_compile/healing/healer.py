@@ -38,6 +38,7 @@ OUTPUTS = {"auto": None, "logits": True, "features": False}
 _NOTE = "healed since, the errors are those before"
 _BESIDE_LOGITS = 0.1  # weight of the hidden states where the result is judged by its divergence
 _EVALUATIONS = 10  # of the held-out batches, while healing
+_FEWEST_JUDGES = 8  # batches held out, where there are so many
 _ASTRAY = 1.25  # times the loss before the first step: the rate is too high
 _SLOWER, _SLOWEST = 0.25, 0.01  # factor of such a rate, and the least share of the one given
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
@@ -75,7 +76,8 @@ def heal(
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
         lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with.
         output: what the results are: "logits", "features", or "auto", to see for oneself.
-        held_out: share of the batches to judge by.
+        held_out: share of the batches to judge by; at most a twentieth as many as there are steps, or
+            eight, so that most of the time goes into training.
         inplace: change the model given, in place of a copy.
         seed: of the order of the batches.
         progress: show a progress bar; None shows one on a terminal.
@@ -98,7 +100,7 @@ def heal(
         raise DataError(f"data holds {len(calls)} batch, wanted at least 2: one to train on, one to judge by")
     order = random.Random(seed)
     places = order.sample(range(len(calls)), len(calls))
-    count = min(len(calls) - 1, max(1, round(held_out * len(calls))))
+    count = _judges(held_out, len(calls), steps)
     with torch.inference_mode(False):
         result: nn.Module = small if inplace else copy_with(small, {})
     hides = not sys.stderr.isatty() if progress is None else not progress
@@ -255,6 +257,12 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
 def _restore(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
+
+
+def _judges(held_out: float, batches: int, steps: int) -> int:
+    """How many batches are held out: all are run some 20 times."""
+    wanted = min(round(held_out * batches), max(_FEWEST_JUDGES, steps // 20))
+    return min(batches - 1, max(1, wanted))
 
 
 def _check_options(

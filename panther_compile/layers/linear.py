@@ -29,7 +29,7 @@ from panther_compile.layers.base import (
 from panther_compile.layers.capture import is_captured, is_compiling
 from panther_compile.layers.linear_replacement import Conv1DStandIn, LinearReplacement
 from panther_compile.ops.linear import sketched_linear
-from panther_compile.ops.linear_dispatch import has_kernel
+from panther_compile.ops.linear_dispatch import has_kernel, is_left_to_torch
 
 FORMS = ("auto", "pivoted", "pair")
 
@@ -241,7 +241,7 @@ class SketchedLinear(LinearReplacement):
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """The result of the operator, where a Triton kernel serves x; never in a graph that is captured."""
-        if is_captured():
+        if is_captured() or is_left_to_torch():
             return None
         if not (is_plain(self.down, nn.Linear) and is_plain(self.up, nn.Linear)):
             return None

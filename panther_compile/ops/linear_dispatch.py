@@ -42,16 +42,18 @@ def check_linear(what: str, x: Tensor, layers: Sequence[Factors]) -> None:
         check_bias(what, bias, up)
 
 
+def is_left_to_torch() -> bool:
+    """Whether `has_kernel` says no whatever it is asked: the quick question ahead of it."""
+    return dispatch.is_left_to_torch(kernel_mode())
+
+
 def has_kernel(x: Tensor, layers: Sequence[Factors]) -> bool:
     """Whether calling the operator, instead of plain torch, gives these layers a faster kernel.
 
-    For a few rows it does only while a CUDA graph is captured: an operator written in Python, and Triton's
-    launches, take the CPU longer than the GPU needs.
+    Unless PANTHER_COMPILE_KERNEL=triton asks for kernels it does only while a CUDA graph is captured: an
+    operator written in Python, and Triton's launches, take the CPU longer than the GPU needs.
     """
-    if not x.is_cuda:
-        return False
-    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    return _choose(x, layers, precision, dtype=computed_dtype(x)) != "torch"
+    return x.is_cuda and _choose(x, layers, dtype=computed_dtype(x)) != "torch"
 
 
 class Epilogue(NamedTuple):
@@ -81,7 +83,7 @@ def linear_forward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs (..., O) of every layer, and latents (B, R), or (0, R) unless they are kept."""
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    choice = _choose(x, layers, precision, dtype=x.dtype, epilogue=epilogue)
+    choice = _choose(x, layers, dtype=x.dtype)
     forward: Any = plain.sketched_linear_forward
     # Imported on first use, because they import Triton.
     if choice == "fused":
@@ -112,7 +114,7 @@ def linear_backward(
     """The gradient of x, then of every down, up, bias and multiplier; empty where none is wanted."""
     precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
     backward: Any = plain.sketched_linear_backward
-    if _choose(x, layers, precision, dtype=x.dtype, epilogue=epilogue) == "fused":
+    if _choose(x, layers, dtype=x.dtype) == "fused":
         from panther_compile.kernels import sketched_linear_backward
 
         backward = sketched_linear_backward.sketched_linear_backward
@@ -137,20 +139,12 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _choose(
-    x: Tensor,
-    layers: Sequence[Factors],
-    precision: str,
-    *,
-    dtype: torch.dtype,
-    epilogue: Epilogue = _NO_EPILOGUE,
-) -> str:
+def _choose(x: Tensor, layers: Sequence[Factors], *, dtype: torch.dtype) -> str:
     if not x.is_cuda:
         return "torch"
     rows = x.numel() // max(x.shape[-1], 1)
-    captured = rows <= dispatch.MAX_DECODE_ROWS and dispatch.is_capturing() and not _trains(x, layers)
-    options = {"extra": not epilogue.is_empty, "captured": captured}
-    return _implementation(x.device, dtype, precision, rows, layers, **options)
+    captured = dispatch.is_capturing() and not _trains(x, layers)
+    return _implementation(x.device, dtype, rows, layers, captured=captured)
 
 
 def _trains(x: Tensor, layers: Sequence[Factors]) -> bool:
@@ -165,32 +159,20 @@ def fuses(layer: Factors, rows: int, dtype: torch.dtype) -> bool:
         rows: B.
         dtype: of x.
     """
-    if not layer.up.is_cuda:
-        return False
-    precision = dispatch.precision_of(torch.backends.cuda.matmul.fp32_precision)
-    options = {"extra": True, "captured": False}
-    return _implementation(layer.up.device, dtype, precision, rows, [layer], **options) != "torch"
+    device = layer.up.device
+    return layer.up.is_cuda and _implementation(device, dtype, rows, [layer], captured=False) != "torch"
 
 
 def _implementation(
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: str,
-    rows: int,
-    layers: Sequence[Factors],
-    *,
-    extra: bool,
-    captured: bool,
+    device: torch.device, dtype: torch.dtype, rows: int, layers: Sequence[Factors], *, captured: bool
 ) -> str:
     first, outputs = layers[0], sum(layer.up.shape[0] for layer in layers)
     return dispatch.choose_linear(
         dispatch.device_class(device),
         dtype,
-        precision,
         rows=rows,
         ranks=tuple(layer.down.shape[0] for layer in layers),
         features=(sum(first.down.shape[first.start is None :]), outputs),
-        extra=2 * outputs if extra else 0,
         captured=captured,
         forced=kernel_mode(),
     )

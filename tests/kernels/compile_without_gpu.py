@@ -37,7 +37,7 @@ DTYPES = {
     "fp16": (torch.float16, "ieee"),
     "bf16": (torch.bfloat16, "ieee"),
 }
-UNMEASURED = dispatch.DeviceClass(1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0)
+UNMEASURED = dispatch.DeviceClass()
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 

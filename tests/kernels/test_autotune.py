@@ -11,6 +11,7 @@ from panther_compile.kernels import autotune, sketched_linear
 from panther_compile.kernels.factor_set import Factors
 
 KERNEL = sketched_linear._sketched_linear_fwd_kernel
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def line(rows, *serves, **options):
@@ -19,7 +20,7 @@ def line(rows, *serves, **options):
 
 def run(rows, inputs=40):
     """One layer by the fused kernel, held to plain torch."""
-    x, down, up = torch.randn(rows, inputs), torch.randn(8, inputs), torch.randn(24, 8)
+    x, down, up = (torch.randn(*size, device=DEVICE) for size in ((rows, inputs), (8, inputs), (24, 8)))
     (y,), _ = sketched_linear.sketched_linear_forward(x, [Factors(down, up, None, None)])
     torch.testing.assert_close(y, x @ down.t() @ up.t(), rtol=1e-4, atol=1e-4)
 
@@ -65,13 +66,18 @@ def test_nothing_is_timed_while_a_graph_is_captured(timed, monkeypatch):
     assert timed == []
 
 
+@triton.jit
+def _named():
+    """What Triton names the times by that it keeps on disk."""
+
+
 class Slow:
     """A kernel that can run in several threads, which Triton's interpreter cannot."""
 
     arg_names = ("x", "rows", "BLOCK_M", "BLOCK_K", "BLOCK_O")
 
     def __init__(self):
-        self.fn = lambda: None
+        self.fn = _named
         self.ran = []
 
     def __getitem__(self, grid):
@@ -82,9 +88,10 @@ class Slow:
         self.ran.append((threading.get_ident(), rows, BLOCK_M))
 
 
-def test_threads_that_time_at_once(monkeypatch):
+def test_threads_that_time_at_once(monkeypatch, tmp_path):
     """Triton's tuner keeps the arguments of the call that it times in itself."""
     monkeypatch.setenv("PANTHER_COMPILE_TUNE", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     slow, failed = Slow(), []
     kernel = autotune.Tuned(slow, "sketched_linear", key=["rows"])
     kernel.configs = [line(16), line(32)]

@@ -18,8 +18,8 @@ from panther_compile.ops.attention import has_attention_kernel
 from panther_compile.ops.linear_dispatch import fuses
 
 OURS = "panther_compile::"
-# So slow that launches do not count; in float32 a rank beyond 32 is bound by arithmetic.
-SMALL_DEVICE = dispatch.DeviceClass(1e9, 1e9, 8e6, 1e6, 1, 1.0, 1.0, 1.0, decode_rows=16, attention=True)
+HOPPER = dispatch.DeviceClass(linear=True, attention=True)
+HALF = {"dtype": torch.bfloat16}
 
 
 class OnCuda(torch.Tensor):
@@ -42,8 +42,9 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_class", lambda device: SMALL_DEVICE)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(dispatch, "device_class", lambda device: HOPPER)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 @pytest.fixture
@@ -66,34 +67,34 @@ def linear(form="pivoted", rank=16, **options):
     return SketchedLinear(64, 48, rank, form=form, **options)
 
 
-@pytest.mark.parametrize("form", ["pair", "pivoted"])
-def test_linear(form):
-    assert called(linear(form), on_cuda(32, 64)) == {"sketched_linear"}
-    assert called(linear(form), on_cuda(2, 16, 64)) == {"sketched_linear"}
-    assert called(linear(form), torch.randn(32, 64)) == set()
-    assert called(linear(form, rank=48), on_cuda(32, 64)) == set()  # bound by arithmetic
-
-
-def test_the_environment_decides(mode):
-    mode("torch")
-    assert called(linear(), on_cuda(32, 64)) == set()
-    mode("triton")
-    assert called(linear(rank=48), on_cuda(32, 64)) == {"sketched_linear"}
-    assert called(linear(), torch.randn(32, 64)) == set()
-    assert called(linear(dtype=torch.float64), on_cuda(32, 64, dtype=torch.float64)) == set()
-
-
-def test_a_few_rows_only_if_forced(mode):
-    assert called(linear(), on_cuda(4, 64)) == set()
-    mode("triton")
-    assert called(linear(), on_cuda(4, 64)) == {"sketched_linear"}
-
-
-def test_a_few_rows_in_a_captured_graph(monkeypatch):
-    layer, half = linear(), {"dtype": torch.bfloat16}
+@pytest.fixture
+def captured(monkeypatch):
     monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
-    assert called(linear(**half), on_cuda(4, 64, **half)) == {"sketched_linear"}
-    assert called(linear(rank=20, **half), on_cuda(4, 64, **half)) == set()
+
+
+@pytest.mark.parametrize("form", ["pair", "pivoted"])
+def test_linear(form, captured):
+    layer = linear(form, **HALF)
+    assert called(layer, on_cuda(4, 64, **HALF)) == {"sketched_linear"}
+    assert called(layer, on_cuda(2, 3, 64, **HALF)) == {"sketched_linear"}
+    assert called(layer, torch.randn(4, 64, **HALF)) == set()
+    assert called(layer, on_cuda(32, 64, **HALF)) == set()  # two products are the faster ones
+    assert called(linear(form, rank=20, **HALF), on_cuda(4, 64, **HALF)) == set()
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_the_environment_decides(rows, mode):
+    assert called(linear(), on_cuda(rows, 64)) == set()
+    mode("torch")
+    assert called(linear(), on_cuda(rows, 64)) == set()
+    mode("triton")
+    assert called(linear(rank=48), on_cuda(rows, 64)) == {"sketched_linear"}
+    assert called(linear(), torch.randn(rows, 64)) == set()
+    assert called(linear(dtype=torch.float64), on_cuda(rows, 64, dtype=torch.float64)) == set()
+
+
+def test_autocast_decides_the_type(captured):
+    layer = linear()
     assert called(layer, on_cuda(4, 64)) == set()
     with torch.autocast("cpu", torch.bfloat16):
         assert called(layer, on_cuda(4, 64)) == {"sketched_linear"}
@@ -101,14 +102,8 @@ def test_a_few_rows_in_a_captured_graph(monkeypatch):
             assert not has_kernel(on_cuda(4, 64), [Factors(layer.down.weight, layer.up.weight, None, 0)])
 
 
-def test_autocast_decides_the_type():
-    layer, x = linear(rank=48), on_cuda(32, 64)
-    assert called(layer, x) == set()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert called(layer, x) == {"sketched_linear"}
-
-
-def test_a_factor_that_is_not_plain_is_called():
+def test_a_factor_that_is_not_plain_is_called(mode):
+    mode("triton")
     layer = linear()
     layer.down.register_forward_hook(lambda module, args, out: 2 * out)
     assert called(layer, on_cuda(32, 64)) == set()
@@ -211,9 +206,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(("rank", "rows", "kind", "wanted"), [
-    (16, 64, "auto", True),
-    (80, 64, "auto", False),  # bound by arithmetic
-    (16, 4, "auto", False),  # few rows: launches take longer than they save
+    (16, 64, "auto", False),  # its launch takes longer than it saves
+    (16, 4, "auto", False),
     (16, 4, "triton", True),
     (80, 64, "triton", True),
     (16, 64, "torch", False),
@@ -299,13 +293,12 @@ def test_a_captured_graph_has_the_decode_kernels(rows):
     layers = layers.to("cuda", torch.bfloat16).requires_grad_(False)
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
     assert called(layers, x) == set()
-    wanted = layers(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), Recorder() as recorder:
         y = layers(x)
     assert f"{OURS}sketched_linear" in recorder.called
-    graph.replay()
-    torch.testing.assert_close(y, wanted)
-    x.mul_(2)
-    graph.replay()
-    torch.testing.assert_close(y, layers(x))
+    for _ in range(2):
+        graph.replay()
+        wanted = layers(x)  # two products, which round elsewhere
+        torch.testing.assert_close(y, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+        x.mul_(2)
