@@ -21,7 +21,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("warm", "tests", "bench")
-GPU_TESTS = ("tests/kernels", "tests/layers/test_operators_on_cuda.py", "tests/test_backend_graphs.py")
+GPU_TESTS = (
+    "tests/kernels",
+    "tests/test_on_a_gpu.py",
+    "tests/layers/test_operators_on_cuda.py",
+    "tests/test_backend_graphs.py",
+)
 BROKEN = 3
 MOST_RESTARTS = 20
 # Shares of the time: what the parts ahead of the benchmark may take at most.
