@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.few_data import MADE_UP, has_few
 from panther_compile.calibration.held_out import Studied
-from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_own_texts
+from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_texts_beside
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
@@ -218,7 +218,7 @@ def learn(
     prepared = replace(prepared, found=found)
     doubted, fitted = inputs.source == "data", calls
     if doubted and calls:
-        fitted, beside = with_own_texts(prepared.model, prepared.found, calls, config)
+        fitted, beside = with_texts_beside(prepared.model, prepared.found, calls, config)
         inputs = replace(inputs, what=inputs.what + beside)
     studied = _study(prepared, config, fitted, resume, doubted=doubted, shelf=shelf) if calls else None
     if studied is not None:

@@ -209,7 +209,7 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     model, _ = chain()
     found = find_sites(model, SketchConfig(min_params=1), read_graph(model))
     calls = [Call((torch.zeros(64, 24, dtype=torch.long),), {})]
-    mixed, said = inputs.with_own_texts(model, found, calls, SketchConfig())
+    mixed, said = inputs.with_texts_beside(model, found, calls, SketchConfig())
     of_data = [given(call).shape[1] == 24 for call in mixed]
     assert of_data.count(True) == 5  # parts, of which some is held out
     tokens = [given(call).numel() for call in mixed]
@@ -219,7 +219,7 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     found = find_sites(images, SketchConfig(min_params=1), read_graph(images))
     calls = [Call((torch.randn(2, 3, 8, 8),), {})]
-    assert inputs.with_own_texts(images, found, calls, SketchConfig()) == (calls, "")
+    assert inputs.with_texts_beside(images, found, calls, SketchConfig()) == (calls, "")
 
 
 def test_small_models_are_left_to_their_weights():

@@ -79,6 +79,33 @@ def test_layers_are_fitted_to_them(folder):
     assert "texts of words at random" in str(pc.sketch_report(small))
 
 
+def test_an_encoder_fitted_to_data_keeps_what_data_does_not_show(folder, monkeypatch):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    model = transformers.AutoModel.from_pretrained(folder)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.mul_(10 if one.dim() > 1 and "position" not in name else 1)  # as drawn, nothing but residuals
+    first = VOCABULARY.index(WORDS[0])
+    shown, others = torch.arange(first, first + 6), torch.arange(first + 6, first + len(WORDS))
+    data = [{"input_ids": shown[torch.randint(0, 6, (8, 24))]} for _ in range(8)]
+    batch = {"input_ids": others[torch.randint(0, len(others), (64, 24))]}
+    options = {"data": data, "min_params": 256, "allow_slower": True, "progress": False}
+
+    @torch.no_grad()
+    def distance(candidate):
+        wanted = model(**batch).last_hidden_state
+        return float((candidate(**batch).last_hidden_state - wanted).norm() / wanted.norm())
+
+    beside, alone = (pc.sketchify(model, 0.3, synthetic=one, **options) for one in (True, False))
+    said = [str(pc.sketch_report(one)).splitlines()[0] for one in (beside, alone)]
+    assert "beside 8 texts of words at random" in said[0]
+    assert "words" not in said[1]
+    assert distance(beside) < 0.9 * distance(alone)
+    monkeypatch.setattr("panther_compile.models.synthetic.MOST_WORDS_BESIDE", 100)  # as if of many languages
+    plain = pc.sketchify(model, 0.3, **options)
+    assert torch.equal(plain(**batch).last_hidden_state, alone(**batch).last_hidden_state)
+
+
 def test_without_a_tokenizer_tokens_are_random_as_before(folder, tmp_path):
     model = bert()
     assert find_vocabulary(model, len(VOCABULARY)) is None

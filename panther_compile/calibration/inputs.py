@@ -16,7 +16,7 @@ from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarn
 from panther_compile.models.batches import Call
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
-from panther_compile.models.synthetic import MODEL, make_inputs, sample_texts
+from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found, without_head
@@ -24,7 +24,7 @@ from panther_compile.records import Closeness
 
 SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
-MOST_TOKENS = 10 * 8 * 128  # of a model's own texts, beside data
+MOST_TOKENS = 10 * 8 * 128  # of texts beside data
 LEAST = 5  # parts of the data, if samples of fewer batches can be divided, so that some can be held out
 
 
@@ -120,13 +120,13 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)
 
 
-def with_own_texts(
+def with_texts_beside(
     model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
 ) -> tuple[list[Call], str]:
-    """Data, and of a causal language model as many tokens of its own texts in between; in words, how many.
+    """Data, and in between texts that are made up, of a model that reads texts; in words, how many.
 
-    Data shows what a model is asked for, its own texts what else it can do: fitted to the one alone, layers
-    forget the other. The most are as many as it would be fitted to without data.
+    Data shows what a model is asked for, such texts what else it can do: fitted to the one alone, layers
+    forget the other. See `models.synthetic.texts_beside`.
 
     Args:
         model: the dense model; is not changed.
@@ -139,14 +139,14 @@ def with_own_texts(
     if dense or not tokens or not config.synthetic or not SMALLEST <= _numbers(found) <= LARGEST:
         return list(calls), ""
     try:
-        own = sample_texts(
+        texts = texts_beside(
             model, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_progress(config)
         )
     except (DataError, ConfigTypeError):  # of a model whose inputs are not known, data is all there is
         return list(calls), ""
-    if own is None:
+    if texts is None:
         return list(calls), ""
-    return _interleaved(divided(copy_sharing(model, {}), calls, LEAST), own.calls), f", beside {own.what}"
+    return _interleaved(divided(copy_sharing(model, {}), calls, LEAST), texts.calls), f", beside {texts.what}"
 
 
 def _interleaved(one: Sequence[Call], other: Sequence[Call]) -> list[Call]:

@@ -18,7 +18,7 @@ layers to; the other kinds show whether two models differ, and are no good for t
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,13 +34,15 @@ from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.sounds import natural_sounds, pink_noise
 from panther_compile.models.watched import copy_sharing
-from panther_compile.models.word_texts import find_vocabulary
+from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
 
 MODEL = "model"
 """Given as data: inputs that are made up."""
 
 _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
+WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
+MOST_WORDS_BESIDE = 65_536  # in a vocabulary; larger ones are of many languages, and data of one
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -110,7 +112,10 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     if sample and _is_of_texts(quiet, form, many):
         texts = _own_texts(quiet, form, many, seed, progress)
     elif sample:
-        texts = _word_texts(quiet, form, batches, many[0].numel(), generator)
+        vocabulary = _vocabulary_of(quiet, form)
+        if vocabulary is not None:
+            words = vocabulary.batches(batches, _TEXTS, many[0].numel(), generator)
+            texts = _word_texts(quiet, form, words)
     if texts is not None:
         return replace(texts, what=f"made-up inputs ({texts.what})")
     what, telling = f"made-up inputs ({form.kind} at random)", False
@@ -126,12 +131,15 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     return Synthetic(_calls(quiet, form, many.split(form.batch)), what, telling)
 
 
-def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
-    """Texts that a causal language model samples itself; None if the model is none.
+def texts_beside(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
+    """Texts to be fitted to beside data: a causal language model's own, or words at random for an encoder.
+
+    A model's own texts are as good as data, and are as many; words at random are an eighth, and none where
+    they would be of many languages. None if the model is neither, or its words are not known.
 
     Args:
         model: see `make_inputs`.
-        tokens: how many, or somewhat more, as calls are of 8 texts each.
+        tokens: of the data.
         seed: of what is drawn.
         progress: whether to show a bar.
 
@@ -143,9 +151,14 @@ def sample_texts(model: nn.Module, tokens: int, *, seed: int, progress: bool) ->
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     few = form.make(2, generator)
+    length = few[0].numel()
     if not _is_of_texts(quiet, form, few):
-        return None
-    starts = form.make(math.ceil(tokens / few[0].numel() / _BATCH) * _BATCH, generator)
+        vocabulary = _vocabulary_of(quiet, form)
+        if vocabulary is None or len(vocabulary.words) > MOST_WORDS_BESIDE:
+            return None
+        count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / _BATCH)
+        return _word_texts(quiet, form, vocabulary.batches(count, _BATCH, length, generator))
+    starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
     return _own_texts(quiet, form, starts, seed, progress)
 
 
@@ -156,18 +169,17 @@ def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progres
     )
 
 
-def _word_texts(
-    model: nn.Module, form: _Form, count: int, length: int, generator: Generator
-) -> Synthetic | None:
-    """So many batches of them; None where the model reads none, or its words are not known."""
+def _word_texts(model: nn.Module, form: _Form, texts: Sequence[Tensor]) -> Synthetic:
+    """Batches of them."""
+    return Synthetic(_calls(model, form, texts), f"{sum(map(len, texts))} texts of words at random", True)
+
+
+def _vocabulary_of(model: nn.Module, form: _Form) -> Vocabulary | None:
+    """The words that a model reads; None where it reads none, or they are not known."""
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
     if form.kind != "tokens" or not form.alone or embedding is None:
         return None
-    vocabulary = find_vocabulary(model, embedding.num_embeddings)
-    if vocabulary is None:
-        return None
-    texts = vocabulary.batches(count, _TEXTS, length, generator)
-    return Synthetic(_calls(model, form, texts), f"{count * _TEXTS} texts of words at random", True)
+    return find_vocabulary(model, embedding.num_embeddings)
 
 
 def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:

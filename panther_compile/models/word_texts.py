@@ -53,6 +53,11 @@ class Vocabulary:
         return [self.texts(size, int(one), generator) for one in lengths]
 
 
+def mean_length(longest: int) -> float:
+    """The mean number of tokens in a text of `Vocabulary.batches`."""
+    return (1 + _SHORTEST) / 2 * longest
+
+
 def find_vocabulary(model: nn.Module, size: int) -> Vocabulary | None:
     """What the tokenizer of a model knows; None if there is none on this machine, or it knows few words.
 
