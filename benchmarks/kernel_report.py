@@ -254,11 +254,6 @@ def _dispatch(shapes: Sequence[Shape]) -> Iterator[str]:
     yield from _decode(both)
 
 
-def any_compiled(shapes: Sequence[Shape]) -> bool:
-    """Whether torch.compile was timed on one of them."""
-    return any("compiled" in times for shape in shapes for times in shape.times.values())
-
-
 def _losses(shapes: Sequence[Shape]) -> Iterator[str]:
     for direction in PASSES:
         found = [(shape.gain(direction, "picked", ("triton", "two products")), shape) for shape in shapes]

@@ -41,7 +41,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +91,8 @@ def about_machine(device: torch.device, commit: str, *, fake: bool = False) -> d
     except ImportError:
         triton = "none"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
-    model = FAKE if fake else dispatch.device_class(device) if cuda else None
     return {
         "device": "no device, all times are made up" if fake else name,
-        "capability": 9 if fake else torch.cuda.get_device_capability(device)[0] if cuda else None,
-        "thresholds": asdict(model) if model else None,
         "torch": torch.__version__,
         "triton": triton,
         "cuda": torch.version.cuda,

@@ -116,11 +116,6 @@ def _fusing_wins(rows: int, ranks: tuple[int, ...], features: tuple[int, int]) -
     return rows >= MIN_FUSED_ROWS and min(features) >= MIN_FUSED_FEATURES and ranks[0] in LOW_RANKS
 
 
-def padded_rank(rank: int) -> int:
-    """The rank that the fused kernel computes: a power of two to 64, or a multiple of 64."""
-    return max(16, 1 << (rank - 1).bit_length()) if rank <= 64 else -(-rank // 64) * 64
-
-
 def choose_conv2d(dtype: torch.dtype, *, rank: int, forced: str) -> str:
     """Return "fused" or "torch" for a kh x kw convolution to so many channels followed by a 1 x 1 one.
 

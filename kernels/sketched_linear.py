@@ -25,7 +25,6 @@ from torch import Tensor
 
 from panther_compile.kernels.activations import activate
 from panther_compile.kernels.autotune import Call, kind_of, tuned
-from panther_compile.kernels.dispatch import padded_rank
 from panther_compile.kernels.factor_set import Factors, FactorSet, factor_set, packed
 
 MOST_PIECES = 4
@@ -242,6 +241,11 @@ def _sketched_linear_fwd_kernel(
                 BLOCK_K,
                 BLOCK_O,
             )
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that the fused kernel computes: a power of two to 64, or a multiple of 64."""
+    return max(16, 1 << (rank - 1).bit_length()) if rank <= 64 else -(-rank // 64) * 64
 
 
 def pieces_of(rank: int) -> tuple[int, int]:

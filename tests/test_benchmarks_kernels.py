@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -283,8 +282,6 @@ def records(case, dtype="bf16", forward=None, backward=None, **more):
     """A record for each time, by contender; the roofline is 1 microsecond unless it is given."""
     about = {
         "device": "H100",
-        "capability": 9,
-        "thresholds": asdict(H100),
         "torch": "2.13",
         "triton": "3.9",
         "cuda": "13.0",

@@ -22,13 +22,9 @@ def encoder():
 
 def images():
     torch.manual_seed(0)
-    parts = (nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2), nn.ReLU())
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval(), (
-        16,
-        3,
-        20,
-        20,
-    )
+    convolutions = (nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2), nn.ReLU())
+    model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
+    return model, (16, 3, 20, 20)
 
 
 MODELS = {"encoder": encoder, "images": images}
@@ -62,10 +58,10 @@ def test_sketched_there_it_is_as_close(name, with_data):
 
 def test_half_types():
     dense, shape = encoder()
-    data, small = batches(shape), dense.to(DEVICE, torch.bfloat16)
-    small = pc.sketchify(dense, 0.5, data=[x.bfloat16() for x in data[:5]], **SKETCH)
+    dense, data = dense.to(DEVICE, torch.bfloat16), [x.bfloat16() for x in batches(shape)]
+    small = pc.sketchify(dense, 0.5, data=data[:5], **SKETCH)
     assert {one.dtype for one in small.parameters()} == {torch.bfloat16}
-    assert distance(small, dense, [x.bfloat16() for x in data[5:]]) < 0.5
+    assert distance(small, dense, data[5:]) < 0.5
 
 
 @pytest.fixture

@@ -69,11 +69,6 @@ class Epilogue(NamedTuple):
     multiplier: Tensor | None = None
     residual: Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing follows: y = s."""
-        return self.activation == "none" and self.multiplier is None and self.residual is None
-
 
 _NO_EPILOGUE = Epilogue()
 

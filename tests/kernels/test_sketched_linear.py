@@ -175,6 +175,12 @@ def check_backward(x, layers, activation="none", precision="ieee", **others):
     oracle.check(found, plain, exact)
 
 
+def test_ranks_as_they_are_computed():
+    assert [sketched_linear.padded_rank(rank) for rank in (1, 16, 17, 64, 65, 129, 256)] == [
+        *(16, 16, 32, 64, 128, 192, 256)
+    ]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
 def test_forward(point, form):
