@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 
 import torch
 from torch import nn
 
+from panther_compile.calibration.choose import choose_plan
 from panther_compile.calibration.couplings import find_couplings
 from panther_compile.calibration.few_data import best_study, without_data
 from panther_compile.calibration.held_out import (
@@ -16,18 +16,14 @@ from panther_compile.calibration.held_out import (
     Calibrated,
     HeldOut,
     Studied,
-    chosen_targets,
+    fit_plan,
     learnt_of,
     put_layers,
 )
 from panther_compile.calibration.inputs import LEAST
-from panther_compile.calibration.layer_fit import LayerFit
-from panther_compile.calibration.lockstep import fit_in_lockstep
-from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, check_batches, study_layers
-from panther_compile.calibration.trials import pick
 from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
@@ -36,13 +32,10 @@ from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
-from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
-from panther_compile.planning.coupled import CouplingLosses
-from panther_compile.planning.plan import hides_progress, make_plan
+from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
-from panther_compile.planning.ways import Allocation
 from panther_compile.records import Cached, SketchPlan
 from panther_compile.shelf import Shelf
 
@@ -166,7 +159,7 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
         ResumeError: the folder cannot be read or written.
     """
     if plan is None:
-        plan = _choose(studied, config)
+        plan = choose_plan(studied, config)
         made_up = None if studied.made_up is None else fit_model(studied.made_up, config)
         better = None if studied.cached else without_data(studied, plan, config, made_up)
         if better is not None:
@@ -178,33 +171,6 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
     unreached = tuple(name for name in fit.targets if name not in fit.ready)
     fit.cut(unreached)
     return Calibrated(plan, fit.ready, unreached)
-
-
-def fit_plan(
-    studied: Studied, config: SketchConfig, plan: SketchPlan, calls: Sequence[Call], folder: Folder | None
-) -> tuple[LayerFit, Side]:
-    """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
-
-    Args:
-        studied: the model.
-        config: the options.
-        plan: to be carried out.
-        calls: to fit to, the first ones of the data or all.
-        folder: where fitted layers are kept, or None.
-    """
-    chosen = chosen_targets(plan, studied.targets)
-    repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
-    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated)
-    sketched = watch(studied.model, chosen)
-    fit_in_lockstep(
-        watch(studied.model, chosen),
-        sketched,
-        calls,
-        fit,
-        residuals=studied.residuals,
-        progress=not hides_progress(config),
-    )
-    return fit, sketched
 
 
 def _check_couplings(studied: Studied, plan: SketchPlan) -> None:
@@ -224,104 +190,6 @@ def _check_couplings(studied: Studied, plan: SketchPlan) -> None:
                 f"the plan has {line.name} share a factor with {len(sharing) - 1} others, "
                 "which are not those that this data reaches"
             )
-
-
-def _choose(studied: Studied, config: SketchConfig) -> SketchPlan:
-    """The plan that keeps the results closest on held-out batches: of allocations, then without couplings."""
-    study = studied.study
-    damage = {
-        name: study.sensitivity[name] * float(study.values[name].square().sum())
-        if name in study.values
-        else study.sensitivity[name] * study.power.get(name, 0.0)
-        for name in study.sensitivity
-    }
-    damage |= {name: losses.total for name, losses in study.losses.items()}
-    allocations = [Allocation("energy"), Allocation("uniform")]
-    if damage:
-        allocations.append(Allocation("sensitivity", damage))
-    couplings = tuple(study.losses.values())
-    plans = {one.name: _plans(studied, config, one, couplings) for one in allocations}
-    held_out = HeldOut(studied, config, studied.held_out)
-    narrow, tried, doubt = _best(
-        studied, [one for some in plans.values() for one in some], held_out, {}, plain=plans["uniform"][0]
-    )
-    best, undecided = narrow, [doubt]
-    if any(line.choice and line.choice.link for line in narrow.layers):
-        # By energy too: a coupling is not left whole within the budget, its layers may be.
-        chosen = next(name for name, some in plans.items() if narrow in some)
-        by = [one for one in allocations if one.name in (chosen, "energy")]
-        apart = [plan for one in by for plan in _plans(studied, config, one, ())]
-        plain = next(one for one in apart if one.allocation == chosen)
-        best, tried, doubt = _best(studied, [narrow, *apart], held_out, tried, plain=plain)
-        undecided.append(doubt)
-    means = {name: sum(found) / len(found) for name, found in tried.items()}
-    return replace(best, tried=means, undecided="; ".join(filter(None, undecided)))
-
-
-def _plans(
-    studied: Studied, config: SketchConfig, allocation: Allocation, couplings: Sequence[CouplingLosses]
-) -> list[SketchPlan]:
-    """The plan of an allocation, and that in which every layer is cut if some are left whole there."""
-    plan = _plan(studied, config, allocation, couplings)
-    if not plan.whole:
-        return [plan]
-    cut = _plan(studied, config, allocation, couplings, whole=False)
-    return [plan, replace(cut, allocation=f"{cut.allocation}, all cut")]
-
-
-def _plan(
-    studied: Studied,
-    config: SketchConfig,
-    allocation: Allocation,
-    couplings: Sequence[CouplingLosses],
-    *,
-    whole: bool = True,
-) -> SketchPlan:
-    plan = make_plan(
-        studied.found,
-        config,
-        studied.route,
-        values=studied.study.values,
-        energies=studied.study.energies,
-        allocation=allocation,
-        couplings=couplings,
-        cached=studied.cached,
-        whole=whole,
-    )
-    return replace(plan, allocation=f"{allocation.name}, narrow" if couplings else allocation.name)
-
-
-def _best(
-    studied: Studied,
-    plans: Sequence[SketchPlan],
-    held_out: HeldOut,
-    known: Mapping[str, Sequence[float]],
-    *,
-    plain: SketchPlan,
-) -> tuple[SketchPlan, Mapping[str, Sequence[float]], str]:
-    """The best of some plans, the distances of those that differ, and why the plain one is kept if it is.
-
-    Distances that are known already, by allocation, are not measured again.
-    """
-    different: dict[tuple[object, ...], SketchPlan] = {}
-    for plan in plans:
-        choices = tuple(line.choice and (line.choice.scheme, line.choice.ranks) for line in plan.layers)
-        different.setdefault(choices, plan)
-    plans = list(different.values())
-    if len(plans) == 1 or not chosen_targets(plans[0], studied.targets):
-        return plans[0], known, ""
-    folder = studied.folder
-    new = [plan for plan in plans if plan.allocation not in known]
-    tried = None if folder is None else folder.tried(new)
-    if tried is None:
-        tried = {plan.allocation: held_out.distances(held_out.cut(plan)) for plan in new}
-        if folder is not None:
-            folder.keep_tried(new, tried)
-    distances: dict[str, Sequence[float]] = {**known, **tried}
-    names = [plan.allocation for plan in plans]
-    usual = plain.allocation if plain.allocation in names else names[0]
-    name, undecided = pick({one: distances[one] for one in names}, usual)
-    return plans[names.index(name)], distances, undecided
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:

@@ -23,6 +23,7 @@ from panther_compile.models.batches import Call
 from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.names import stack_name
+from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Fitted, SketchPlan
 
@@ -94,6 +95,33 @@ class Calibrated:
     note: str = ""
 
 
+def fit_plan(
+    studied: Studied, config: SketchConfig, plan: SketchPlan, calls: Sequence[Call], folder: Folder | None
+) -> tuple[LayerFit, Side]:
+    """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
+
+    Args:
+        studied: the model.
+        config: the options.
+        plan: to be carried out.
+        calls: to fit to, the first ones of the data or all.
+        folder: where fitted layers are kept, or None.
+    """
+    chosen = chosen_targets(plan, studied.targets)
+    repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated)
+    sketched = watch(studied.model, chosen)
+    fit_in_lockstep(
+        watch(studied.model, chosen),
+        sketched,
+        calls,
+        fit,
+        residuals=studied.residuals,
+        progress=not hides_progress(config),
+    )
+    return fit, sketched
+
+
 class HeldOut:
     """Compares results on held-out batches with those of the dense model, which runs on them once."""
 
@@ -120,6 +148,10 @@ class HeldOut:
             dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]
             fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False)
         return sketched
+
+    def fitted(self, plan: SketchPlan) -> Side:
+        """The model with the layers of a plan fitted in lockstep to some of the batches learnt from."""
+        return fit_plan(self._studied, self._config, plan, self._studied.learnt[:TRIAL], None)[1]
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""

@@ -2,7 +2,7 @@
 
     calibration.json            what it is the work of: model, data, options
     study.safetensors           the study of the dense model
-    tried-<plans>.json          how the allocations did on held-out data
+    tried-<how>-<plan>.json     how a plan did on held-out data
     layers-<plan>/*.safetensors one file for each fitted layer
 
 Every file is written under another name and then put in place: it is there whole, or not at all. Ratios
@@ -77,10 +77,10 @@ class KeptLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTrials:
-    """Distances of allocations on held-out batches, by name."""
+class KeptTrial:
+    """Distances of a plan's results on held-out batches."""
 
-    tried: dict[str, list[float]]
+    distances: list[float]
 
 
 class Folder:
@@ -173,21 +173,23 @@ class Folder:
         record["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
         self._write_tensors("study.safetensors", tensors, record)
 
-    def tried(self, plans: Sequence[SketchPlan]) -> dict[str, list[float]] | None:
-        """How the allocations of these plans did, None if it is not kept."""
-        name = f"tried-{_key(*plans)}.json"
+    def tried(self, plan: SketchPlan, how: str, batches: int) -> list[float] | None:
+        """How a plan did on so many batches, its layers made in that way; None if it is not kept."""
+        name = _trial_file(plan, how)
         kept = self._read_json(name)
         if kept is None:
             return None
         with _changed(self.path / name):
-            tried = read_record(KeptTrials, {"tried": kept}, "it").tried
-            if set(tried) != {plan.allocation for plan in plans} or not all(tried.values()):
-                raise CheckpointError(f"it has trials of {sorted(tried)}")
+            tried = read_record(KeptTrial, kept, "it").distances
+            if len(tried) != batches:
+                raise CheckpointError(f"it has {len(tried)} distances, wanted {batches}")
         return tried
 
-    def keep_tried(self, plans: Sequence[SketchPlan], tried: Mapping[str, Sequence[float]]) -> None:
+    def keep_tried(self, plan: SketchPlan, how: str, distances: Sequence[float]) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
-        self._write(f"tried-{_key(*plans)}.json", lambda file: file.write_text(json.dumps(dict(tried))))
+        self._write(
+            _trial_file(plan, how), lambda file: file.write_text(json.dumps({"distances": list(distances)}))
+        )
 
     def layer(self, plan: SketchPlan, name: str, dense: nn.Module) -> FittedLayer | None:
         """The layer that was fitted in the place of a dense one, None if it was not yet."""
@@ -338,18 +340,19 @@ def _bytes_of(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _key(*plans: SketchPlan) -> str:
-    """A key of what the plans do, not of how they came about."""
+def _key(plan: SketchPlan) -> str:
+    """A key of what the plan does, not of how it came about."""
     done = [
-        [
-            (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.link)
-            for line in plan.sketched
-            if line.choice
-        ]
-        for plan in plans
+        (line.name, line.choice.scheme, line.choice.ranks, line.choice.sharing, line.choice.link)
+        for line in plan.sketched
+        if line.choice
     ]
     return hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]
 
 
 def _layer_file(plan: SketchPlan, name: str) -> str:
     return f"layers-{_key(plan)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+
+
+def _trial_file(plan: SketchPlan, how: str) -> str:
+    return f"tried-{how}-{_key(plan)}.json"

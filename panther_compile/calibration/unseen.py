@@ -7,10 +7,9 @@ batches that were learnt from, and judged by those held out.
 
 from collections.abc import Sequence
 
-from panther_compile.calibration.calibrate import fit_plan
 from panther_compile.calibration.closeness import GRADES, compare_models
 from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
-from panther_compile.calibration.held_out import HeldOut, Studied
+from panther_compile.calibration.held_out import HeldOut, Studied, fit_plan
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import watch
 from panther_compile.models.watched import Side

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import calibrate, resume, unseen
+from panther_compile.calibration import calibrate, choose, resume, unseen
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, DataError, ResumeError
 
@@ -139,7 +139,7 @@ def test_a_cut_right_after_the_study(name, tmp_path, monkeypatch):
         raise CutError
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "_choose", cut)
+        patch.setattr(calibrate, "choose_plan", cut)
         with pytest.raises(CutError):
             pc.sketchify(build(), 0.4, data=data, resume=tmp_path, **OPTIONS)
     with monkeypatch.context() as patch:
@@ -151,6 +151,7 @@ def test_a_cut_right_after_the_study(name, tmp_path, monkeypatch):
 
 
 def test_an_evaluate_that_raises_half_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "NEAR", 1.0)  # no layer is fitted for a trial
     model, data = mlp(), CASES["mlp"][1]
     x = torch.cat(data)
     wanted = model(x).detach()

@@ -1,0 +1,97 @@
+"""The choice among plans: near ones are fitted, and judged by batches that they were not fitted to."""
+
+import pytest
+import torch
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.calibration import choose
+from panther_compile.calibration.held_out import HeldOut, learnt_of
+from panther_compile.models.outputs import distance
+
+OPTIONS = {"allow_slower": True, "min_params": 256, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(48, 96),
+        nn.GELU(),
+        nn.Linear(96, 96),
+        nn.GELU(),
+        nn.Linear(96, 48),
+        nn.Tanh(),
+        nn.Linear(48, 8),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def data():
+    torch.manual_seed(1)
+    return [torch.randn(64, 48) * torch.linspace(0.1, 3, 48) for _ in range(10)]
+
+
+def made_by(monkeypatch):
+    """The names of the plans that were cut, and of those that were fitted."""
+    cut, fitted = [], []
+    for name, seen in (("cut", cut), ("fitted", fitted)):
+        usual = getattr(HeldOut, name)
+
+        def see(self, plan, usual=usual, seen=seen):
+            seen.append(plan.allocation)
+            return usual(self, plan)
+
+        monkeypatch.setattr(HeldOut, name, see)
+    return cut, fitted
+
+
+def test_what_was_tried_is_what_the_fit_gives_on_batches_it_has_not_seen(model, data, monkeypatch):
+    monkeypatch.setattr(choose, "NEAR", 1e9)
+    _, fitted = made_by(monkeypatch)
+    report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
+    assert set(report.tried) == set(fitted)
+    assert "uniform" in fitted
+    learnt = learnt_of(data)
+    alone = pc.sketchify(model, plan=report.plan, data=learnt, **OPTIONS)
+    with torch.no_grad():
+        lost = [distance(model(x), alone(x), None, logits=None) for x in data[len(learnt) :]]
+    # The metric is of seven of the eight batches then.
+    assert sum(lost) / len(lost) == pytest.approx(report.tried[report.allocation], rel=0.1)
+
+
+def test_fits_decide_and_not_cuts(model, data, monkeypatch):
+    """A plan whose cut is the closest, but whose fit is far off, is not taken."""
+    monkeypatch.setattr(choose, "NEAR", 1e9)
+    closest = {}
+    usual = choose._distances
+
+    def distances(studied, plans, held_out, made, how):
+        found = dict(usual(studied, plans, held_out, made, how))
+        if how == "cut":
+            closest["cut"] = min(found, key=lambda name: sum(found[name]))
+        else:
+            found[closest["cut"]] = [10.0 * one for one in found[closest["cut"]]]
+        return found
+
+    monkeypatch.setattr(choose, "_distances", distances)
+    report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
+    assert report.allocation != closest["cut"]
+    assert closest["cut"] in report.tried
+
+
+def test_far_plans_are_not_fitted(model, data, monkeypatch):
+    monkeypatch.setattr(choose, "NEAR", 1.0)
+    cut, fitted = made_by(monkeypatch)
+    report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
+    assert len(cut) > 2
+    assert not fitted
+    assert set(report.tried) <= set(cut)
+
+
+def test_batches_that_were_learnt_from_decide_nothing_by_fits(model, data, monkeypatch):
+    """A single sample is both fitted to and judged by."""
+    cut, fitted = made_by(monkeypatch)
+    pc.sketchify(model, 0.4, data=[data[0][:1]], synthetic=False, **OPTIONS)
+    assert cut
+    assert not fitted
