@@ -15,12 +15,13 @@ branch_sums   one branch from sums over rows
 layer_fit     one layer from what reached it: the callback of the lockstep
 resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
+choose        the plan: those that come close when cut are fitted, and the fits decide
 held_out      plans compared by the results on batches that nothing was learnt from
 few_data      how far few data are believed, and whether more than none
 unlike        whether data is like what a model was trained on, as far as its batch norms know
-closeness     How close a sketched model's outputs are to the dense model's on the same inputs, in numbers an
-inputs        What layers are fitted to, and what a sketch is compared with its model on
+closeness     how close a sketched model's outputs are to the dense model's on the same inputs
+inputs        what layers are fitted to, and what a sketch is compared with its model on
 unseen        how close a sketch is on batches that it was not fitted to
-trials        A trial on held-out batches
-verdict       The last word on a sketched model
+trials        which of several is taken, by distances on held-out batches
+verdict       the last word on a sketched model
 """

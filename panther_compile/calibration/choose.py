@@ -38,7 +38,8 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
     held_out = HeldOut(studied, config, studied.held_out)
     distances = _distances(studied, plans, held_out, held_out.cut, "cut")
     finalists = _finalists(plans, distances, plain)
-    if len(finalists) > 1 and len(studied.learnt) < len(studied.calls):
+    cuts_are_fits = not studied.study.factors  # as of kernels, or where factors have no room
+    if len(finalists) > 1 and len(studied.learnt) < len(studied.calls) and not cuts_are_fits:
         distances = _distances(studied, finalists, held_out, held_out.fitted, "fitted")
     usual = plain if plain in finalists else finalists[0]
     names = [plan.allocation for plan in finalists]
