@@ -128,5 +128,6 @@ def _finalists(
     sums = {plan.allocation: sum(distances[plan.allocation]) for plan in plans}
     total = {name: math.inf if math.isnan(found) else found for name, found in sums.items()}
     closest = sorted(plans, key=lambda plan: total[plan.allocation])
-    near = [one for one in closest if total[one.allocation] <= NEAR * total[closest[0].allocation]]
+    least = total[closest[0].allocation]  # of what is exact it may be negative, by rounding
+    near = [one for one in closest if total[one.allocation] <= max(least, NEAR * least)]
     return near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
