@@ -20,7 +20,7 @@ from panther_compile.planning.plan import make_plan
 from panther_compile.planning.ways import Allocation
 from panther_compile.records import SketchPlan
 
-NEAR = 1.2  # of the least distance of a cut, within which plans are fitted
+NEAR = 1.1  # of the least distance of a cut, within which plans are fitted
 FINALISTS = 2  # that are fitted, beside the plain one
 
 
