@@ -15,7 +15,7 @@ branch_sums   one branch from sums over rows
 layer_fit     one layer from what reached it: the callback of the lockstep
 resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
-choose        the plan: those that come close when cut are fitted, and the fits decide
+choose        the plan: by cuts, and where they cannot tell by fits
 held_out      plans compared by the results on batches that nothing was learnt from
 few_data      how far few data are believed, and whether more than none
 unlike        whether data is like what a model was trained on, as far as its batch norms know

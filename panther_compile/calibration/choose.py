@@ -1,7 +1,8 @@
 """Choice among plans: how the budget is divided, with layers narrowed and left whole or not, by trial.
 
     cut         every plan, with matrices cut as the study left them, which costs next to nothing
-    fitted      those that come close so, with their layers fitted in lockstep, as the chosen plan's will be
+    fitted      where cuts cannot tell, those that come close, with their layers fitted in lockstep, as the
+                chosen plan's will be
 
 What a layer loses the layers behind it make up for in part, when they are fitted, and cuts do not show how
 well: of all-MiniLM-L6-v2 at half the numbers they are within 9 % of one another and fits differ by 30 %.
@@ -20,7 +21,7 @@ from panther_compile.planning.plan import make_plan
 from panther_compile.planning.ways import Allocation
 from panther_compile.records import SketchPlan
 
-NEAR = 1.1  # of the least distance of a cut, within which plans are fitted
+NEAR = 1.2  # of the least distance of a cut, within which plans are fitted
 FINALISTS = 2  # that are fitted, beside the plain one
 
 
@@ -37,15 +38,15 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
         return plain
     held_out = HeldOut(studied, config, studied.held_out)
     distances = _distances(studied, plans, held_out, held_out.cut, "cut")
-    finalists = _finalists(plans, distances, plain)
+    near = _near(plans, distances)
+    plan, undecided = _pick(near, distances, plain)
     cuts_are_fits = not studied.study.factors  # as of kernels, or where factors have no room
-    if len(finalists) > 1 and len(studied.learnt) < len(studied.calls) and not cuts_are_fits:
+    if undecided and len(studied.learnt) < len(studied.calls) and not cuts_are_fits:
+        finalists = near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
         distances = _distances(studied, finalists, held_out, held_out.fitted, "fitted")
-    usual = plain if plain in finalists else finalists[0]
-    names = [plan.allocation for plan in finalists]
-    name, undecided = pick({one: distances[one] for one in names}, usual.allocation)
-    means = {one: sum(found) / len(found) for one, found in distances.items()}
-    return replace(finalists[names.index(name)], tried=means, undecided=undecided)
+        plan, undecided = _pick(finalists, distances, plain)
+    means = {name: sum(found) / len(found) for name, found in distances.items()}
+    return replace(plan, tried=means, undecided=undecided)
 
 
 def _candidates(studied: Studied, config: SketchConfig) -> Iterator[SketchPlan]:
@@ -121,13 +122,20 @@ def _distances(
     return found
 
 
-def _finalists(
-    plans: Sequence[SketchPlan], distances: Mapping[str, Sequence[float]], plain: SketchPlan
-) -> list[SketchPlan]:
-    """The plans whose cuts are closest, and the plain one if it is near."""
+def _near(plans: Sequence[SketchPlan], distances: Mapping[str, Sequence[float]]) -> list[SketchPlan]:
+    """The plans that are near the closest one, which is the first."""
     sums = {plan.allocation: sum(distances[plan.allocation]) for plan in plans}
     total = {name: math.inf if math.isnan(found) else found for name, found in sums.items()}
     closest = sorted(plans, key=lambda plan: total[plan.allocation])
     least = total[closest[0].allocation]  # of what is exact it may be negative, by rounding
-    near = [one for one in closest if total[one.allocation] <= max(least, NEAR * least)]
-    return near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
+    return [one for one in closest if total[one.allocation] <= max(least, NEAR * least)]
+
+
+def _pick(
+    plans: Sequence[SketchPlan], distances: Mapping[str, Sequence[float]], plain: SketchPlan
+) -> tuple[SketchPlan, str]:
+    """See `pick`; where the plain plan is not among them, the first one is."""
+    by_name = {plan.allocation: plan for plan in plans}
+    usual = plain if plain in plans else plans[0]
+    name, undecided = pick({one: distances[one] for one in by_name}, usual.allocation)
+    return by_name[name], undecided

@@ -123,11 +123,11 @@ WIDE = (OtherReader, LeavesEarly, ReadTwice, Returned, Kept, ByName, Deeper)
 def prefers_links(monkeypatch):
     """Takes narrow plans wherever there are couplings."""
 
-    def last(plans, distances, plain):
+    def last(plans, distances):
         narrow = [plan for plan in plans if "narrow" in plan.allocation]
         return (narrow or plans)[-1:]
 
-    monkeypatch.setattr(choose, "_finalists", last)
+    monkeypatch.setattr(choose, "_near", last)
     monkeypatch.setattr(few_data, "can_be_judged", lambda studied: False)
 
 
