@@ -154,9 +154,8 @@ def test_with_data_the_layers_that_are_left_are_fitted_again(timers):
     asked = timers(lambda names: 0.9 if len(names) == 4 else 1.2).asked
     data = [torch.randn(256, 96, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     small = pc.sketchify(mlp().eval(), data=data, **LATENCY)
-    # Then the plain sketch, if its layers are narrowed otherwise.
-    assert asked[:2] == [{"0", "2", "4", "6"}, {"0", "4"}]
-    assert asked[2:] in ([], [{"0", "2", "4", "6"}])
+    # The plain sketch is the first one again, and is not timed twice.
+    assert asked == [{"0", "2", "4", "6"}, {"0", "4"}]
     assert sketched_names(small) == {"0", "4"}
     fitted = {row.name: row.output_error for row in pc.sketch_report(small).sketched}
     assert set(fitted) == {"0", "4"}

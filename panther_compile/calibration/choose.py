@@ -62,7 +62,8 @@ def _candidates(studied: Studied, config: SketchConfig) -> Iterator[SketchPlan]:
     allocations = [Allocation("energy"), Allocation("uniform")]
     if damage:
         allocations.append(Allocation("sensitivity", damage))
-    for couplings in (tuple(study.losses.values()), ()):
+    narrow = tuple(study.losses.values())
+    for couplings in (narrow, ()) if narrow else ((),):
         for allocation in allocations:
             plan = _plan(studied, config, allocation, couplings)
             yield plan
