@@ -21,8 +21,8 @@ from accuracy_models.edits import edits
 from accuracy_models.efficientnet import folder_of
 from accuracy_models.written import lines, pages
 from accuracy_report import Result, Store
-from onnx import numpy_helper
 from onnx_files import processor_seconds
+from onnx_peers import cut_evenly
 
 import panther_compile as pc
 
@@ -137,7 +137,8 @@ def measure_ocr(name: str, options: argparse.Namespace, store: Store) -> None:
                         report = _sketch(source, target, ratio, data if domain == "in" else None, seed)
                     else:
                         report = report or _sketch(source, target, ratio, None, seed)
-                        cut_evenly(source, target, report, ratio, data if domain == "in" else [])
+                        known = [{"x": batch} for batch in data] if domain == "in" else []
+                        cut_evenly(source, target, [line.name for line in report.plan.sketched], ratio, known)
                     seconds = time.perf_counter() - begin
                     metrics = reader.judge(answers(target, held_out), wanted, source)
                     store.add(key, metrics, ratio, seconds)
@@ -195,61 +196,3 @@ def times_as_fast(source: Path, target: Path, pictures: np.ndarray) -> float:
     }
     best = processor_seconds(calls, TURNS)
     return best[source] / best[target]
-
-
-def cut_evenly(
-    source: Path, target: Path, report: pc.OnnxReport, ratio: float, data: list[np.ndarray]
-) -> None:
-    """The same weights cut by SVD to equal shares, in the metric of the data if there is any: SVD-LLM (W).
-
-    The file keeps dense weights of that rank, which serve to judge by: pairs of factors would give the same.
-    """
-    model = onnx.load(source)
-    names = {line.name for line in report.plan.sketched}
-    constants = {node.output[0]: node for node in model.graph.node if node.op_type == "Constant"}
-    readers = {one: node for node in model.graph.node for one in node.input if one in names}
-    grams = _grams(source, readers, data) if data else {}
-    for name in names:
-        weight = numpy_helper.to_array(constants[name].attribute[0].t)
-        is_kernel = weight.ndim == 4
-        matrix = (weight.reshape(len(weight), -1) if is_kernel else weight.T).astype(np.float64)
-        rank = max(1, int(ratio * matrix.size / sum(matrix.shape)))
-        cut = _truncated(matrix, rank, grams.get(name))
-        found = cut.reshape(weight.shape) if is_kernel else cut.T
-        tensor = numpy_helper.from_array(found.astype(np.float32), constants[name].attribute[0].t.name)
-        constants[name].attribute[0].t.CopyFrom(tensor)
-    onnx.save(model, target)
-
-
-def _truncated(matrix: np.ndarray, rank: int, gram: np.ndarray | None) -> np.ndarray:
-    if gram is None:
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        return (left[:, :rank] * values[:rank]) @ right[:rank]
-    _, vectors = np.linalg.eigh(matrix @ gram @ matrix.T)  # as Swift-SVD finds SVD-LLM's optimum
-    directions = vectors[:, ::-1][:, :rank]
-    return directions @ (directions.T @ matrix)
-
-
-def _grams(
-    source: Path, readers: Mapping[str, onnx.NodeProto], data: list[np.ndarray]
-) -> dict[str, np.ndarray]:
-    """X^T X of what each weight is multiplied with, but of larger kernels, which are cut by themselves."""
-    model = onnx.load(source)
-    wanted = {name: node.input[0] for name, node in readers.items() if _is_matrix(node)}
-    shown = sorted(set(wanted.values()))
-    for value in shown:
-        model.graph.output.append(onnx.ValueInfoProto(name=value))
-    runner, grams = ort.InferenceSession(model.SerializeToString()), dict[str, np.ndarray]()
-    for batch in data:
-        found = dict(zip(shown, runner.run(shown, {"x": batch}), strict=True))
-        for name, value in wanted.items():
-            x = found[value]
-            rows = x.transpose(0, 2, 3, 1) if readers[name].op_type == "Conv" else x
-            rows = rows.reshape(-1, rows.shape[-1])
-            grams[name] = grams.get(name, 0.0) + (rows.T @ rows).astype(np.float64)
-    return grams
-
-
-def _is_matrix(node: onnx.NodeProto) -> bool:
-    kernels = [list(one.ints) for one in node.attribute if one.name == "kernel_shape"]
-    return node.op_type == "MatMul" or kernels == [[1, 1]]

@@ -18,10 +18,11 @@ from accuracy_models.efficientnet import folder_of
 from accuracy_models.spoken import RATE, sentences, speak, variants
 from accuracy_report import Result, Store
 from ocr import session
+from onnx_peers import cut_evenly
 
 import panther_compile as pc
 
-NAME, METHODS = "silero-vad", ("ours-free", "ours")
+NAME, METHODS = "silero-vad", ("ours-free", "ours", "svd", "svd-llm")
 RECORDINGS, SECONDS = 32, 8
 STEP, CONTEXT, WIDTH = 512, 64, 128  # new samples of a call, those before them, and the width of the state
 EVERY = 8  # calls, of which one is fitted to
@@ -68,15 +69,19 @@ def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
         for seed in range(options.seeds):
             heard = [given for given, _ in calls(source, recordings(100 + seed, held_out=False))]
             for ratio in options.ratios:
+                report = None
                 for method in (one for one in METHODS if one in options.methods):
-                    domain = "in" if method == "ours" else "none"
+                    domain = "in" if method in ("ours", "svd-llm") else "none"
                     key = Result(name, mark, options.quick, method, domain, ratio, seed)
                     if key in store:
                         continue
                     begin, data = time.perf_counter(), heard[::EVERY] if domain == "in" else None
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
-                        report = pc.sketch_onnx(source, target, ratio, data=data, seed=seed, progress=False)
+                    if method in ("ours", "ours-free"):
+                        report = _sketch(source, target, ratio, data, seed)
+                    else:
+                        report = report or _sketch(source, target, ratio, None, seed)
+                        names = [line.name for line in report.plan.sketched]
+                        cut_evenly(source, target, names, ratio, data or [])
                     seconds = time.perf_counter() - begin
                     found = chances_of(target, sounds)
                     metrics = {
@@ -86,6 +91,14 @@ def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
                     store.add(key, metrics, ratio, seconds)
                     print(name, method, domain, ratio, metrics, f"{seconds:.1f} s", flush=True)
                     _describe(store, name, mark, report, quick=options.quick)
+
+
+def _sketch(
+    source: Path, target: Path, ratio: float, data: list[dict[str, np.ndarray]] | None, seed: int
+) -> pc.OnnxReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
+        return pc.sketch_onnx(source, target, ratio, data=data, seed=seed, progress=False)
 
 
 def _describe(store: Store, name: str, mark: str, report: pc.OnnxReport, *, quick: bool) -> None:

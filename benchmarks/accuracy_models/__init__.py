@@ -17,7 +17,7 @@ from accuracy_models.e5 import e5
 from accuracy_models.efficientnet import efficientnet
 from accuracy_models.gpt import gpt
 from accuracy_models.minilm import minilm
-from accuracy_models.resemblyzer import resemblyzer
+from accuracy_models.resemblyzer import resemblyzer, resemblyzer_written_out
 from accuracy_models.smollm2 import smollm2
 from accuracy_models.subject import Subject
 from accuracy_models.whisper import whisper
@@ -38,6 +38,7 @@ GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "efficientnet": efficientnet,
     "e5": e5,
     "resemblyzer": resemblyzer,
+    "resemblyzer-written-out": resemblyzer_written_out,
     "smollm2": smollm2,
     "whisper": whisper,
 }

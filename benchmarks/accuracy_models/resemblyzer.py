@@ -35,6 +35,42 @@ class VoiceEncoder(nn.Module):
         return F.normalize(F.relu(self.linear(hidden[-1])), dim=1)
 
 
+class WrittenOut(nn.Module):
+    """A layer of nn.LSTM as two linear layers, called step by step, for methods that know no other layers."""
+
+    def __init__(self, lstm: nn.LSTM, place: int) -> None:
+        super().__init__()
+        self.of_input = nn.Linear(MELS if place == 0 else WIDTH, 4 * WIDTH)
+        self.of_state = nn.Linear(WIDTH, 4 * WIDTH)
+        for layer, kind in ((self.of_input, "ih"), (self.of_state, "hh")):
+            layer.weight = getattr(lstm, f"weight_{kind}_l{place}")
+            layer.bias = getattr(lstm, f"bias_{kind}_l{place}")
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """(B, T, I) to the states (B, T, H)."""
+        state = cell = x_BTI.new_zeros(len(x_BTI), WIDTH)
+        states = []
+        for given in self.of_input(x_BTI).unbind(1):
+            entered, kept, new, shown = (given + self.of_state(state)).chunk(4, -1)
+            cell = kept.sigmoid() * cell + entered.sigmoid() * new.tanh()
+            state = shown.sigmoid() * cell.tanh()
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class WrittenOutEncoder(nn.Module):
+    """The network with its LSTM written out; the same answers."""
+
+    def __init__(self, model: VoiceEncoder) -> None:
+        super().__init__()
+        self.lstm = nn.Sequential(*(WrittenOut(model.lstm, place) for place in range(DEPTH)))
+        self.linear = model.linear
+
+    def forward(self, mels_BTM: Tensor) -> Tensor:
+        """(B, T, 40) powers to unit embeddings (B, 256)."""
+        return F.normalize(F.relu(self.linear(self.lstm(mels_BTM)[:, -1])), dim=1)
+
+
 def load_voice_encoder() -> VoiceEncoder:
     """The network with the package's weights; the package itself, which wants librosa, is not imported."""
     model = VoiceEncoder()
@@ -83,12 +119,23 @@ def embed(model: nn.Module, batches: list[Tensor]) -> Tensor:
 def resemblyzer(cache: Path, quick: bool) -> Subject:
     """1.4 M parameters; speakers that are judged by are none of those that it is fitted to."""
     del cache
-    model, parts = load_voice_encoder(), 4 if quick else 1
+    return _subject(load_voice_encoder(), "LSTM", ("lstm", "linear"), quick)
+
+
+def resemblyzer_written_out(cache: Path, quick: bool) -> Subject:
+    """The same with linear layers in place of `nn.LSTM`, which the peers can take."""
+    del cache
+    model = WrittenOutEncoder(load_voice_encoder()).eval()
+    return _subject(model, "LSTM written out as linear layers", ("lstm.*", "linear"), quick)
+
+
+def _subject(model: nn.Module, how: str, include: tuple[str, ...], quick: bool) -> Subject:
+    parts = 4 if quick else 1
     judged, known = slice(0, None, 2), slice(1, None, 2)
     held_out = pieces("in", HELD_OUT // parts, 0, judged)
     reference = embed(model, held_out)
     return Subject(
-        title="Resemblyzer, embeddings of speakers (LSTM) against those of the dense model",
+        title=f"Resemblyzer, embeddings of speakers ({how}) against those of the dense model",
         model=model,
         blocks=(),
         calibration=lambda domain, seed: pieces(domain, PIECES // parts, 1 + seed, known),
@@ -100,6 +147,6 @@ def resemblyzer(cache: Path, quick: bool) -> Subject:
         evaluate=lambda small: compare(embed(small, held_out), reference),
         metrics={"Spearman": True, "cosine": True, "neighbours": True},
         outputs="values",
-        options={"include": ("lstm", "linear"), "allow_slower": True},
+        options={"include": include, "allow_slower": True},
         remark="Voices are eSpeak NG's.",
     )

@@ -4,6 +4,7 @@ Block by block where the model has a chain of them: the inputs of a block are ke
 itself runs again. The layers of a block that share an input are fitted together.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,17 +51,26 @@ class _ReachedError(Exception):
     """Stops a run where enough is known."""
 
 
-def layer_inputs(block: nn.Module, name: str, run: Callable[[], Any]) -> Tensor:
-    """The input of one layer; what comes after it does not run."""
+def call_counts(block: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> Counter[str]:
+    """How often each layer is called in one run."""
+    counts = Counter[str]()
+    with listening(block, names, lambda name, _: counts.update([name])):
+        run()
+    return counts
+
+
+def layer_inputs(block: nn.Module, name: str, run: Callable[[], Any], calls: int = 1) -> Tensor:
+    """The inputs of one layer in so many calls, one after the other; what comes after them does not run."""
     found: list[Tensor] = []
 
     def tell(_: str, x: Tensor) -> None:
         found.append(x)
-        raise _ReachedError
+        if len(found) == calls:
+            raise _ReachedError
 
     with listening(block, [name], tell), suppress(_ReachedError):
         run()
-    return found[0]
+    return torch.cat(found)
 
 
 def block_calls(model: nn.Module, block: str, batches: Sequence[Any]) -> list[Call]:
@@ -106,8 +116,10 @@ def replace_in_order(job: Job, fit: Fit, refine: Refine | None = None) -> nn.Mod
         names = [name.removeprefix(prefix) for name in job.names if name.startswith(prefix)]
         done += len(names)
         groups = input_groups(dense_block, names, lambda: dense_calls[0].run(dense_block))  # noqa: B023
+        counts = call_counts(dense_block, names, lambda: dense_calls[0].run(dense_block))  # noqa: B023
         for group in groups:
-            drift = _drift(dense_block, small_block, group[0], dense_calls, small_calls)
+            first = group[0]
+            drift = _drift(dense_block, small_block, first, counts[first], dense_calls, small_calls)
             for name in group:
                 layer = small_block.get_submodule(name)
                 small_block.set_submodule(name, fit(layer, job.weight(prefix + name), prefix + name, drift))
@@ -125,14 +137,19 @@ def replace_in_order(job: Job, fit: Fit, refine: Refine | None = None) -> nn.Mod
 
 
 def _drift(
-    dense: nn.Module, small: nn.Module, name: str, dense_calls: list[Call], small_calls: list[Call]
+    dense: nn.Module,
+    small: nn.Module,
+    name: str,
+    count: int,
+    dense_calls: list[Call],
+    small_calls: list[Call],
 ) -> Drift:
     now: Tensor | float = 0.0
     cross: Tensor | float = 0.0
     layer = dense.get_submodule(name)
     for before, after in zip(dense_calls, small_calls, strict=True):
-        old = input_rows(layer, layer_inputs(dense, name, lambda: before.run(dense)))  # noqa: B023
-        new = input_rows(layer, layer_inputs(small, name, lambda: after.run(small)))  # noqa: B023
+        old = input_rows(layer, layer_inputs(dense, name, lambda: before.run(dense), count))  # noqa: B023
+        new = input_rows(layer, layer_inputs(small, name, lambda: after.run(small), count))  # noqa: B023
         now = now + (new.T @ new).double()
         cross = cross + (old.T @ new).double()
     assert isinstance(now, Tensor)

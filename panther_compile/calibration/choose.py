@@ -80,16 +80,18 @@ def _plan(
     *,
     whole: bool = True,
 ) -> SketchPlan:
+    study = studied.study
     plan = make_plan(
         studied.found,
         config,
         studied.route,
-        values=studied.study.values,
-        energies=studied.study.energies,
+        values=study.values,
+        energies=study.energies,
         allocation=allocation,
         couplings=couplings,
         cached=studied.cached,
         whole=whole,
+        reached=study.reached,
     )
     return replace(plan, allocation=f"{allocation.name}, narrow" if couplings else allocation.name)
 

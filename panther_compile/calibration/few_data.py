@@ -60,6 +60,7 @@ def best_study(studied: Studied, config: SketchConfig, study: Callable[[float], 
             values=one.values,
             energies=one.energies,
             allocation=Allocation("energy"),
+            reached=one.reached,
         )
         held_out = HeldOut(tried, config, tried.held_out)
         worth = 1.0 if one is studied.study else 1.0 / _WORTH

@@ -55,6 +55,8 @@ class Damages:
     def by_weight(self, plan: SketchPlan) -> dict[str, float] | None:
         """The damage of losing each weight of a plan; None where that is not known of one, or takes too long.
 
+        Weights that the data do not reach are left out.
+
         Args:
             plan: that cuts each weight to half its numbers.
         """
@@ -62,8 +64,7 @@ class Damages:
         if len(choices) * _size(self._model) > MAX_BYTES or not set(choices) <= set(self._weights.names):
             return None
         fitted = self._weights.fit(choices, self._fit)
-        if set(fitted.ready) != set(choices):
-            return None
+        choices = {name: choice for name, choice in choices.items() if name in fitted.ready}
         found: dict[str, float] = {}
         hidden = hides_progress(self._config)
         for name, choice in ProgressBar(choices.items(), desc="damage", disable=hidden, leave=False):

@@ -224,17 +224,19 @@ class WeightFit:
     def energies(self, runs: Runs) -> dict[str, dict[str, Tensor]]:
         """What each rank of the kernels of k x k keeps in the metric of the data, by name and scheme.
 
+        Of those that data reach; of kernels that are too large to sum up for it is not known.
+
         Raises:
             DataError: see `spectra`.
         """
-        found: dict[str, KernelSums] = {}
+        found: dict[str, KernelSums | None] = {}
         names = [name for name, seen in self._seen.items() if seen.is_kernel]
         for name, arrival in self._padded_inputs(names, runs) if names else ():
-            sums = found.get(name) or self._seen[name].view.kernel_sums()
-            if sums is not None:
+            if name not in found:
+                found[name] = self._seen[name].view.kernel_sums()
+            if (sums := found[name]) is not None:
                 sums.add(arrival.x.float())
-                found[name] = sums
-        return {name: sums.energies(None, RIDGE) for name, sums in found.items()}
+        return {name: {} if sums is None else sums.energies(None, RIDGE) for name, sums in found.items()}
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
         """The weights in their order, in groups; none depends on another of its group.

@@ -304,10 +304,11 @@ def _fit_to_data(
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
     runs = Runs(dense.feeds(data), dense)
     values, energies = weights.spectra(runs), weights.energies(runs)
-    plan_by = partial(make_plan, sites.found, route=_GRAPH, values=values, energies=energies)
+    reached = {*values, *energies}
+    plan_by = partial(make_plan, sites.found, route=_GRAPH, values=values, energies=energies, reached=reached)
     plan = plan_by(config, whole=False)
     if measured:
-        plan = _closest(plan, plan_by, Damages(model, config, weights, runs, folder), config)
+        plan = _closest(plan, plan_by, Damages(model, config, weights, runs, folder), config, reached)
     plan = form(plan)
     choices = plan.choices
     names = [name for name in weights.names if name in choices]
@@ -325,22 +326,27 @@ def _fit_to_data(
 
 
 def _closest(
-    plain: SketchPlan, plan_by: Callable[..., SketchPlan], damages: Damages, config: SketchConfig
+    plain: SketchPlan,
+    plan_by: Callable[..., SketchPlan],
+    damages: Damages,
+    config: SketchConfig,
+    reached: set[str],
 ) -> SketchPlan:
-    """The plain plan, or that by what cutting each weight does, if outputs are closer with it, see `pick`."""
+    """The plain plan, by energies, unless equal shares or what cutting each weight does bring outputs closer.
+
+    Where that is not known all is as planned; see `pick`.
+    """
     if _keeps_all(config) or not plain.sketched:
         return plain
-    half = plan_by(
-        replace(config, ratio=0.5, allow_slower=True), allocation=Allocation("uniform"), whole=False
-    )
-    found = damages.by_weight(half)
-    if found is None:
+    uniform = partial(plan_by, allocation=Allocation("uniform"), whole=False)
+    found = damages.by_weight(uniform(replace(config, ratio=0.5, allow_slower=True)))
+    if not found:
         return plain
-    other = plan_by(config, allocation=Allocation("sensitivity", found))
-    if not {line.name for line in (*other.sketched, *other.whole)} <= set(found):
-        return plain
-    distances = {"energy": damages.of_plan(plain), "sensitivity": damages.of_plan(other)}
+    plans = {"energy": plain, "uniform": uniform(config)}
+    by_damage = plan_by(config, allocation=Allocation("sensitivity", found))
+    if reached.intersection(line.name for line in (*by_damage.sketched, *by_damage.whole)) <= set(found):
+        plans["sensitivity"] = by_damage
+    distances = {name: damages.of_plan(plan) for name, plan in plans.items()}
     best, undecided = pick(distances, "energy")
     tried = {name: mean(found) for name, found in distances.items()}
-    plan = plain if best == "energy" else other
-    return replace(plan, allocation=best, tried=tried, undecided=undecided)
+    return replace(plans[best], allocation=best, tried=tried, undecided=undecided)

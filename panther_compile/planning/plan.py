@@ -11,7 +11,7 @@ multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
 import heapq
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -72,8 +72,12 @@ def make_plan(
     couplings: Sequence[CouplingLosses] = (),
     cached: Sequence[Cached] = (),
     whole: bool = True,
+    reached: Container[str] | None = None,
 ) -> SketchPlan:
     """Plan every site, one budget for each entry of `config.ratio`, and list what is left alone.
+
+    What data do not reach has a budget of its own, of the same ratio: what its numbers are worth cannot be
+    held against what data show of others.
 
     Args:
         found: what may be sketched, and what may not; `TimedSites` have what the plan would sketch timed.
@@ -85,10 +89,12 @@ def make_plan(
         couplings: layers that may be narrowed together, in place of being sketched apart.
         cached: what a decoder keeps; the weights that write it have a budget of their own.
         whole: whether weights that are judged in the metric of data may stay dense within the budget.
+        reached: the units that data reach; None where there is no data.
     """
     values, energies = values or {}, energies or {}
     budgets = config.ratios()
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
+    beyond: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
     hidden = hides_progress(config)
     for site, owner in with_progress(
@@ -96,17 +102,22 @@ def make_plan(
     ):
         place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
         parts = parts_of(site, owner)
-        own = budgets[place][1] < 1.0 and not set(parts) <= {*values, *energies}
+        own = budgets[place][1] < 1.0 and not all(one in values or energies.get(one) for one in parts)
         units = with_tied(units_of(parts, config, energies=own), site)
         units = tuple(in_data(unit, values.get(unit.name), energies.get(unit.name, {})) for unit in units)
-        pools[place].extend((unit, site.kind) for unit in units)
+        for unit in units:
+            pool = pools if reached is None or unit.name in reached else beyond
+            pool[place].append((unit, site.kind))
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
     timed = found if isinstance(found, TimedSites) else None
-    for pool, (_, ratio) in zip(pools, budgets, strict=True):
+    divided = [allocation] * len(pools) + [_beyond_data(allocation)] * len(beyond)
+    for pool, (_, ratio), how in zip([*pools, *beyond], [*budgets, *budgets], divided, strict=True):
+        if not pool:
+            continue
         slow = config.allow_slower if timed is None else None
         stacks, rest = stack_cached(pool, cached, values)
-        plan_pool = partial(_plan_pool, config=config, allocation=allocation, found=timed, whole=whole)
+        plan_pool = partial(_plan_pool, config=config, allocation=how, found=timed, whole=whole)
         plan_at = partial(plan_pool, stacks)
         written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
@@ -119,6 +130,11 @@ def make_plan(
     rank = {name: place for place, name in enumerate(found.order)}
     lines.sort(key=lambda line: rank[owners.get(line.name, line.name)])
     return SketchPlan(tuple(lines), _ratio_text(config), route, cached=tuple(cached))
+
+
+def _beyond_data(allocation: Allocation) -> Allocation:
+    """How a budget is divided among units that no data reached."""
+    return BY_ENERGY if allocation.name == "sensitivity" else allocation
 
 
 def _allowed(
