@@ -13,7 +13,7 @@ from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.unlike import MADE_UP_UNLIKE, UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
 from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
@@ -140,19 +140,14 @@ def with_texts_beside(
         return list(calls), ""
     try:
         texts = texts_beside(
-            model, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_progress(config)
+            model, calls, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_progress(config)
         )
     except (DataError, ConfigTypeError):  # of a model whose inputs are not known, data is all there is
         return list(calls), ""
     if texts is None:
         return list(calls), ""
-    return _interleaved(divided(copy_sharing(model, {}), calls, LEAST), texts.calls), f", beside {texts.what}"
-
-
-def _interleaved(one: Sequence[Call], other: Sequence[Call]) -> list[Call]:
-    """Both in their order, evenly mixed: whatever part is held out has some of each."""
-    places = [((place + 0.5) / len(some), call) for some in (one, other) for place, call in enumerate(some)]
-    return [call for _, call in sorted(places, key=lambda placed: placed[0])]
+    parts = divided(copy_sharing(model, {}), calls, LEAST)
+    return list(interleaved(parts, texts.calls)), f", beside {texts.what}"
 
 
 def _tokens(call: Call) -> int:

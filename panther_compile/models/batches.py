@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -38,6 +38,12 @@ class Call:
         """Call the model."""
         with half_products(model):
             return model(*self.args, **self.kwargs)
+
+
+def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
+    """Calls of several kinds, each in its order, evenly mixed: whatever part is held out has some of each."""
+    placed = [((place + 0.5) / len(calls), call) for calls in kinds for place, call in enumerate(calls)]
+    return tuple(call for _, call in sorted(placed, key=lambda one: one[0]))
 
 
 def run_dense(model: nn.Module, call: Call, place: int) -> Any:

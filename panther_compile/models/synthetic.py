@@ -25,14 +25,16 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import DataError
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
 from panther_compile.models.sounds import natural_sounds, pink_noise
+from panther_compile.models.spliced import spliced
 from panther_compile.models.watched import copy_sharing
 from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
 
@@ -41,6 +43,7 @@ MODEL = "model"
 
 _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
+MOST_SPLICED = 20_480  # tokens of texts that are spliced of two
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # in a vocabulary; larger ones are of many languages, and data of one
 _LENGTHS = (128, 64, 32, 16, 8, 4)
@@ -131,15 +134,19 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     return Synthetic(_calls(quiet, form, many.split(form.batch)), what, telling)
 
 
-def texts_beside(model: nn.Module, tokens: int, *, seed: int, progress: bool) -> Synthetic | None:
-    """Texts to be fitted to beside data: a causal language model's own, or words at random for an encoder.
+def texts_beside(
+    model: nn.Module, calls: Sequence[Call], tokens: int, *, seed: int, progress: bool
+) -> Synthetic | None:
+    """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
-    A model's own texts are as good as data, and are as many; words at random are an eighth, and none where
-    they would be of many languages. None if the model is neither, or its words are not known.
+    A model's own texts are as good as data, and are as many. So are those that are spliced of two of the
+    data; words at random are an eighth, and none where they would be of many languages. None if the model
+    reads no texts.
 
     Args:
         model: see `make_inputs`.
-        tokens: of the data.
+        calls: the data.
+        tokens: of the data, that count.
         seed: of what is drawn.
         progress: whether to show a bar.
 
@@ -152,14 +159,22 @@ def texts_beside(model: nn.Module, tokens: int, *, seed: int, progress: bool) ->
     form = _form_of(quiet, generator)
     few = form.make(2, generator)
     length = few[0].numel()
-    if not _is_of_texts(quiet, form, few):
-        vocabulary = _vocabulary_of(quiet, form)
-        if vocabulary is None or len(vocabulary.words) > MOST_WORDS_BESIDE:
-            return None
+    if _is_of_texts(quiet, form, few):
+        starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
+        return _own_texts(quiet, form, starts, seed, progress)
+    if form.kind != "tokens":
+        return None
+    parts = [_spliced_texts(calls)]
+    vocabulary = _vocabulary_of(quiet, form)
+    if vocabulary is not None and len(vocabulary.words) <= MOST_WORDS_BESIDE:
         count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / _BATCH)
-        return _word_texts(quiet, form, vocabulary.batches(count, _BATCH, length, generator))
-    starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
-    return _own_texts(quiet, form, starts, seed, progress)
+        parts.append(_word_texts(quiet, form, vocabulary.batches(count, _BATCH, length, generator)))
+    parts = [one for one in parts if one.calls]
+    if not parts:
+        return None
+    return Synthetic(
+        interleaved(*(one.calls for one in parts)), " and ".join(one.what for one in parts), True
+    )
 
 
 def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
@@ -167,6 +182,16 @@ def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progres
     return Synthetic(
         _calls(model, form, texts.split(_BATCH)), f"{len(texts)} texts that the model sampled", True
     )
+
+
+def _spliced_texts(calls: Sequence[Call]) -> Synthetic:
+    """Texts of the data that have changed halves."""
+    found = tuple(spliced(calls, MOST_SPLICED))
+    count = sum(
+        len(next(one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)))
+        for call in found
+    )
+    return Synthetic(found, f"{count} texts spliced of two of them", True)
 
 
 def _word_texts(model: nn.Module, form: _Form, texts: Sequence[Tensor]) -> Synthetic:

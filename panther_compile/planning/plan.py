@@ -106,8 +106,8 @@ def make_plan(
         units = with_tied(units_of(parts, config, energies=own), site)
         units = tuple(in_data(unit, values.get(unit.name), energies.get(unit.name, {})) for unit in units)
         for unit in units:
-            pool = pools if reached is None or unit.name in reached else beyond
-            pool[place].append((unit, site.kind))
+            seen = reached is None or unit.name in reached
+            (pools if seen else beyond)[place].append((unit, site.kind))
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
     timed = found if isinstance(found, TimedSites) else None

@@ -50,14 +50,17 @@ def made_by(monkeypatch):
 def cannot_tell(monkeypatch):
     """Cuts are all near one another, and their differences are noise."""
     monkeypatch.setattr(choose, "NEAR", 1e9)
-    usual, calls = choose._pick, []
+    pick, distances, made = choose._pick, choose._distances, []
 
-    def doubted(plans, distances, plain):
-        calls.append(plans)
-        found, why = usual(plans, distances, plain)
-        return (plain, "within noise") if len(calls) == 1 else (found, why)
+    def doubted(plans, found, plain):
+        return (plain, "within noise") if made[-1] == "cut" else pick(plans, found, plain)
+
+    def noted(*args):
+        made.append(args[-1])
+        return distances(*args)
 
     monkeypatch.setattr(choose, "_pick", doubted)
+    monkeypatch.setattr(choose, "_distances", noted)
 
 
 def test_what_was_tried_is_what_the_fit_gives_on_batches_it_has_not_seen(
@@ -101,6 +104,26 @@ def test_where_cuts_tell_nothing_is_fitted(model, data, monkeypatch):
     assert len(cut) > 2
     assert not fitted
     assert set(report.tried) <= set(cut)
+
+
+def test_two_that_cuts_cannot_tell_apart_are_fitted_both(model, data, monkeypatch):
+    """Though both are closer than equal shares, by more than batches differ."""
+    usual = choose._distances
+
+    def distances(studied, plans, held_out, made, how):
+        found = dict(usual(studied, plans, held_out, made, how))
+        if how == "cut":
+            close = {"energy, narrow": 1.0, "energy": 1.01}
+            return {name: [close.get(name, 1.1) + noise for noise in (0.0, 0.001)] for name in found} | {
+                "energy": [1.0, 1.02]
+            }
+        return found
+
+    monkeypatch.setattr(choose, "_distances", distances)
+    _, fitted = made_by(monkeypatch)
+    report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
+    assert set(fitted[:3]) == {"energy, narrow", "energy", "uniform"}
+    assert set(report.tried) == set(fitted)
 
 
 def test_batches_that_were_learnt_from_decide_nothing_by_fits(model, data, cannot_tell, monkeypatch):

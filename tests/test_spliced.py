@@ -1,0 +1,64 @@
+"""Texts of the halves of two."""
+
+import pytest
+import torch
+
+from panther_compile.models.batches import Call, interleaved
+from panther_compile.models.spliced import SHORTEST, spliced
+
+MANY = 1_000_000
+
+
+def numbered(texts, tokens):
+    """Each number says of which text and which place it is."""
+    return 1000 * torch.arange(texts)[:, None] + torch.arange(tokens)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_the_second_half_is_that_of_the_next_text(tokens):
+    ids = numbered(3, tokens)
+    mask = (ids % 1000 < tokens - 1).float()
+    (found,) = spliced([Call((), {"input_ids": ids, "attention_mask": mask, "return_dict": True})], MANY)
+    half = tokens // 2
+    given = found.kwargs["input_ids"]
+    assert torch.equal(given[:, :half], ids[:, :half])
+    assert torch.equal(given[:, half:], ids[[1, 2, 0], half:])
+    assert torch.equal(found.kwargs["attention_mask"], (given % 1000 < tokens - 1).float())
+    assert found.kwargs["return_dict"] is True
+
+
+def test_batches_of_one_change_halves_with_the_next_batch():
+    one, two = torch.arange(12)[None], 100 + torch.arange(9)[None]
+    first, second = spliced([Call((one,), {}), Call((two,), {})], MANY)
+    assert torch.equal(first.args[0], torch.cat([one[:, :6], two[:, 4:]], 1))
+    assert torch.equal(second.args[0], torch.cat([two[:, :4], one[:, 6:]], 1))
+    assert all(call.args[0].shape[1] <= 12 for call in (first, second))  # positions that the model has
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call((torch.randn(4, 16),), {}),
+        Call((torch.zeros(4, 3, 16, 16, dtype=torch.long),), {}),
+        Call((numbered(4, SHORTEST - 1),), {}),
+        Call((numbered(4, 16), torch.randn(4, 80, 16)), {}),
+        Call((numbered(4, 16),), {"decoder_input_ids": numbered(4, 12)}),
+        Call((numbered(1, 16),), {}),
+        Call((), {}),
+    ],
+    ids=["numbers", "pictures", "short", "sounds and texts", "two of texts", "a single text", "nothing"],
+)
+def test_what_is_no_text_is_left_out(call):
+    assert list(spliced([call], MANY)) == []
+
+
+def test_of_many_they_are_some_from_everywhere():
+    calls = [Call((10_000 * place + numbered(2, 10),), {}) for place in range(12)]
+    found = [int(call.args[0][0, 0]) // 10_000 for call in spliced(calls, 12 * 2 * 10 // 3)]
+    assert found == [0, 3, 6, 9]
+
+
+def test_kinds_of_calls_are_evenly_mixed():
+    kinds = [[Call((name, place), {}) for place in range(count)] for name, count in (("a", 4), ("b", 2))]
+    assert "".join(call.args[0] for call in interleaved(*kinds)) == "abaaba"
+    assert [call.args[1] for call in interleaved(*kinds) if call.args[0] == "a"] == [0, 1, 2, 3]
