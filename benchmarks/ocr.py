@@ -126,7 +126,6 @@ def measure_ocr(name: str, options: argparse.Namespace, store: Store) -> None:
         for seed in range(options.seeds):
             data = _batches(reader.pictures(CALIBRATION, 100 + seed, held_out=False))
             for ratio in options.ratios:
-                report = None
                 for method in (one for one in METHODS if one in options.methods):
                     domain = "in" if method in ("ours", "svd-llm") else "none"
                     key = Result(name, mark, options.quick, method, domain, ratio, seed)
@@ -136,9 +135,8 @@ def measure_ocr(name: str, options: argparse.Namespace, store: Store) -> None:
                     if method in ("ours", "ours-free"):
                         report = _sketch(source, target, ratio, data if domain == "in" else None, seed)
                     else:
-                        report = report or _sketch(source, target, ratio, None, seed)
                         known = [{"x": batch} for batch in data] if domain == "in" else []
-                        cut_evenly(source, target, [line.name for line in report.plan.sketched], ratio, known)
+                        report = cut_evenly(source, target, ratio, known)
                     seconds = time.perf_counter() - begin
                     metrics = reader.judge(answers(target, held_out), wanted, source)
                     store.add(key, metrics, ratio, seconds)

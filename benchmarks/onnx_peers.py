@@ -3,6 +3,7 @@
 Files keep dense weights of that rank, which serve to judge by: pairs of factors would give the same.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,25 +13,28 @@ import onnxruntime as ort
 import torch
 from torch.nn import functional as F
 
+import panther_compile as pc
 from panther_compile.onnx.branches import handing_out
 
 
 def cut_evenly(
-    source: Path,
-    target: Path,
-    names: Sequence[str],
-    ratio: float,
-    batches: Sequence[Mapping[str, np.ndarray]],
-) -> None:
+    source: Path, target: Path, ratio: float, batches: Sequence[Mapping[str, np.ndarray]]
+) -> pc.OnnxReport:
     """Write a file whose weights have the rank at which two factors store so many of the numbers.
 
     Args:
         source: a file.
         target: the file to write.
-        names: of the weights, those in branches of If nodes too.
         ratio: of the numbers that each may store.
         batches: inputs, for SVD-LLM (W), in whose metric weights are cut; none for truncated SVD.
+
+    Returns:
+        What this library cuts without data, none left whole: the weights that are cut here.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)
+        report = pc.sketch_onnx(source, target, ratio, synthetic=False, verify=False, progress=False)
+    names = [line.name for line in report.plan.sketched]
     model = ir.load(source)
     readers = _readers(model, names)
     grams = _grams(source, names, batches) if batches else {}
@@ -44,6 +48,7 @@ def cut_evenly(
         found = cut.reshape(weight.shape) if is_kernel else cut.T
         _overwrite(value, np.ascontiguousarray(found, np.float32))
     ir.save(model, target)
+    return report
 
 
 def _readers(model: ir.Model, names: Sequence[str]) -> dict[str, ir.Node]:

@@ -69,7 +69,6 @@ def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
         for seed in range(options.seeds):
             heard = [given for given, _ in calls(source, recordings(100 + seed, held_out=False))]
             for ratio in options.ratios:
-                report = None
                 for method in (one for one in METHODS if one in options.methods):
                     domain = "in" if method in ("ours", "svd-llm") else "none"
                     key = Result(name, mark, options.quick, method, domain, ratio, seed)
@@ -79,9 +78,7 @@ def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
                     if method in ("ours", "ours-free"):
                         report = _sketch(source, target, ratio, data, seed)
                     else:
-                        report = report or _sketch(source, target, ratio, None, seed)
-                        names = [line.name for line in report.plan.sketched]
-                        cut_evenly(source, target, names, ratio, data or [])
+                        report = cut_evenly(source, target, ratio, data or [])
                     seconds = time.perf_counter() - begin
                     found = chances_of(target, sounds)
                     metrics = {
