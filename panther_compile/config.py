@@ -58,9 +58,10 @@ class SketchConfig:
         refine: "block" or "kl" heals the fitted model on the same data, see `heal`; "none" leaves it at the
             closed forms.
         refine_steps: of healing.
-        synthetic: whether inputs may be made up where 0.5 to 500 million numbers are to be sketched: without
+        synthetic: whether inputs may be made up where 0.25 to 500 million numbers are to be sketched: without
             data to compare outputs on, and to fit layers to if the model says enough of them; beside data
-            texts that a causal language model samples, for what it is asked besides.
+            texts that a causal language model samples, for what it is asked besides, and for encoders texts
+            that are spliced of two of the data.
         narrow: whether data may also leave features out that one layer hands another, see `NarrowLinear`.
         cache_ratio: with `objective="cache"`: the numbers of a token that are kept over those of the dense
             model, in (0, 1]; None lets the weights that write them have the same share of their numbers as
