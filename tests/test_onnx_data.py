@@ -237,7 +237,7 @@ def test_a_branch_that_is_never_taken_is_sketched_without(tmp_path):
     report, _ = sketch(branched(tmp_path / "in.onnx"), data=batches(lambda: rows(16, mean=9.0)), **ALL)
     notes = {name: fitted.note for name, fitted in report.fitted.items()}
     assert notes == {"w": "", "else_w": "", "then_w": "data never reached it"}
-    # Of three numbers in ten of all weights none go from what data shows to what it does not.
+    # The weight that is never reached takes no numbers from the others.
     stored = {line.name: line.stored_numbers for line in report.plan.layers}
     assert stored["then_w"] <= 0.5 * 32 * 32
     assert stored["w"] + stored["else_w"] > 0.95 * 0.5 * (48 + 32) * 32

@@ -53,7 +53,7 @@ def _joined(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _shape_of(call: Call) -> torch.Size:
-    """Of all its tensors; empty if they have none in common, or none holds integers."""
+    """The shape that all its tensors have; empty if shapes differ, or if no tensor holds integers."""
     leaves, _ = tree_flatten((call.args, call.kwargs))
     tensors = [one for one in leaves if isinstance(one, Tensor)]
     shapes = {one.shape for one in tensors}
