@@ -26,7 +26,7 @@ from panther_compile.errors import (
 )
 from panther_compile.layers.base import SketchedLayer, check_rank, copy_into
 from panther_compile.layers.residual import ResidualLinear, matrix_of
-from panther_compile.models.batches import Call, Data, record_calls
+from panther_compile.models.batches import Call, Data, record_calls, spread_out
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copied, replace_inside
@@ -324,7 +324,7 @@ def _selected(
 
 
 def _calls(model: nn.Module, data: Data) -> list[Call]:
-    return divided(copy_sharing(model, {}), record_calls(model, data), _BATCHES)
+    return spread_out(divided(copy_sharing(model, {}), record_calls(model, data), _BATCHES))
 
 
 def _ranks(

@@ -83,7 +83,7 @@ def sketched(name, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("opt", "t5", "gpt2") else name
+        pytest.param(name, marks=pytest.mark.slow) if name in ("opt", "t5", "gpt2", "qwen3") else name
         for name in MODELS
     ],
 )

@@ -252,7 +252,9 @@ def test_padded_positions_do_not_count(tmp_path):
     data = [(rows(2, 6), hides) for _ in range(12)]
     noise = [(np.where(hides[..., None] == 1, x, 9 * random(2, 6, 48)), hides) for x, _ in data]
     hidden = (9 * random(2, 6, 48), np.zeros_like(hides))
-    found = [sketch(source, data=one, **ALL)[1].read_bytes() for one in (data, [hidden, *noise])]
+    empty = (np.zeros_like(hidden[0]), hidden[1])
+    both = ([empty, *data], [hidden, *noise])
+    found = [sketch(source, data=one, **ALL)[1].read_bytes() for one in both]
     assert found[0] == found[1]
     report, _ = sketch(source, data=[hidden], **ALL)
     assert report.fitted["w"].note == "data never reached it"

@@ -1,9 +1,11 @@
 """Texts of the halves of two."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from panther_compile.models.batches import Call, interleaved
+from panther_compile.models.batches import Call, interleaved, spread_out
 from panther_compile.models.spliced import SHORTEST, spliced
 
 MANY = 1_000_000
@@ -50,6 +52,16 @@ def test_batches_of_one_change_halves_with_the_next_batch():
 )
 def test_what_is_no_text_is_left_out(call):
     assert list(spliced([call], MANY)) == []
+
+
+def test_any_stretch_of_what_is_spread_out_is_from_everywhere():
+    assert sorted(spread_out(range(40))) == list(range(40))
+    for count in (8, 15, 40, 101):
+        order = spread_out(range(count))
+        for stretch in (order[: count // 4], order[-(count // 5) :]):
+            gaps = [b - a for a, b in pairwise([-1, *sorted(stretch), count])]
+            assert max(gaps) <= 3 * count / (len(stretch) + 1)
+    assert spread_out([7]) == [7]
 
 
 def test_of_many_they_are_some_from_everywhere():

@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 
 def test_texts_are_of_words_between_the_tokens_that_texts_have():
-    known = read_vocabulary(tokenizer(), len(VOCABULARY))
+    known = read_vocabulary(tokenizer(), torch.zeros(len(VOCABULARY), 4))
     assert (known.before, known.after) == ((CLS,), (SEP,))
     assert {VOCABULARY[place] for place in known.words} == {*WORDS, *".,a1", "##ing"}
     assert abs(float(known.chances.sum()) - 1) < 1e-6
@@ -59,6 +59,16 @@ def test_texts_are_of_words_between_the_tokens_that_texts_have():
     assert seen[first] > 3 * seen[last]  # the words seen most often come first
     signs = sum(seen[VOCABULARY.index(one)] for one in ".,a1")
     assert abs(signs / (200 * 48) - 0.15) < 0.02
+
+
+def test_words_of_a_text_are_near_its_topic():
+    kinds = torch.tensor([WORDS.index(one) % 5 if one in WORDS else 5 for one in VOCABULARY])
+    vectors = torch.eye(6)[kinds] + 0.1 * torch.randn(len(VOCABULARY), 6)
+    known = read_vocabulary(tokenizer(), vectors)
+    texts = known.texts(100, 50, torch.Generator().manual_seed(0))[:, 1:-1]
+    counts = [Counter(kinds[text].tolist()).most_common(1)[0] for text in texts]
+    assert len({kind for kind, _ in counts}) == 6  # one text is about this, another about that
+    assert min(count for _, count in counts) > 24
 
 
 def test_a_model_that_was_loaded_beside_its_tokenizer(folder):
@@ -110,23 +120,23 @@ def test_an_encoder_fitted_to_data_keeps_what_data_does_not_show(folder, monkeyp
 
 def test_without_a_tokenizer_tokens_are_random_as_before(folder, tmp_path):
     model = bert()
-    assert find_vocabulary(model, len(VOCABULARY)) is None
+    assert find_vocabulary(model, model.embeddings.word_embeddings.weight) is None
     model.config.name_or_path = str(tmp_path / "nowhere")
-    assert find_vocabulary(model, len(VOCABULARY)) is None
+    assert find_vocabulary(model, model.embeddings.word_embeddings.weight) is None
     assert not make_inputs(model, 1, seed=0, sample=True, progress=False).telling
 
 
 def test_a_model_that_holds_its_tokenizer():
     model = bert()
     model.tokenizer = tokenizer()
-    assert find_vocabulary(model, len(VOCABULARY)).before == (CLS,)
+    assert find_vocabulary(model, model.embeddings.word_embeddings.weight).before == (CLS,)
 
 
 def test_few_words_tell_nothing():
     few = VOCABULARY[:60]
-    assert read_vocabulary(tokenizer(few), len(few)) is None
+    assert read_vocabulary(tokenizer(few), torch.zeros(len(few), 4)) is None
 
 
 def test_words_beyond_the_embedding_are_left_out():
-    known = read_vocabulary(tokenizer(), 120)
+    known = read_vocabulary(tokenizer(), torch.zeros(120, 4))
     assert int(known.words.max()) < 120

@@ -29,7 +29,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.kinds.targets import Target, find_targets, watch
-from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.batches import Call, kept_positions, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
 from panther_compile.names import stack_name
@@ -81,7 +81,7 @@ def study_model(
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
     repeated = check_batches(watch(model, targets), targets, calls, 0)
-    calls = divided(watch(model, {}).model, calls, LEAST)
+    calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
     masks = [kept_positions(model, call) for call in calls]

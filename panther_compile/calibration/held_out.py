@@ -1,5 +1,6 @@
 """Plans compared by the results on batches that nothing was learnt from."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,8 @@ from panther_compile.records import Cached, Fitted, SketchPlan
 
 Batch = TypeVar("Batch")
 _HELD_OUT = 0.2  # of the batches, for the choice between allocations
-TRIAL = 8  # batches at most on which an allocation is fitted to be tried
+TRIAL = 8  # batches at most on which what the study does not tell is fitted to be tried
+FEWEST, ROWS = 2, 3  # batches to which a plan is fitted to be tried; rows for each input of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,13 @@ class Calibrated:
 
 
 def fit_plan(
-    studied: Studied, config: SketchConfig, plan: SketchPlan, calls: Sequence[Call], folder: Folder | None
+    studied: Studied,
+    config: SketchConfig,
+    plan: SketchPlan,
+    calls: Sequence[Call],
+    folder: Folder | None,
+    *,
+    pivots: bool = True,
 ) -> tuple[LayerFit, Side]:
     """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
 
@@ -106,10 +114,11 @@ def fit_plan(
         plan: to be carried out.
         calls: to fit to, the first ones of the data or all.
         folder: where fitted layers are kept, or None.
+        pivots: see `LayerFit`.
     """
     chosen = chosen_targets(plan, studied.targets)
     repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
-    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, pivots=pivots)
     sketched = watch(studied.model, chosen)
     fit_in_lockstep(
         watch(studied.model, chosen),
@@ -151,7 +160,8 @@ class HeldOut:
 
     def fitted(self, plan: SketchPlan) -> Side:
         """The model with the layers of a plan fitted in lockstep to some of the batches learnt from."""
-        return fit_plan(self._studied, self._config, plan, self._studied.learnt[:TRIAL], None)[1]
+        learnt = self._studied.learnt[: self._enough]
+        return fit_plan(self._studied, self._config, plan, learnt, None, pivots=False)[1]
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""
@@ -164,6 +174,14 @@ class HeldOut:
                 distance(wanted, call.run(side.model), kept, logits=self._config.logits)
                 for (call, kept), wanted in zip(self._batches, self._wanted, strict=True)
             ]
+
+    @property
+    def _enough(self) -> int:
+        """How many batches have several times as many rows as layers have inputs, but not too few."""
+        studied = self._studied
+        widest = max(target.weight_and_bias()[0].shape[1] for target in studied.targets.values())
+        rows = max(studied.study.reached.values()) / len(studied.learnt)
+        return max(FEWEST, math.ceil(ROWS * widest / rows))
 
     @cached_property
     def _kernels(self) -> dict[str, list[Arrival]]:

@@ -44,6 +44,8 @@ class LayerFit:
         config: the options.
         folder: where fitted layers are kept, and taken from if they are there; None keeps none.
         repeated: what reaches layers that one forward calls several times; the first call alone unless given.
+        pivots: whether matrices take the pivoted form where the plan says so, or stay pairs of the same
+            rank: the same product, without a search for pivots.
 
     Attributes:
         choices: of the plan, by name.
@@ -59,9 +61,11 @@ class LayerFit:
         config: SketchConfig,
         folder: Folder | None = None,
         repeated: Repeated | None = None,
+        *,
+        pivots: bool = True,
     ) -> None:
         self.targets, self._plan, self._study = targets, plan, study
-        self._repeated = repeated or Repeated()
+        self._repeated, self._pivots = repeated or Repeated(), pivots
         self.choices = plan.choices
         self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
@@ -220,7 +224,7 @@ class LayerFit:
             moments,
             gradient,
             choice.rank,
-            pivoted=choice.scheme == "pivoted",
+            pivoted=self._pivots and choice.scheme == "pivoted",
             dtype=weight.dtype,
         )
         return target.build(found), found.output_error

@@ -32,7 +32,7 @@ from panther_compile.layers.base import outermost, take_over
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.models.batches import Data, record_calls
+from panther_compile.models.batches import Data, record_calls, spread_out
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
 STARTS = (True, False, "gaussian", "eva")
@@ -178,7 +178,7 @@ def init_lora_from_dense(
     def put_fitted(name: str, branch: Branch) -> None:
         put(name, branch.up, branch.down)
 
-    calls = record_calls(inside, data)
+    calls = spread_out(record_calls(inside, data))
     before, after = fit_branches(inside, layers, dense, twins, ranks, calls, put_fitted)
     if not after < before:
         for name, layer in layers.items():

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
 last ones (labels) are left out where `forward` has no place for them."""
 
+Item = TypeVar("Item")
+
 LARGEST = 1e15  # of what reaches a layer
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _KEEPS = ("attention_mask",)
 _CACHES = ("past_key_values", "cache_params")
 _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
@@ -44,6 +47,19 @@ def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
     """Calls of several kinds, each in its order, evenly mixed: whatever part is held out has some of each."""
     placed = [((place + 0.5) / len(calls), call) for calls in kinds for place, call in enumerate(calls)]
     return tuple(call for _, call in sorted(placed, key=lambda one: one[0]))
+
+
+def spread_out(items: Sequence[Item]) -> list[Item]:
+    """The items in an order of which each stretch, the first few or the last fifth, has some of all parts.
+
+    Batches are often sorted, by length or class; the order is that of the multiples of the golden ratio,
+    modulo 1 (three-distance theorem: van Ravenstein 1988).
+
+    Args:
+        items: in any order.
+    """
+    order = sorted(range(len(items)), key=lambda place: place * _GOLDEN % 1.0)
+    return [items[place] for place in order]
 
 
 def run_dense(model: nn.Module, call: Call, place: int) -> Any:

@@ -23,11 +23,11 @@ def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
 
     Args:
         calls: of a model that reads texts.
-        most: tokens that are wanted; of more, every second call is taken, or every third, and so on.
+        most: tokens that are wanted, about; of more, as large a share of the calls is taken, evenly spread.
     """
     total = sum(_shape_of(call).numel() for call in calls)
-    step = max(1, -(-total // most))
-    for place in range(0, len(calls), step):
+    count = min(len(calls), max(1, round(len(calls) * most / max(total, 1))))
+    for place in (index * len(calls) // count for index in range(count)):
         found = _spliced(calls[place], calls[(place + 1) % len(calls)])
         if found is not None:
             yield found

@@ -45,7 +45,7 @@ _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
 MOST_SPLICED = 20_480  # tokens of texts that are spliced of two
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
-MOST_WORDS_BESIDE = 65_536  # in a vocabulary; larger ones are of many languages, and data of one
+MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
 _LENGTHS = (128, 64, 32, 16, 8, 4)
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -165,8 +165,8 @@ def texts_beside(
     if form.kind != "tokens":
         return None
     parts = [_spliced_texts(calls)]
-    vocabulary = _vocabulary_of(quiet, form)
-    if vocabulary is not None and len(vocabulary.words) <= MOST_WORDS_BESIDE:
+    vocabulary = _vocabulary_of(quiet, form, MOST_WORDS_BESIDE)
+    if vocabulary is not None:
         count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / _BATCH)
         parts.append(_word_texts(quiet, form, vocabulary.batches(count, _BATCH, length, generator)))
     parts = [one for one in parts if one.calls]
@@ -199,12 +199,12 @@ def _word_texts(model: nn.Module, form: _Form, texts: Sequence[Tensor]) -> Synth
     return Synthetic(_calls(model, form, texts), f"{sum(map(len, texts))} texts of words at random", True)
 
 
-def _vocabulary_of(model: nn.Module, form: _Form) -> Vocabulary | None:
-    """The words that a model reads; None where it reads none, or they are not known."""
+def _vocabulary_of(model: nn.Module, form: _Form, most: float = math.inf) -> Vocabulary | None:
+    """The words that a model reads; None where it reads none, or they are not known, or are too many."""
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
-    if form.kind != "tokens" or not form.alone or embedding is None:
+    if form.kind != "tokens" or not form.alone or embedding is None or embedding.num_embeddings > most:
         return None
-    return find_vocabulary(model, embedding.num_embeddings)
+    return find_vocabulary(model, embedding.weight)
 
 
 def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
