@@ -29,19 +29,6 @@ _RANKS = "tests/parallel/"  # start up to eight processes each
 _FIRST = (_RANKS, "tests/test_docs.py", "tests/test_onnx_export.py", "tests/test_benchmarks_protocol.py")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """As `--dist loadfile`, but one of two workers runs all ranks: what they share is made only once."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneOfTwo(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            return _RANKS if nodeid.startswith(_RANKS) else super()._split_scope(nodeid)
-
-    few = len(config.getoption("tx") or ()) <= 2
-    return OneOfTwo(config, log) if few and config.getoption("dist") == "loadfile" else None
-
-
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     """Let the graph passes believe that a Triton kernel serves every sketched layer, as on a GPU."""
