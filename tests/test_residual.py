@@ -185,7 +185,7 @@ def test_budget_is_spread_by_what_layers_lose(model):
 
 
 def test_branches_that_bring_nothing_are_left_out():
-    """Their bias makes up for the mean of what they are fitted to; the fourth batch, their opposite, judges."""
+    """Their bias makes up for the mean of what they are fitted to, and the fourth batch is its opposite."""
     model = nn.Sequential(nn.Linear(24, 24)).eval()
     low, mean = rounded(model, 4), 10 * torch.randn(24)
     data = [sign * mean + torch.randn(64, 24) for sign in (1, 1, 1, -1, 1)]
