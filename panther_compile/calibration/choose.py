@@ -39,13 +39,12 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
         return plain
     held_out = HeldOut(studied, config, studied.held_out)
     distances = _distances(studied, plans, held_out, held_out.cut, "cut")
-    near = _near(plans, distances)
-    plan, undecided = _pick(near, distances, plain)
+    near = finalists = _near(plans, distances)
     cuts_are_fits = not studied.study.factors  # as of kernels, or where factors have no room
     if len(near) > 1 and len(studied.learnt) < len(studied.calls) and not cuts_are_fits:
         finalists = near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
         distances = _distances(studied, finalists, held_out, held_out.fitted, "fitted")
-        plan, undecided = _pick(finalists, distances, plain)
+    plan, undecided = _pick(finalists, distances, plain)
     means = {name: sum(found) / len(found) for name, found in distances.items()}
     return replace(plan, tried=means, undecided=undecided)
 

@@ -175,7 +175,7 @@ class HeldOut:
                 for (call, kept), wanted in zip(self._batches, self._wanted, strict=True)
             ]
 
-    @property
+    @cached_property
     def _enough(self) -> int:
         """How many batches have several times as many rows as layers have inputs, but not too few."""
         studied = self._studied

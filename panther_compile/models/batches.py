@@ -50,9 +50,9 @@ def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
 
 
 def spread_out(items: Sequence[Item]) -> list[Item]:
-    """The items in an order of which each stretch, the first few or the last fifth, has some of all parts.
+    """The items mixed, without chance: the first few of them, and the last fifth, come from everywhere.
 
-    Batches are often sorted, by length or class; the order is that of the multiples of the golden ratio,
+    Batches are often sorted, by length or class. Places are sorted by their multiples of the golden ratio,
     modulo 1 (three-distance theorem: van Ravenstein 1988).
 
     Args:
