@@ -117,7 +117,10 @@ def missing_tree_paths(block, root):
     return min(missing(paths), missing(below_first), key=len)
 
 
-@pytest.mark.parametrize("narrow", [True, pytest.param(False, marks=pytest.mark.slow)])
+AS_IT_STANDS = pytest.param(False, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize("narrow", [True, AS_IT_STANDS])
 def test_readme_code_runs(narrow, tmp_path, monkeypatch):
     """A twelfth of each width takes little time; the lines are the same."""
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ by the other: the ridge is taken, and the share of C, that predict most of it,
     half = Σ <C, E[e zᵀ]'> / Σ <C S', C>,   0 to 1, the primed moments being those of the other half.
 
 All rows have half the chance of one half of them: share = 2 half / (1 + half) (Spearman, Brown 1910).
+Both sums are traces over the outputs, so few random combinations of many outputs tell them (Hutchinson 1990).
 """
 
 # O out_features, I in_features
@@ -18,6 +19,7 @@ from torch import Tensor
 from panther_compile.factorization.whiten import solve
 
 RIDGES = (1e-6, 1e-2, 0.3)  # of each input's own power, that are tried
+PROBES = 128  # combinations of the outputs, where those are more
 _MANY = 2048  # inputs, above which ridges are not tried, two solves each, but the middle one is taken
 _LEAST = 1e-6  # of that, of the mean power
 
@@ -33,9 +35,10 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
     if not halves:
         return torch.zeros_like(change)
     best = 0.0, 0.0, RIDGES[-1]
+    probed = _probed(halves)
     for ridge in RIDGES if len(covariance) <= _MANY else RIDGES[1:2]:
         product = power = 0.0
-        for (own, own_covariance), (other, other_covariance) in (halves, halves[::-1]):
+        for (own, own_covariance), (other, other_covariance) in (probed, probed[::-1]):
             found = predictor(own, own_covariance, ridge)
             product += float((found * other).sum())
             power += float((found @ other_covariance * found).sum())
@@ -44,6 +47,16 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
     _, half, ridge = best
     share = 2.0 * half / (1.0 + half)
     return share * predictor(change, covariance, ridge) if share else torch.zeros_like(change)
+
+
+def _probed(halves: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+    """The halves with few random combinations of the outputs in place of many, the same in both."""
+    like = halves[0][0]
+    if len(like) <= PROBES:
+        return halves
+    drawn = torch.randn(PROBES, len(like), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drawn = drawn.to(like)
+    return [(drawn @ change, covariance) for change, covariance in halves]
 
 
 def predictor(change: Tensor, covariance: Tensor, ridge: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import MomentSums
-from panther_compile.factorization.told import told
+from panther_compile.factorization.told import PROBES, told
 
 INPUTS, OUTPUTS = 24, 16
 
@@ -29,6 +29,19 @@ def test_chance_is_not():
     z, noise = drawn(60, INPUTS, seed=1), drawn(60, OUTPUTS, seed=2)
     plain = (noise.T @ z) @ torch.linalg.inv(z.T @ z)
     assert told_of(noise, z).norm() < 0.2 * plain.norm()
+
+
+def test_few_combinations_of_many_outputs_tell_the_same(monkeypatch):
+    many = 3 * PROBES
+    matrix, z, noise = drawn(many, INPUTS, seed=0), drawn(100, INPUTS, seed=1), drawn(100, many, seed=2)
+    change = z @ matrix.T / 4 + noise
+    probed = told_of(change, z)
+    monkeypatch.setattr(f"{told.__module__}.PROBES", many)
+    exact = told_of(change, z)
+    share = float(probed.norm() / exact.norm())
+    torch.testing.assert_close(probed, share * exact)  # the same ridge
+    assert 0.97 < share < 1.03
+    assert share != 1.0
 
 
 def test_a_fit_to_few_rows_is_closer_on_others():
