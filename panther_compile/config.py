@@ -61,7 +61,7 @@ class SketchConfig:
         synthetic: whether inputs may be made up where 0.25 to 500 million numbers are to be sketched: without
             data to compare outputs on, and to fit layers to if the model says enough of them; beside data
             texts that a causal language model samples, for what it is asked besides, and for encoders texts
-            that are spliced of two of the data.
+            that are spliced of parts of the data.
         narrow: whether data may also leave features out that one layer hands another, see `NarrowLinear`.
         cache_ratio: with `objective="cache"`: the numbers of a token that are kept over those of the dense
             model, in (0, 1]; None lets the weights that write them have the same share of their numbers as

@@ -1,4 +1,4 @@
-"""Texts of the halves of two."""
+"""Texts of parts of several."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from panther_compile.models.batches import Call, interleaved, spread_out
-from panther_compile.models.spliced import SHORTEST, spliced
+from panther_compile.models.spliced import PARTS, SHORTEST, spliced
 
 MANY = 1_000_000
 
@@ -29,12 +29,27 @@ def test_the_second_half_is_that_of_the_next_text(tokens):
     assert found.kwargs["return_dict"] is True
 
 
-def test_batches_of_one_change_halves_with_the_next_batch():
+def test_each_part_of_a_long_text_is_of_another_one():
+    ids = numbered(PARTS + 3, 40)
+    (found,) = spliced([Call((ids,), {})], MANY)
+    assert torch.equal(found.args[0] % 1000, ids % 1000)  # all are where they were
+    sources = (found.args[0] // 1000 - torch.arange(PARTS + 3)[:, None]) % (PARTS + 3)
+    assert torch.equal(sources, torch.arange(PARTS).repeat_interleave(40 // PARTS).expand(PARTS + 3, -1))
+
+
+def test_batches_of_one_take_parts_of_the_next_batches():
     one, two = torch.arange(12)[None], 100 + torch.arange(9)[None]
     first, second = spliced([Call((one,), {}), Call((two,), {})], MANY)
-    assert torch.equal(first.args[0], torch.cat([one[:, :6], two[:, 4:]], 1))
+    assert torch.equal(first.args[0], torch.cat([one[:, :4], two[:, 3:6], one[:, 8:]], 1))
     assert torch.equal(second.args[0], torch.cat([two[:, :4], one[:, 6:]], 1))
-    assert all(call.args[0].shape[1] <= 12 for call in (first, second))  # positions that the model has
+
+
+def test_none_is_longer_than_the_longest():
+    texts = [torch.full((1, tokens), place) for place, tokens in enumerate((64, 63, 61, 59, 57, 63, 62, 61))]
+    found = list(spliced([Call((ids,), {}) for ids in texts], MANY))
+    assert len(found) == len(texts)
+    assert max(call.args[0].shape[1] for call in found) <= 64
+    assert all(len(call.args[0].unique()) == PARTS for call in found)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ watched       layers that see what reaches them; copies of a model that hold the
 stopwatch     seconds that calls take
 natural       Images and sounds with the spectra of natural ones, and of the colours that a model's batch nor
 output_kind   What a model's result is
-spliced       Texts of the halves of two
+spliced       Texts of parts of several
 own_text      Texts that a causal language model samples itself
 synthetic     Inputs made up for a model without data, by what it says of its own inputs
 """

@@ -1,8 +1,8 @@
-"""Texts spliced of the halves of two: what data says, in other surroundings.
+"""Texts spliced of parts of several: what data says, in other surroundings.
 
-Few texts show a layer few directions, and some of what they have in common is chance. The second half of one
-text behind the first half of another has words and phrases of the data in a context that is new, and the
-dense model tells what comes of it.
+Few texts show a layer few directions, and some of what they have in common is chance: what attention gathers
+of one text is much the same at all of its tokens. Behind parts of other texts the words and phrases of the
+data are in a context that is new, and the dense model tells what comes of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from panther_compile.models.batches import Call
 
-SHORTEST = 8  # tokens of a text that is worth it
+PARTS = 8  # of a text, each of another one
+PART = 4  # tokens of a part at least
+SHORTEST = 2 * PART  # tokens of a text that is worth it
 
 
 def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
-    """Calls as long, each text with the second half of the next one: of its batch, or of a batch of one.
+    """Calls as long, each text with parts of the next ones: of its batch, or of the next batches of one.
 
     Calls are left out whose tensors are not all (texts, tokens): ids, masks, types.
 
@@ -28,28 +30,40 @@ def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
     total = sum(_shape_of(call).numel() for call in calls)
     count = min(len(calls), max(1, round(len(calls) * most / max(total, 1))))
     for place in (index * len(calls) // count for index in range(count)):
-        found = _spliced(calls[place], calls[(place + 1) % len(calls)])
+        found = _spliced([calls[(place + part) % len(calls)] for part in range(min(PARTS, len(calls)))])
         if found is not None:
             yield found
 
 
-def _spliced(call: Call, following: Call) -> Call | None:
-    shape = _shape_of(call)
+def _spliced(calls: Sequence[Call]) -> Call | None:
+    """The first call with parts of its other texts, or where it has one, of the texts of the calls behind."""
+    shape = _shape_of(calls[0])
     if len(shape) != 2 or shape[1] < SHORTEST:
         return None
-    leaves, form = tree_flatten((call.args, call.kwargs))
-    others, other_form = tree_flatten((following.args, following.kwargs))
+    (leaves, form), *behind = [tree_flatten((call.args, call.kwargs)) for call in calls]
+    texts = [leaves]
     if shape[0] > 1:
-        others = [one.roll(-1, 0) if isinstance(one, Tensor) else one for one in leaves]
-    elif form != other_form or _shape_of(following)[:1] != shape[:1] or following is call:
+        shifts = range(1, min(PARTS, shape[0]))
+        texts += [[one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves] for by in shifts]
+    else:
+        pairs = zip(calls[1:], behind, strict=True)
+        texts += [found for call, (found, its) in pairs if its == form and _shape_of(call)[:1] == shape[:1]]
+    if len(texts) == 1:
         return None
-    pairs = zip(leaves, others, strict=True)
-    halves = [_joined(one, other) if isinstance(one, Tensor) else one for one, other in pairs]
-    return Call(*tree_unflatten(halves, form))
+    parts = min(PARTS, shape[1] // PART)
+    sources = zip(*(texts[part % len(texts)] for part in range(parts)), strict=True)
+    joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
+    return Call(*tree_unflatten(joined, form))
 
 
-def _joined(one: Tensor, other: Tensor) -> Tensor:
-    return torch.cat([one[:, : one.shape[1] // 2], other[:, other.shape[1] // 2 :]], 1)
+def _joined(ones: Sequence[Tensor]) -> Tensor:
+    """As many parts as there are tensors (texts, tokens), each of the next one, where it is in that."""
+    count, longest = len(ones), max(one.shape[1] for one in ones)
+    parts = [
+        one[:, place * one.shape[1] // count : (place + 1) * one.shape[1] // count]
+        for place, one in enumerate(ones)
+    ]
+    return torch.cat(parts, 1)[:, :longest]  # positions that the model has
 
 
 def _shape_of(call: Call) -> torch.Size:

@@ -43,7 +43,7 @@ MODEL = "model"
 
 _BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
-MOST_SPLICED = 20_480  # tokens of texts that are spliced of two
+MOST_SPLICED = 20_480  # tokens of texts that are spliced
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
 _LENGTHS = (128, 64, 32, 16, 8, 4)
@@ -139,7 +139,7 @@ def texts_beside(
 ) -> Synthetic | None:
     """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
-    A model's own texts are as good as data, and are as many. So are those that are spliced of two of the
+    A model's own texts are as good as data, and are as many. So are those that are spliced of several of the
     data; words at random are an eighth, and none where they would be of many languages. None if the model
     reads no texts.
 
@@ -185,13 +185,13 @@ def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progres
 
 
 def _spliced_texts(calls: Sequence[Call]) -> Synthetic:
-    """Texts of the data that have changed halves."""
+    """Texts of the data that have parts of others."""
     found = tuple(spliced(calls, MOST_SPLICED))
     count = sum(
         len(next(one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)))
         for call in found
     )
-    return Synthetic(found, f"{count} texts spliced of two of them", True)
+    return Synthetic(found, f"{count} texts spliced of parts of them", True)
 
 
 def _word_texts(model: nn.Module, form: _Form, texts: Sequence[Tensor]) -> Synthetic:
