@@ -397,6 +397,18 @@ def test_bad_data_is_told(data, kind, message, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
 
 
+@pytest.mark.parametrize("place", [1, 4])
+def test_the_batch_is_named_by_its_place_in_the_data(place, tmp_path):
+    """Batches are run in another order."""
+    source = make(
+        tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 64)}, y=("n", 64)
+    )
+    data = [random(4, 48) for _ in range(6)]
+    data[place][0, 0] = np.inf
+    with pytest.raises(DataError, match=f"batch {place} of data: NaN or Inf reaches w"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
+
+
 def test_what_onnx_runtime_cannot_run(tmp_path):
     nodes = [node("Reshape", ["x", "shape"], ["h"]), node("MatMul", ["h", "w"], ["y"])]
     source = make(tmp_path / "in.onnx", nodes, {"w": W, "shape": np.array([16, -1, 48])})

@@ -10,6 +10,7 @@ import onnxruntime as ort
 from torch import Tensor
 
 from panther_compile.errors import ConfigTypeError, DataError, first_line
+from panther_compile.models.batches import spread_out
 from panther_compile.onnx.branches import handing_out
 from panther_compile.onnx.files import saved_copy
 from panther_compile.onnx.verify import RUNTIME_ERRORS, has_sizes, load_session, numpy_dtype
@@ -18,7 +19,17 @@ OnnxData: TypeAlias = Iterable[Any]
 """Batches: a mapping from input name to array, a tuple or list of arrays in the order of the inputs, or the
 array of the only input. Arrays are NumPy's, or tensors of torch."""
 
-Feed: TypeAlias = dict[str, Any]
+
+class Feed(dict[str, Any]):
+    """The arrays of a batch, by the names of the model's inputs.
+
+    Attributes:
+        place: of the batch in the data, which errors name, whatever the order in which batches are run.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], place: int = 0) -> None:
+        super().__init__(arrays)
+        self.place = place
 
 
 class ObservedModel:
@@ -60,7 +71,7 @@ class ObservedModel:
         return [one.name for one in self._session.get_outputs()]
 
     def feeds(self, data: OnnxData) -> list[Feed]:
-        """The batches by the names of the inputs.
+        """The batches by the names of the inputs, spread out: any stretch of them is from everywhere.
 
         Raises:
             ConfigTypeError: data, or a batch, is none of what `OnnxData` says.
@@ -71,12 +82,12 @@ class ObservedModel:
                 f"data is a {type(data).__name__}, wanted a list of batches: mappings from input name to "
                 "array, tuples of arrays in the order of the inputs, or arrays for a model of one input"
             )
-        feeds = [self._feed(batch, f"batch {place} of data") for place, batch in enumerate(data)]
+        feeds = [self._feed(batch, place) for place, batch in enumerate(data)]
         if not feeds:
             raise DataError(
                 "data holds no batch: wanted at least one (an iterator is empty once it was read)"
             )
-        return feeds
+        return spread_out(feeds)
 
     def run(self, feeds: Sequence[Feed], names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """For each batch the arrays of some values, inputs of the model among them or not.
@@ -88,17 +99,17 @@ class ObservedModel:
         """
         given = {one.name for one in self.inputs}
         wanted = [name for name in names if name not in given]
-        for place, feed in enumerate(feeds):
+        for feed in feeds:
             try:
                 found = self._session.run(wanted, feed) if wanted else []
             except RUNTIME_ERRORS as error:
                 raise DataError(
-                    f"batch {place} of data: ONNX Runtime cannot run it: {first_line(error)}"
+                    f"batch {feed.place} of data: ONNX Runtime cannot run it: {first_line(error)}"
                 ) from error
             yield dict(zip(wanted, found, strict=True)) | {name: feed[name] for name in names if name in feed}
 
-    def _feed(self, batch: object, where: str) -> Feed:
-        inputs = self.inputs
+    def _feed(self, batch: object, place: int) -> Feed:
+        inputs, where = self.inputs, f"batch {place} of data"
         names = [one.name for one in inputs]
         if isinstance(batch, np.ndarray | Tensor):
             batch = (batch,)
@@ -115,7 +126,7 @@ class ObservedModel:
             raise DataError(
                 f"{where} has arrays for {sorted(map(str, batch))}, the model's inputs are {names}"
             )
-        return {one.name: _checked(batch[one.name], one, where) for one in inputs}
+        return Feed({one.name: _checked(batch[one.name], one, where) for one in inputs}, place)
 
 
 def _checked(given: object, wanted: ort.NodeArg, where: str) -> Any:

@@ -22,8 +22,9 @@ from panther_compile.errors import (
     WeightError,
     first_line,
 )
-from panther_compile.models.batches import Call, Data, record_calls
+from panther_compile.models.batches import Call, Data, record_calls, spread_out
 from panther_compile.models.surroundings import eval_mode
+from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.int8 import check_rounding, int8_model, warn_if_destroyed_by_int8
@@ -95,7 +96,7 @@ def export_onnx(
     check_rounding(then)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
-    calls = [Call(positional, named), *([] if data is None else record_calls(model, data))]
+    calls = [Call(positional, named), *([] if data is None else spread_out(record_calls(model, data)))]
     if then == "int8" and rounded_layers(model):
         model = prepare_int8(model, calls[1:] or None)
     if then == "int8":
@@ -129,7 +130,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     """
     found: list[Closeness] = []
     inputs = model.graph.inputs
-    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)]
+    feeds = [feed for place, call in enumerate(calls[1:]) for feed in _feeds(call, inputs, place)]
 
     def check(draft: Path) -> None:
         assert plain is not None
@@ -151,7 +152,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     return found[0] if found else None
 
 
-def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[dict[str, Any]]:
+def _feeds(call: Call, inputs: Sequence[ir.Value], place: int) -> list[Feed]:
     """The arrays of a call by the names of a model's inputs; none if they do not fit.
 
     A batch that is larger than the model's, whose size is fixed, is divided.
@@ -166,7 +167,7 @@ def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[dict[str, Any]]:
     samples = len(arrays[0])
     size = sizes[0][0] if sizes[0] and isinstance(sizes[0][0], int) else samples
     parts = (
-        {name: array[start : start + size] for name, array in zip(names, arrays, strict=True)}
+        Feed({name: array[start : start + size] for name, array in zip(names, arrays, strict=True)}, place)
         for start in range(0, samples, max(1, size))
     )
     return [

@@ -291,15 +291,14 @@ class WeightFit:
         uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
         hidden, feeds = hides_progress(self._config), runs.feeds
         pairs = runs(self.values(names))
-        for place, (xs, zs) in enumerate(
-            ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
-        ):
-            kept = kept_in(feeds[place])
+        bar = ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
+        for feed, (xs, zs) in zip(feeds, bar, strict=True):
+            kept = kept_in(feed)
             for name, use in uses:
                 if not _is_reached(use, xs, zs):
                     continue
                 x, z = (
-                    self._seen[name].rows(use, _finite(found, use, name, place), kept) for found in (xs, zs)
+                    self._seen[name].rows(use, _finite(found, use, name, feed), kept) for found in (xs, zs)
                 )
                 yield name, x, x if xs is zs else z
 
@@ -322,11 +321,13 @@ class WeightFit:
 
     def _padded_inputs(self, names: Sequence[str], runs: Runs) -> Iterator[tuple[str, Arrival]]:
         """What reaches kernels, batch by batch, and node by node; nothing where that is empty."""
-        for place, (xs, zs) in enumerate(runs(self.values(names))):
+        pairs = zip(runs.feeds, runs(self.values(names)), strict=True)
+        for place, (feed, (xs, zs)) in enumerate(pairs):
             for name in names:
                 for use in self._seen[name].weight.uses:
                     if _is_reached(use, xs, zs):
-                        x, z = (_padded(_finite(found, use, name, place), use.node) for found in (xs, zs))
+                        read = (_finite(found, use, name, feed) for found in (xs, zs))
+                        x, z = (_padded(one, use.node) for one in read)
                         yield name, Arrival(place, x, x if xs is zs else z)
 
     def _fit_matrix(self, name: str, choice: Choice, moments: Moments, fitted: FittedWeights) -> None:
@@ -380,11 +381,11 @@ def _is_reached(use: Use, *runs: Mapping[str, Any]) -> bool:
     return all(found[str(_data_of(use).name)].size for found in runs)
 
 
-def _finite(found: Mapping[str, Any], use: Use, name: str, place: int) -> Tensor:
-    """What a node read in one run."""
+def _finite(found: Mapping[str, Any], use: Use, name: str, feed: Feed) -> Tensor:
+    """What a node read in one run of a batch."""
     tensor = torch.from_numpy(found[str(_data_of(use).name)])
     if not bool(tensor.isfinite().all()):
-        raise DataError(f"batch {place} of data: NaN or Inf reaches {name}")
+        raise DataError(f"batch {feed.place} of data: NaN or Inf reaches {name}")
     return tensor
 
 

@@ -65,10 +65,10 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int) -> MadeUp |
     else:
         return None
     for batch, *shape in dict.fromkeys(shapes):
-        if _runs(dense, {wanted.name: np.zeros((batch, *shape), dtype)}):
+        if _runs(dense, Feed({wanted.name: np.zeros((batch, *shape), dtype)})):
             generator = torch.Generator().manual_seed(seed)
             shown = draw(_BATCHES * batch, shape, generator).numpy().astype(dtype)
-            return MadeUp(what, [{wanted.name: one} for one in np.split(shown, _BATCHES)])
+            return MadeUp(what, [Feed({wanted.name: one}) for one in np.split(shown, _BATCHES)])
     return None
 
 

@@ -18,7 +18,6 @@ from panther_compile.calibration.trials import pick
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
-from panther_compile.models.batches import spread_out
 from panther_compile.onnx.damage import Damages
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
@@ -227,7 +226,7 @@ def sketch_onnx(
                 model, sites, config, learnt, target.parent, False, form, measured=False
             )
     elif data is not None and not plan.sketched:  # int8 alone
-        feeds = spread_out(ObservedModel(model, (), target.parent).feeds(data))
+        feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
         plan, fitted, feeds = _fit_to_data(
             model, sites, config, data, target.parent, sequential, form, measured=True
@@ -303,7 +302,7 @@ def _fit_to_data(
     weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
     outputs = [end.output for end in ends]
     dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
-    runs = Runs(spread_out(dense.feeds(data)), dense)
+    runs = Runs(dense.feeds(data), dense)
     values, energies = weights.spectra(runs), weights.energies(runs)
     reached = {*values, *energies}
     plan_by = partial(make_plan, sites.found, route=_GRAPH, values=values, energies=energies, reached=reached)
