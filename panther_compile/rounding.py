@@ -159,7 +159,8 @@ def _covariances(
 ) -> dict[SketchedLinear, Tensor]:
     """E[x xᵀ] (I, I), float64, of what reaches each layer that runs; padding does not count."""
     sums: dict[SketchedLinear, Tensor] = {}
-    place, kept = 0, None
+    kept: Tensor | None = None
+    running: Call | None = None
 
     def add(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, SketchedLinear)
@@ -167,16 +168,17 @@ def _covariances(
         if kept is not None and x.shape[:2] == kept.shape:
             x = x[kept.to(x.device)]
         rows = x.reshape(-1, layer.in_features).float()
-        check_rows(rows, type(layer).__name__, place)
+        assert running is not None
+        check_rows(rows, type(layer).__name__, running)
         product = (rows.T @ rows).double() / max(len(rows), 1)
         sums[layer] = sums[layer] + product if layer in sums else product
 
     handles = [layer.register_forward_pre_hook(add) for layer in layers]
     try:
         with eval_mode(model):
-            for place, call in enumerate(calls):
-                kept = kept_positions(model, call)
-                run_dense(model, call, place)
+            for running in calls:
+                kept = kept_positions(model, running)
+                run_dense(model, running)
     finally:
         for handle in handles:
             handle.remove()

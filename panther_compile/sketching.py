@@ -268,7 +268,7 @@ def _study(
             f"{type(prepared.model).__name__} was made under torch.inference_mode(), which rules out the "
             "gradients that data= needs: make it outside"
         )
-    uncalled = read_run(copy_sharing(prepared.model, {}), lambda model: run_dense(model, calls[0], 0))
+    uncalled = read_run(copy_sharing(prepared.model, {}), lambda model: run_dense(model, calls[0]))
     prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
     if not prepared.found.sites:
         plan_sites(prepared, config)  # says why

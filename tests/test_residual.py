@@ -11,6 +11,7 @@ from panther_compile.errors import (
     CheckpointMismatchError,
     ConfigError,
     ConfigTypeError,
+    DataError,
     NoTargetError,
     RankError,
     SelectorError,
@@ -263,6 +264,14 @@ def test_bad_input(model, change, options, wanted, says):
     low = {"same": model, "wide": rounded(Blocks(32)), "text": "model"}.get(change, rounded(model))
     with pytest.raises(wanted, match=says):
         pc.add_residual(low, model, **options)
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_a_bad_batch_is_named_by_its_place_in_the_data(model, place):
+    data = drawn(6)
+    data[place][0, 0] = torch.inf
+    with pytest.raises(DataError, match=f"batch {place} of the data: NaN or Inf reaches"):
+        pc.add_residual(rounded(model), model, rank=4, data=data)
 
 
 def test_bad_state_dicts(model):

@@ -9,6 +9,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import panther_compile as pc
+from panther_compile.errors import DataError
 from panther_compile.models.synthetic import make_inputs
 from panther_compile.models.word_texts import find_vocabulary, read_vocabulary
 
@@ -116,6 +117,16 @@ def test_an_encoder_fitted_to_data_keeps_what_data_does_not_show(folder, monkeyp
     said = str(pc.sketch_report(plain)).splitlines()[0]
     assert "beside 64 texts spliced of parts of them" in said
     assert "words" not in said
+
+
+@pytest.mark.parametrize("place", [1, 6])
+def test_a_bad_batch_is_named_by_its_place_among_texts_beside(folder, monkeypatch, place):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    model = transformers.AutoModel.from_pretrained(folder)
+    data = [{"input_ids": torch.full((8, 24), 10 + batch)} for batch in range(8)]
+    data[place]["token_type_ids"] = torch.full((8, 24), 7)  # the model knows two
+    with pytest.raises(DataError, match=f"batch {place} of the data: the model was given"):
+        pc.sketchify(model, 0.5, data=data, min_params=256, allow_slower=True, progress=False)
 
 
 def test_without_a_tokenizer_tokens_are_random_as_before(folder, tmp_path):

@@ -88,7 +88,7 @@ def fit_branches(
         lacking = BranchSums(centred)
         for arrival in repeated.get(name, arrivals):
             missing = _missing(twins[name], layer, arrival)
-            check_rows(missing, name, arrival.batch)
+            check_rows(missing, name, learnt[arrival.batch])
             lacking.add(*(kept_rows(one, masks[arrival.batch]) for one in (missing, arrival.z)))
         fitted[name] = lacking.best(gradient, ranks[name], None if start is None else start(name))
         put(name, fitted[name])

@@ -80,7 +80,7 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         study = folder.study(device, shelf)
-    repeated = check_batches(watch(model, targets), targets, calls, 0)
+    repeated = check_batches(watch(model, targets), targets, calls)
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)

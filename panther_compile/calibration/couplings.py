@@ -65,14 +65,14 @@ def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Ca
     Raises:
         DataError: the model raises on a batch.
     """
-    looker = _Looker(side, targets, calls, 0)
+    looker = _Looker(side, targets, calls[0])
     couplings = looker.one_by_one()
     taken = {name for coupling in couplings for name in coupling.names}
     couplings += looker.by_heads(taken)
-    for place in range(1, len(calls)):
+    for call in calls[1:]:
         if not couplings:
             break
-        couplings = _Looker(side, targets, calls, place).confirmed(couplings)
+        couplings = _Looker(side, targets, call).confirmed(couplings)
     return list(_made_safe(side.model, couplings))
 
 
@@ -86,13 +86,13 @@ def _made_safe(model: nn.Module, couplings: Sequence[Coupling]) -> Iterator[Coup
 
 
 class _Looker:
-    def __init__(self, side: Side, targets: Mapping[str, Target], calls: Sequence[Call], place: int) -> None:
-        self._side, self._call = side, calls[place]
+    def __init__(self, side: Side, targets: Mapping[str, Target], call: Call) -> None:
+        self._side, self._call = side, call
         self._dense = _Record()
         for name, watched in side.watched.items():
             watched.on_input = lambda name, x: self._dense.inputs[name].append(x)
             watched.on_output = self._keep
-        self._dense.results = self._run(lambda: run_dense(side.model, self._call, place))
+        self._dense.results = self._run(lambda: run_dense(side.model, call))
         inputs = self._dense.inputs.items()
         order = [name for name, given in inputs if len(given) == 1 and given[0].numel()]
         self._order = [name for name in order if targets[name].view.is_linear]

@@ -70,7 +70,7 @@ def see_repeated(
         for one in side.watched.values():
             one.on_input = see
         with torch.no_grad():
-            run_dense(side.model, call, place)
+            run_dense(side.model, call)
     return found
 
 

@@ -75,7 +75,7 @@ def output_gradients(
             one.on_output = hand_on
         kept = kept_positions(model, call)
         with torch.enable_grad():
-            result = run_dense(model, call, place * every)
+            result = run_dense(model, call)
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
                 names = list(outputs)

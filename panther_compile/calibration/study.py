@@ -226,16 +226,13 @@ def _study_layer(
         _study_reader(study, coupling, weight, moments, gradient)
 
 
-def check_batches(
-    side: Side, targets: Mapping[str, Target], calls: Sequence[Call], first: int
-) -> frozenset[str]:
-    """Run the dense model over batches that are not learnt from.
+def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> frozenset[str]:
+    """Run the dense model over all batches, before any of them is learnt from.
 
     Args:
         side: a copy of it that watches the targets.
         targets: by name.
         calls: the data.
-        first: the place of the first one that is checked.
 
     Returns:
         The names of the layers that one of the batches calls more than once.
@@ -244,23 +241,23 @@ def check_batches(
         DataError: the model raises on one, or NaN or Inf reaches a layer.
     """
     repeated: set[str] = set()
-    for place in range(first, len(calls)):
-        kept, called = kept_positions(side.model, calls[place]), set[str]()
+    for call in calls:
+        kept, called = kept_positions(side.model, call), set[str]()
 
         def see(
             name: str,
             x: Tensor,
             kept: Tensor | None = kept,
-            place: int = place,
+            call: Call = call,
             called: set[str] = called,
         ) -> None:
             (repeated if name in called else called).add(name)
-            check_rows(targets[name].rows(x, kept), name, place)
+            check_rows(targets[name].rows(x, kept), name, call)
 
         for name in targets:
             side.watched[name].on_input = see
         with torch.no_grad():
-            run_dense(side.model, calls[place], place)
+            run_dense(side.model, call)
     for name in targets:
         side.watched[name].on_input = None
     return frozenset(repeated)
@@ -397,11 +394,12 @@ def _moments(
             kept: Tensor | None = kept,
             seen: dict[int, tuple[str, Tensor]] = seen,
             place: int = place,
+            call: Call = call,
         ) -> None:
             rows = targets[name].rows(x, kept)
             if not len(rows):  # of an expert that no token is routed to
                 return
-            check_rows(rows, name, place)
+            check_rows(rows, name, call)
             study.reached[name] = study.reached.get(name, 0) + len(rows)
             inputs.see(place, name, x)
             if not targets[name].view.is_matrix:
@@ -426,7 +424,7 @@ def _moments(
         for name in targets:
             side.watched[name].on_input, side.watched[name].on_output = see, size
         with torch.no_grad():
-            run_dense(side.model, call, place)
+            run_dense(side.model, call)
     for name in targets:
         side.watched[name].on_input = side.watched[name].on_output = None
         if same_as.get(name, name) in sums:

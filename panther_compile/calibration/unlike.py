@@ -47,8 +47,8 @@ def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
     handles = [norm.register_forward_pre_hook(see) for norm in norms]
     try:
         with torch.no_grad():
-            for place, call in enumerate(calls):
-                run_dense(model, call, place)
+            for call in calls:
+                run_dense(model, call)
     finally:
         for handle in handles:
             handle.remove()

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,10 +32,23 @@ _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a model: `model(*args, **kwargs)`."""
+    """One call of a model: `model(*args, **kwargs)`.
+
+    Attributes:
+        args: of the call.
+        kwargs: likewise.
+        place: of the batch in the data, which errors name, in whatever order batches are run; None if it was
+            made up.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    place: int | None = field(default=None, compare=False)
+
+    @property
+    def what(self) -> str:
+        """The batch, in words."""
+        return "a made-up batch" if self.place is None else f"batch {self.place} of the data"
 
     def run(self, model: nn.Module) -> Any:
         """Call the model."""
@@ -62,13 +75,12 @@ def spread_out(items: Sequence[Item]) -> list[Item]:
     return [items[place] for place in order]
 
 
-def run_dense(model: nn.Module, call: Call, place: int) -> Any:
+def run_dense(model: nn.Module, call: Call) -> Any:
     """What the dense model makes of a batch, for the first time.
 
     Args:
         model: the dense model, or a copy of it that is watched.
         call: the batch.
-        place: its place in the data.
 
     Raises:
         DataError: the model raises; the message says what it was given, and what it said.
@@ -81,18 +93,17 @@ def run_dense(model: nn.Module, call: Call, place: int) -> Any:
     except Exception as error:
         brief = first_line(error) or "no message"
         raise DataError(
-            f"batch {place} of the data: the model was given {described(call)} and raised "
-            f"{type(error).__name__}: {brief}"
+            f"{call.what}: the model was given {described(call)} and raised {type(error).__name__}: {brief}"
         ) from error
 
 
-def check_rows(rows: Tensor, name: str, place: int) -> None:
+def check_rows(rows: Tensor, name: str, call: Call) -> None:
     """Check what reaches a layer in the dense model.
 
     Args:
         rows: of the layer's input, any shape.
         name: of the layer.
-        place: of the batch.
+        call: the batch that they are of.
 
     Raises:
         DataError: there is NaN or Inf among them, or a number whose square overflows.
@@ -101,10 +112,10 @@ def check_rows(rows: Tensor, name: str, place: int) -> None:
         return
     largest = float(rows.abs().max())
     if not math.isfinite(largest):
-        raise DataError(f"batch {place} of the data: NaN or Inf reaches {name or 'the model'}")
+        raise DataError(f"{call.what}: NaN or Inf reaches {name or 'the model'}")
     if largest > LARGEST:
         raise DataError(
-            f"batch {place} of the data: a number of size {largest:.3g} reaches {name or 'the model'}, "
+            f"{call.what}: a number of size {largest:.3g} reaches {name or 'the model'}, "
             f"wanted at most {LARGEST:.0e}, so that second moments can be computed"
         )
 
@@ -140,8 +151,8 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
         for call in source:
             call = _without_cache(model, call)
             move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor))
-            calls.append(Call(move(call.args), move(call.kwargs)))
-            _check_not_empty(calls[-1], len(calls) - 1)
+            calls.append(Call(move(call.args), move(call.kwargs), len(calls)))
+            _check_not_empty(calls[-1])
     except (ConfigTypeError, DataError):
         raise
     # The user's loader runs here; whatever it raises, what was read before is not lost.
@@ -236,7 +247,7 @@ def _without_cache(model: nn.Module, call: Call) -> Call:
     takes = "use_cache" in inspect.signature(model.forward).parameters
     if not takes or given.get("use_cache") is not None:
         return call
-    return Call(call.args, call.kwargs | {"use_cache": False})
+    return replace(call, kwargs=call.kwargs | {"use_cache": False})
 
 
 def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
@@ -271,8 +282,8 @@ def _moved(value: Any, *, device: torch.device | None, copy: bool) -> Any:
     return value
 
 
-def _check_not_empty(call: Call, place: int) -> None:
+def _check_not_empty(call: Call) -> None:
     """Raise DataError if a batch has tensors, and none of them holds a number."""
     tensors = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.numel() for tensor in tensors):
-        raise DataError(f"batch {place} of the data is empty, {described(call)}: wanted at least one sample")
+        raise DataError(f"{call.what} is empty, {described(call)}: wanted at least one sample")

@@ -10,6 +10,7 @@ holds is compared with what the layers gave.
 # B batch, H heads of keys and values, S tokens, D head dimension, O outputs of a layer
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def find_cached(side: Side, call: Call) -> tuple[Cached, ...]:
     takes = "use_cache" in inspect.signature(side.model.forward).parameters
     asked = {"use_cache": True} if takes else {}
     with torch.no_grad():
-        result = run_dense(side.model, Call(call.args, call.kwargs | asked), 0)
+        result = run_dense(side.model, replace(call, kwargs=call.kwargs | asked))
     for one in side.watched.values():
         one.on_input = one.on_output = None
     found: list[Cached] = []

@@ -78,7 +78,8 @@ def _cut(call: Call, sizes: Sequence[int]) -> list[Call]:
     found, first = [], 0
     for size in sizes:
         part: list[Any] = [one[first : first + size] if isinstance(one, Tensor) else one for one in leaves]
-        found.append(Call(*tree_unflatten(part, form)))
+        args, kwargs = tree_unflatten(part, form)
+        found.append(Call(args, kwargs, call.place))
         first += size
     return found
 

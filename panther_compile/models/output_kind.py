@@ -57,8 +57,8 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
     quiet = copy_sharing(model, {}, own_buffers=True)
     rows: list[Tensor] = []
     makers: set[str | None] = set()
-    for place, call in enumerate(calls[:_CALLS]):
-        found, by = _run(quiet, call, place)
+    for call in calls[:_CALLS]:
+        found, by = _run(quiet, call)
         if any(name == LOGITS for name, _ in found):
             named = next(tensor for name, tensor in found if name == LOGITS)
             return OutputKind("auto", NAMED, by.get(_place(named)))
@@ -114,9 +114,7 @@ def _sureness(rows: Tensor) -> tuple[float, float]:
     return 1 - entropy / math.log(rows.shape[-1]), information / most
 
 
-def _run(
-    model: nn.Module, call: Call, place: int
-) -> tuple[list[tuple[str, Tensor]], dict[tuple[int, ...], str]]:
+def _run(model: nn.Module, call: Call) -> tuple[list[tuple[str, Tensor]], dict[tuple[int, ...], str]]:
     """The floating tensors of the result, and the linear layers by the place of what they gave."""
     by: dict[tuple[int, ...], str] = {}
     held: list[Tensor] = []  # so that no address is used again
@@ -136,7 +134,7 @@ def _run(
     ]
     try:
         with torch.no_grad():
-            found = list(named_tensors(run_dense(model, call, place)))
+            found = list(named_tensors(run_dense(model, call)))
     finally:
         for handle in handles:
             handle.remove()

@@ -53,7 +53,8 @@ def _spliced(calls: Sequence[Call]) -> Call | None:
     parts = min(PARTS, shape[1] // PART)
     sources = zip(*(texts[part % len(texts)] for part in range(parts)), strict=True)
     joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
-    return Call(*tree_unflatten(joined, form))
+    args, kwargs = tree_unflatten(joined, form)
+    return Call(args, kwargs, calls[0].place)
 
 
 def _joined(ones: Sequence[Tensor]) -> Tensor:
