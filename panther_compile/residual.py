@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from panther_compile.calibration.branch_fit import fit_branches, losses_by_rank
 from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
-from panther_compile.calibration.held_out import learnt_of
 from panther_compile.config import Selector, SketchConfig, selectors, selects
 from panther_compile.errors import (
     CheckpointMismatchError,
@@ -26,7 +25,7 @@ from panther_compile.errors import (
 )
 from panther_compile.layers.base import SketchedLayer, check_rank, copy_into
 from panther_compile.layers.residual import ResidualLinear, matrix_of
-from panther_compile.models.batches import Call, Data, record_calls, spread_out
+from panther_compile.models.batches import Call, Data, judged_of, learnt_of, record_calls, spread_out
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copied, replace_inside
@@ -430,7 +429,7 @@ def _fitted(
 
     before, after = fit_branches(model, layers, dense, twins, ranks, calls, put, centred=True, start=lacking)
     kept = after < before
-    held_out = calls[len(learnt_of(calls)) :] or calls
+    held_out = judged_of(calls)
     inputs = f"{len(held_out)} held-out batches" if len(calls) > len(held_out) else "the data fitted to"
     sides = [copy_sharing(one, {}) for one in (dense, quantized, model)]
     without, with_branches = (

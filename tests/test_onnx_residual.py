@@ -14,6 +14,7 @@ from onnxruntime.quantization.quant_utils import QuantFormat
 
 import panther_compile as pc
 from panther_compile.errors import ConfigTypeError, DataError, NoTargetError, OnnxFileError, RankError
+from panther_compile.models.batches import judged_of, spread_out
 
 RNG = np.random.default_rng(1)
 
@@ -149,7 +150,8 @@ def test_branches_that_bring_nothing_are_left_out(files, tmp_path):
     dense = make(tmp_path / "d.onnx", nodes, weights, y=("n", 64), opset=21, ir_version=10)
     low, target = int4(dense, tmp_path / "low.onnx"), tmp_path / "out.onnx"
     mean, noise = 10 * RNG.standard_normal(48), RNG.standard_normal((5, 64, 48))
-    data = [(sign * mean + one).astype(np.float32) for sign, one in zip((1, 1, 1, 1, -1), noise, strict=True)]
+    (judge,) = judged_of(spread_out(range(5)))
+    data = [((-mean if place == judge else mean) + one).astype(np.float32) for place, one in enumerate(noise)]
     with pytest.warns(pc.SketchQualityWarning, match="no closer"):
         report = pc.add_residual_onnx(low, dense, target, 1, data=data)
     assert not report.kept

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.calibration.branch_sums import Branch, BranchSums
-from panther_compile.calibration.held_out import learnt_of
 from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.repeated import every_call
 from panther_compile.calibration.residuals import find_residuals
@@ -31,7 +30,7 @@ from panther_compile.calibration.sensitivity import output_gradients, weight_of_
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.gram import gram
 from panther_compile.factorization.whiten import root_of
-from panther_compile.models.batches import Call, check_rows, kept_positions
+from panther_compile.models.batches import Call, check_rows, judged_of, kept_positions, learnt_of
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.outputs import distance
 from panther_compile.models.rows import kept_rows
@@ -74,7 +73,7 @@ def fit_branches(
         before and after; the share of the branches that is put is the best for it.
     """
     learnt = learnt_of(calls)
-    judged = calls[len(learnt) :] or calls
+    judged = judged_of(calls)
     wanted, branched = _watched(dense, twins), _watched(model, layers)
     logits = SketchConfig(output=recognize_output(dense, learnt).output).logits
     weights = gradients_of(dense, twins, learnt, logits=logits, progress=progress)

@@ -17,7 +17,6 @@ from panther_compile.calibration.held_out import (
     HeldOut,
     Studied,
     fit_plan,
-    learnt_of,
     put_layers,
 )
 from panther_compile.calibration.inputs import LEAST
@@ -29,7 +28,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.kinds.targets import Target, find_targets, watch
-from panther_compile.models.batches import Call, kept_positions, spread_out
+from panther_compile.models.batches import Call, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
 from panther_compile.names import stack_name

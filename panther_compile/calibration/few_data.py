@@ -118,7 +118,7 @@ def has_few(studied: Studied, targets: Mapping[str, Target] | None = None) -> bo
     """
     numbers, few = 0, 0
     for target in (studied.targets if targets is None else targets).values():
-        size = target.weight_and_bias()[0].numel()
+        size = target.shape.numel()
         numbers, few = numbers + size, few + size * has_few_rows(studied, target)
     return few > _FEW_SHARE * numbers and can_be_judged(studied)
 
@@ -131,4 +131,4 @@ def can_be_judged(studied: Studied) -> bool:
 def has_few_rows(studied: Studied, target: Target) -> bool:
     """Whether a layer was given few rows for its inputs; those of an image are too much alike to count."""
     rows = studied.study.reached.get(target.name, 0)
-    return not target.view.is_linear or rows < _FEW_ROWS * target.weight_and_bias()[0].shape[1]
+    return not target.view.is_linear or rows < _FEW_ROWS * target.shape[1]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
 from panther_compile.kinds.targets import Target, watch
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.names import stack_name
@@ -28,8 +28,6 @@ from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Fitted, SketchPlan
 
-Batch = TypeVar("Batch")
-_HELD_OUT = 0.2  # of the batches, for the choice between allocations
 TRIAL = 8  # batches at most on which what the study does not tell is fitted to be tried
 FEWEST, ROWS = 2, 3  # batches to which a plan is fitted to be tried; rows for each input of a layer
 
@@ -71,8 +69,7 @@ class Studied:
     @property
     def held_out(self) -> Sequence[tuple[Call, Tensor | None]]:
         """The batches on which allocations are compared, with their masks."""
-        batches = list(zip(self.calls, self.masks, strict=True))
-        return batches[len(self.learnt) :] or batches
+        return judged_of(list(zip(self.calls, self.masks, strict=True)))
 
     @property
     def learnt(self) -> Sequence[Call]:
@@ -179,7 +176,7 @@ class HeldOut:
     def _enough(self) -> int:
         """How many batches have several times as many rows as layers have inputs, but not too few."""
         studied = self._studied
-        widest = max(target.weight_and_bias()[0].shape[1] for target in studied.targets.values())
+        widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)
         return max(FEWEST, math.ceil(ROWS * widest / rows))
 
@@ -230,11 +227,6 @@ def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:
     """Put layers, by name, where those of a watched model are."""
     for name, layer in layers.items():
         side.watched[name].layer = layer
-
-
-def learnt_of(calls: Sequence[Batch]) -> Sequence[Batch]:
-    """The batches that are learnt from: four in five, and all but one of fewer."""
-    return calls[: len(calls) - max(int(_HELD_OUT * len(calls)), min(1, len(calls) - 1))]
 
 
 def chosen_targets(plan: SketchPlan, targets: Mapping[str, Target]) -> dict[str, Target]:

@@ -179,7 +179,7 @@ def own_of_stack(
         right: `(r, Σ I)`, or `(r, I)`.
         mean: `(Σ I,)`, or `(I,)`.
     """
-    outputs, inputs = zip(*(one.weight_and_bias()[0].shape for one in targets), strict=True)
+    outputs, inputs = zip(*(one.shape for one in targets), strict=True)
     return (
         left.split(outputs)[place] if len(left) == sum(outputs) else left,
         right.split(inputs, 1)[place] if right.shape[1] == sum(inputs) else right,

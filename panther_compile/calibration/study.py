@@ -366,7 +366,7 @@ def _groups(targets: Mapping[str, Target], most: int) -> Iterator[list[str]]:
 
 
 def _bytes_of_moments(target: Target) -> int:
-    return 8 * int(target.weight_and_bias()[0].shape[1]) ** 2 if target.view.is_matrix else 0
+    return 8 * target.shape[1] ** 2 if target.view.is_matrix else 0
 
 
 def _moments(

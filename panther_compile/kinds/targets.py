@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair
@@ -39,12 +40,17 @@ class Target:
     @property
     def shared_scheme(self) -> str:
         """The scheme in which it may share a factor: the input factor of layers of one input."""
-        return scheme_of_parts(self.weight_and_bias()[0].shape) if self.together else "pivoted"
+        return scheme_of_parts(self.shape) if self.together else "pivoted"
 
     @property
     def outputs(self) -> int:
         """Output features of the layer."""
         return self.view.outputs
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight as a matrix (O, I)."""
+        return self.weight_and_bias()[0].shape
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """The weight as a matrix (O, I), and the bias."""

@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 
 LARGEST = 1e15  # of what reaches a layer
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+_HELD_OUT = 0.2  # of the batches, to judge by
 _KEEPS = ("attention_mask",)
 _CACHES = ("past_key_values", "cache_params")
 _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
@@ -73,6 +74,16 @@ def spread_out(items: Sequence[Item]) -> list[Item]:
     """
     order = sorted(range(len(items)), key=lambda place: place * _GOLDEN % 1.0)
     return [items[place] for place in order]
+
+
+def learnt_of(items: Sequence[Item]) -> Sequence[Item]:
+    """The batches that are learnt from: four in five, and all but one of fewer; a single one too."""
+    return items[: len(items) - max(int(_HELD_OUT * len(items)), min(1, len(items) - 1))]
+
+
+def judged_of(items: Sequence[Item]) -> Sequence[Item]:
+    """The batches held out from those to judge by; a single one judges itself."""
+    return items[len(learnt_of(items)) :] or items
 
 
 def run_dense(model: nn.Module, call: Call) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 import onnx_ir as ir
 
 from panther_compile.calibration.closeness import OutputSums
-from panther_compile.calibration.held_out import learnt_of
 from panther_compile.config import SketchConfig
+from panther_compile.models.batches import judged_of, learnt_of
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit
 from panther_compile.onnx.rewrite import rewrite
@@ -47,9 +47,8 @@ class Damages:
         self, model: ir.Model, config: SketchConfig, weights: WeightFit, runs: Runs, folder: Path
     ) -> None:
         self._model, self._config, self._weights, self._folder = model, config, weights, folder
-        learnt = learnt_of(runs.feeds)
-        self._fit = replace(runs, feeds=learnt[:TRIAL])
-        self._judged: Sequence[Feed] = (runs.feeds[len(learnt) :] or runs.feeds)[-COMPARED:]
+        self._fit = replace(runs, feeds=learnt_of(runs.feeds)[:TRIAL])
+        self._judged: Sequence[Feed] = judged_of(runs.feeds)[-COMPARED:]
         self._wanted = self._outputs(model, self._judged)
 
     def by_weight(self, plan: SketchPlan) -> dict[str, float] | None:

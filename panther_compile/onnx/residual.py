@@ -20,6 +20,7 @@ from torch import Tensor
 from panther_compile.calibration.branch_sums import Branch, BranchSums, best_of_matrix
 from panther_compile.errors import NoTargetError, SketchQualityWarning
 from panther_compile.layers.base import check_rank
+from panther_compile.models.batches import judged_of, learnt_of
 from panther_compile.models.rows import kept_rows
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
@@ -30,7 +31,6 @@ from panther_compile.records import Closeness
 from panther_compile.residual import ResidualReport, ResidualRow
 from panther_compile.storage import checked_path
 
-_HELD_OUT = 5  # one batch in so many judges
 _TOO_FAR = "the weights of no quantized product are like those of a product of the same size in"
 
 
@@ -102,10 +102,9 @@ def add_residual_onnx(
         stored = write_model(model, target)
         return _report(pairs, rank, bytes_before, before, after, True, sizes, stored)
     feeds = fit.feeds(data)
-    learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)] or feeds
-    judged = feeds[len(learnt) :] or feeds
-    fit.by_data(learnt, sequential)
-    what = "held-out data" if len(learnt) < len(feeds) else "the data fitted to"
+    judged = judged_of(feeds)
+    fit.by_data(learnt_of(feeds), sequential)
+    what = "held-out data" if len(judged) < len(feeds) else "the data fitted to"
     before = compare_files(dense_path, low_path, judged, what).closeness
 
     def check(draft: Path) -> None:

@@ -6,8 +6,8 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.calibration import choose
-from panther_compile.calibration.held_out import HeldOut, learnt_of
-from panther_compile.models.batches import spread_out
+from panther_compile.calibration.held_out import HeldOut
+from panther_compile.models.batches import learnt_of, spread_out
 from panther_compile.models.outputs import distance
 
 OPTIONS = {"allow_slower": True, "min_params": 256, "progress": False}
