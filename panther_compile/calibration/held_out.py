@@ -101,7 +101,7 @@ def fit_plan(
     calls: Sequence[Call],
     folder: Folder | None,
     *,
-    pivots: bool = True,
+    stored: bool = True,
 ) -> tuple[LayerFit, Side]:
     """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
 
@@ -111,11 +111,11 @@ def fit_plan(
         plan: to be carried out.
         calls: to fit to, the first ones of the data or all.
         folder: where fitted layers are kept, or None.
-        pivots: see `LayerFit`.
+        stored: see `LayerFit`.
     """
     chosen = chosen_targets(plan, studied.targets)
     repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
-    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, pivots=pivots)
+    fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, stored=stored)
     sketched = watch(studied.model, chosen)
     fit_in_lockstep(
         watch(studied.model, chosen),
@@ -140,7 +140,9 @@ class HeldOut:
         """What makes the layers of a plan."""
         studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
         repeated = Repeated(arrivals=self._kernels)
-        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config, repeated=repeated)
+        fit = LayerFit(
+            chosen, plan, studied.study, studied.masks, self._config, repeated=repeated, stored=False
+        )
         return Trial(fit, studied.study)
 
     def cut(self, plan: SketchPlan) -> Side:
@@ -158,7 +160,7 @@ class HeldOut:
     def fitted(self, plan: SketchPlan) -> Side:
         """The model with the layers of a plan fitted in lockstep to some of the batches learnt from."""
         learnt = self._studied.learnt[: self._enough]
-        return fit_plan(self._studied, self._config, plan, learnt, None, pivots=False)[1]
+        return fit_plan(self._studied, self._config, plan, learnt, None, stored=False)[1]
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""

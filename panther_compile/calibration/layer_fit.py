@@ -44,8 +44,8 @@ class LayerFit:
         config: the options.
         folder: where fitted layers are kept, and taken from if they are there; None keeps none.
         repeated: what reaches layers that one forward calls several times; the first call alone unless given.
-        pivots: whether matrices take the pivoted form where the plan says so, or stay pairs of the same
-            rank: the same product, without a search for pivots.
+        stored: whether factors take the form in which they are stored, pivoted or balanced, or any of the
+            same product and rank, which is enough to try them.
 
     Attributes:
         choices: of the plan, by name.
@@ -62,10 +62,10 @@ class LayerFit:
         folder: Folder | None = None,
         repeated: Repeated | None = None,
         *,
-        pivots: bool = True,
+        stored: bool = True,
     ) -> None:
         self.targets, self._plan, self._study = targets, plan, study
-        self._repeated, self._pivots = repeated or Repeated(), pivots
+        self._repeated, self._stored = repeated or Repeated(), stored
         self.choices = plan.choices
         self._masks, self._config, self._folder = masks, config, folder
         self._last: tuple[Sequence[Arrival], bool, Moments] | None = None
@@ -139,16 +139,19 @@ class LayerFit:
         """A layer of a coupling; with the error of its output, and to how many rows it was fitted."""
         coupling = self._study.coupling(choice)
         basis = self._study.between[coupling.name].basis
+        pivoted = True if self._stored else None
         if target.name != coupling.reader:
             moments = self._moments(target, [replace(arrival, residuals=None) for arrival in arrivals])
-            return (*fit_writer(target, coupling, basis, choice.ranks, moments, gradient), moments.rows)
+            writer = fit_writer(target, coupling, basis, choice.ranks, moments, gradient, pivoted=pivoted)
+            return (*writer, moments.rows)
         sums = self._reader_sums(target, coupling, basis, choice.rank, arrivals)
         if sums is None:
             return self.cut_coupling(choice)[target.name], None, 0
         centred = target.weight_and_bias()[1] is not None
         extended = extend(coupling, basis, choice.rank)
         moments = sums.moments(centred=centred, extended=extended, ridge=self._study.ridge)
-        return (*fit_reader(target, coupling, basis, choice.ranks, moments, gradient), moments.rows)
+        reader = fit_reader(target, coupling, basis, choice.ranks, moments, gradient, pivoted=pivoted)
+        return (*reader, moments.rows)
 
     def _reader_sums(
         self, target: Target, coupling: Coupling, basis: Tensor, count: int, arrivals: Sequence[Arrival]
@@ -224,7 +227,7 @@ class LayerFit:
             moments,
             gradient,
             choice.rank,
-            pivoted=self._pivots and choice.scheme == "pivoted",
+            pivoted=choice.scheme == "pivoted" if self._stored else None,
             dtype=weight.dtype,
         )
         return target.build(found), found.output_error

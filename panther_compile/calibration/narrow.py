@@ -194,6 +194,8 @@ def fit_writer(
     ranks: tuple[int, ...],
     moments: Moments,
     gradient: Tensor | None,
+    *,
+    pivoted: bool | None = True,
 ) -> tuple[NarrowLinear, float]:
     """The writer that gives T (W x + b) from z; and the relative error of that.
 
@@ -204,13 +206,14 @@ def fit_writer(
         ranks: how many features are kept, and the rank if it is factorized.
         moments: of x and z, about the means if the layer has a bias.
         gradient: weight of errors at its dense outputs, float64 `(N, N)`, or None.
+        pivoted: see `fit_matrix_to`.
     """
     kept = ranks[0] // coupling.heads_of(target.name)
     dense, bias = _narrow_writer(target, coupling, basis, kept)
     if gradient is not None:
         extended = extend(coupling, basis, kept) if coupling.heads == 1 else None
         gradient = None if extended is None else extended.T @ gradient @ extended
-    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient)
+    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
 
 
 def _narrow_writer(
@@ -229,6 +232,8 @@ def fit_reader(
     ranks: tuple[int, ...],
     moments: Moments,
     gradient: Tensor | None,
+    *,
+    pivoted: bool | None = True,
 ) -> tuple[NarrowLinear, float]:
     """The reader that gives W x + b + (s - s') from the kept features z; and its relative error.
 
@@ -239,9 +244,11 @@ def fit_reader(
         ranks: see `fit_writer`.
         moments: of all features x and of the kept ones z, about the means if the layer has a bias.
         gradient: G, float64 `(O, O)`, or None.
+        pivoted: see `fit_matrix_to`.
     """
     weight, bias = target.weight_and_bias()
-    return _fit(target, coupling, basis, ranks, weight.detach().double(), bias, moments, gradient)
+    dense = weight.detach().double()
+    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
 
 
 def _fit(
@@ -253,10 +260,11 @@ def _fit(
     bias: Tensor | None,
     moments: Moments,
     gradient: Tensor | None,
+    pivoted: bool | None,
 ) -> tuple[NarrowLinear, float]:
     if len(ranks) > 1:
         dtype = target.weight_and_bias()[0].dtype
-        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=True, dtype=dtype)
+        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=pivoted, dtype=dtype)
     else:
         found = fit_whole_to(dense, bias, moments)
     return _around(target, coupling, basis, found), found.output_error

@@ -44,7 +44,7 @@ def fit_matrix_to(
     gradient: Tensor | None,
     rank: int,
     *,
-    pivoted: bool,
+    pivoted: bool | None,
     dtype: torch.dtype,
 ) -> FittedPair:
     """Fit W' z + b' to W x + b, or to W x + b + s - s' where the output is added to s.
@@ -55,7 +55,8 @@ def fit_matrix_to(
         moments: of x and z, about the means if there is a bias.
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         rank: r.
-        pivoted: whether the pivoted form is wanted.
+        pivoted: whether the pivoted form is wanted, or a balanced pair; None leaves the factors as they come,
+            which is enough to try them.
         dtype: in which the factors will be stored.
     """
     dense = weight.detach().to(moments.covariance.device).double()
@@ -66,7 +67,8 @@ def fit_matrix_to(
         start, left, right = _pivot(dense, anchored, left, right, moments, gradient, dtype)
         down = split_at(right, rank, start)[1]
     else:
-        left, right = balanced(left, right, moments.covariance)
+        if pivoted is not None:
+            left, right = balanced(left, right, moments.covariance)
         down = right
     error = output_error(dense, left, right, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
