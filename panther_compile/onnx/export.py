@@ -130,7 +130,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     """
     found: list[Closeness] = []
     inputs = model.graph.inputs
-    feeds = [feed for place, call in enumerate(calls[1:]) for feed in _feeds(call, inputs, place)]
+    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)]
 
     def check(draft: Path) -> None:
         assert plain is not None
@@ -152,12 +152,12 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
     return found[0] if found else None
 
 
-def _feeds(call: Call, inputs: Sequence[ir.Value], place: int) -> list[Feed]:
+def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
     """The arrays of a call by the names of a model's inputs; none if they do not fit.
 
     A batch that is larger than the model's, whose size is fixed, is divided.
     """
-    names = [str(one.name) for one in inputs]
+    names, place = [str(one.name) for one in inputs], call.place or 0
     sizes = [list(one.shape or ()) for one in inputs]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     tensors = [given.get(name) for name in names]
