@@ -96,7 +96,7 @@ class _Looker:
         inputs = self._dense.inputs.items()
         order = [name for name, given in inputs if len(given) == 1 and given[0].numel()]
         self._order = [name for name in order if targets[name].view.is_linear]
-        self._sizes = {name: tuple(targets[name].shape) for name in self._order}
+        self._sizes = {name: targets[name].shape for name in self._order}
 
     def _keep(self, name: str, out: Tensor) -> Tensor:
         self._dense.outputs[name].append(out.clone())

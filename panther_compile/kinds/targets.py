@@ -49,7 +49,7 @@ class Target:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight as a matrix (O, I)."""
+        """Output and input features (O, I): the shape of the weight, seen as a matrix."""
         return self.weight_and_bias()[0].shape
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:

@@ -41,16 +41,15 @@ def _spliced(calls: Sequence[Call]) -> Call | None:
     if len(shape) != 2 or shape[1] < SHORTEST:
         return None
     (leaves, form), *behind = [tree_flatten((call.args, call.kwargs)) for call in calls]
-    texts = [leaves]
+    texts, parts = [leaves], min(PARTS, shape[1] // PART)
     if shape[0] > 1:
-        shifts = range(1, min(PARTS, shape[0]))
+        shifts = range(1, min(parts, shape[0]))
         texts += [[one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves] for by in shifts]
     else:
         pairs = zip(calls[1:], behind, strict=True)
         texts += [found for call, (found, its) in pairs if its == form and _shape_of(call)[:1] == shape[:1]]
     if len(texts) == 1:
         return None
-    parts = min(PARTS, shape[1] // PART)
     sources = zip(*(texts[part % len(texts)] for part in range(parts)), strict=True)
     joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
     args, kwargs = tree_unflatten(joined, form)
