@@ -40,8 +40,8 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
     held_out = HeldOut(studied, config, studied.held_out)
     distances = _distances(studied, plans, held_out, held_out.cut, "cut")
     near = finalists = _near(plans, distances)
-    cuts_are_fits = not studied.study.factors  # as of kernels, or where factors have no room
-    if len(near) > 1 and len(studied.learnt) < len(studied.calls) and not cuts_are_fits:
+    # What has no factors to cut, as kernels, was fitted already.
+    if len(near) > 1 and len(studied.learnt) < len(studied.calls) and studied.cut_by_study:
         finalists = near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
         distances = _distances(studied, finalists, held_out, held_out.fitted, "fitted")
     plan, undecided = _pick(finalists, distances, plain)

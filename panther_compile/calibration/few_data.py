@@ -19,6 +19,7 @@ from panther_compile.calibration.held_out import (
     HeldOut,
     Studied,
     chosen_targets,
+    fit_plan,
     put_layers,
 )
 from panther_compile.calibration.study import Study
@@ -85,8 +86,8 @@ def without_data(
     if not has_few(studied, chosen):
         return None
     held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
-    if plan.allocation not in tried:
-        tried[plan.allocation] = held_out.distance(held_out.cut(plan))
+    _, side = fit_plan(studied, config, plan, studied.learnt, None, stored=False)
+    tried[plan.allocation] = held_out.distance(side)  # of all that is learnt from; plans were tried on less
     alone = plan_by_weights(studied.found, config, studied.route)
     choices = alone.choices
     targets = chosen_targets(alone, studied.targets)

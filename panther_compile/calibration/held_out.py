@@ -76,6 +76,13 @@ class Studied:
         """The other batches."""
         return learnt_of(self.calls)
 
+    @property
+    def cut_by_study(self) -> bool:
+        """Whether most of the numbers are of layers that the study has factors of, and not of kernels."""
+        sizes = {name: target.shape.numel() for name, target in self.targets.items()}
+        known = sum(size for name, size in sizes.items() if name in self.study.factors)
+        return 2 * known > sum(sizes.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
@@ -176,8 +183,13 @@ class HeldOut:
 
     @cached_property
     def _enough(self) -> int:
-        """How many batches have several times as many rows as layers have inputs, but not too few."""
+        """How many batches have several times as many rows as layers have inputs, but not too few.
+
+        Rows of an image are too much alike to count.
+        """
         studied = self._studied
+        if not all(target.view.is_linear for target in studied.targets.values()):
+            return TRIAL
         widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)
         return max(FEWEST, math.ceil(ROWS * widest / rows))

@@ -110,18 +110,21 @@ def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
 
     Of what has changed, t - W z, chance is left out, see `told.py`; so this is E[(W + C) z zᵀ].
     """
-    product = weight @ moments.cross
-    if moments.residual is not None:
-        product = product + moments.residual.cross
     if not moments.halves:
-        return product
+        product = weight @ moments.cross
+        return product if moments.residual is None else product + moments.residual.cross
     known = weight if moments.extended is None else weight @ moments.extended
-    halves = []
-    for half in moments.halves:
-        change = weight @ half.cross - known @ half.covariance
-        halves.append((change if half.change is None else change + half.change[0], half.covariance))
-    changed = told(product - known @ moments.covariance, moments.covariance, halves)
-    return (known + changed) @ moments.covariance
+    parts = [(one.cross, one.covariance, one.change and one.change[0]) for one in moments.halves]
+    parts.append((moments.cross, moments.covariance, moments.residual and moments.residual.cross))
+    changes = []
+    for cross, covariance, change in parts:
+        if moments.extended is None:
+            changed = weight @ (cross - covariance)
+        else:
+            changed = weight @ cross - known @ covariance
+        changes.append((changed if change is None else changed + change, covariance))
+    *halves, (change, covariance) = changes
+    return (known + told(change, covariance, halves)) @ covariance
 
 
 def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:

@@ -26,17 +26,17 @@ _CLAMP = 1e-9  # relative, of eigenvalues
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A symmetric positive matrix as K Kᵀ, with K⁻¹, both float64 (n, n)."""
+    """A symmetric positive matrix as K Kᵀ, K lower triangular, with K⁻¹, both float64 (n, n)."""
 
     factor: Tensor
     inverse: Tensor
 
 
 def root_of(matrix: Tensor) -> Root:
-    """By eigenvalues clamped from below: no matrix is refused for being singular."""
-    values, vectors = torch.linalg.eigh(matrix)
-    values = values.clamp_min(_CLAMP * float(values[-1].clamp_min(1e-30))).sqrt()
-    return Root(vectors * values, (vectors / values).T)
+    """By `lower_root`: no matrix is refused for being singular."""
+    factor = lower_root(matrix)
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    return Root(factor, torch.linalg.solve_triangular(factor, identity, upper=False))
 
 
 def best_low_rank(
@@ -107,7 +107,11 @@ def term_sizes(left: Tensor, right: Tensor, covariance: Tensor, gradient: Tensor
 def lower_root(matrix: Tensor) -> Tensor:
     """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    return torch.linalg.qr(root_of(matrix).factor.T).R.T if int(failed) else factor
+    if not int(failed):
+        return factor
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp_min(_CLAMP * float(values[-1].clamp_min(1e-30))).sqrt()
+    return torch.linalg.qr((vectors * values).T).R.T
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import choose
+from panther_compile.calibration import choose, held_out
 from panther_compile.calibration.held_out import HeldOut
 from panther_compile.models.batches import learnt_of, spread_out
 from panther_compile.models.outputs import distance
@@ -119,3 +119,33 @@ def test_batches_that_were_learnt_from_decide_nothing_by_fits(model, data, all_n
     pc.sketchify(model, 0.4, data=[data[0][:1]], synthetic=False, **OPTIONS)
     assert cut
     assert not fitted
+
+
+def test_kernels_are_fitted_once_to_be_tried(all_near, monkeypatch):
+    """They have no cut of the study; what a head beside them is cut by decides no less."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 4, 24)
+    ).eval()
+    cut, fitted = made_by(monkeypatch)
+    pc.sketchify(model, 0.4, data=[torch.randn(8, 8, 6, 6) for _ in range(10)], include="*", **OPTIONS)
+    assert len(cut) > 1
+    assert not fitted
+
+
+def test_images_are_fitted_to_as_many_batches_as_kernels(all_near, monkeypatch):
+    """Rows of an image are too much alike to count."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(24, 48, 1), nn.ReLU(), nn.Conv2d(48, 48, 1), nn.ReLU(), nn.Conv2d(48, 24, 1)]
+    tried = []
+    usual = held_out.fit_plan
+
+    def fit(studied, config, plan, calls, folder, **options):
+        tried.append(len(calls))
+        return usual(studied, config, plan, calls, folder, **options)
+
+    monkeypatch.setattr(held_out, "fit_plan", fit)
+    data = [torch.randn(8, 24, 6, 6) for _ in range(10)]
+    pc.sketchify(nn.Sequential(*layers).eval(), 0.4, data=data, include="*", **OPTIONS)
+    assert tried
+    assert set(tried) == {8}

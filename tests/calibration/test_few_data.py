@@ -64,6 +64,26 @@ def test_the_report_says_that_data_were_too_few():
     assert all("data too few" in row.note for row in report.sketched)
 
 
+def test_weights_alone_are_compared_with_a_fit_to_all_that_is_learnt_from():
+    """Few batches try the plans, and fewer rows would make data look worse than it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 8)).eval()
+    data = [torch.randn(60, 48) for _ in range(10)]
+    seen = []
+
+    def fit(studied, config, plan, calls, folder, **options):
+        seen.append((plan, len(calls), len(studied.learnt)))
+        return fit_plan(studied, config, plan, calls, folder, **options)
+
+    fit_plan = few_data.fit_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_data, "fit_plan", fit)
+        report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
+    ((plan, fitted_to, learnt),) = seen
+    assert fitted_to == learnt == 8
+    assert report.allocation == plan.allocation  # which all of the data speaks for
+
+
 def test_gradients_are_taken_once_whatever_ridges_are_tried(monkeypatch):
     model, shape = made("mlp")
     taken, studies = [], []
