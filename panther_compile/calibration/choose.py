@@ -10,13 +10,12 @@ to two batches put its plans in the same order as fits to eight.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from panther_compile.calibration.held_out import HeldOut, Studied, chosen_targets
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
-from panther_compile.models.watched import Side
 from panther_compile.planning.coupled import CouplingLosses
 from panther_compile.planning.plan import make_plan
 from panther_compile.planning.ways import Allocation
@@ -24,6 +23,7 @@ from panther_compile.records import SketchPlan
 
 NEAR = 1.2  # of the least distance of a cut, within which plans are fitted
 FINALISTS = 4  # that are fitted, beside the plain one
+OF_CUTS = 3  # one in so many of the held-out batches judges cuts, where fits decide
 
 
 def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
@@ -37,13 +37,15 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
     plans = _different([plain, *_candidates(studied, config)])
     if len(plans) == 1 or not chosen_targets(plain, studied.targets):
         return plain
-    held_out = HeldOut(studied, config, studied.held_out)
-    distances = _distances(studied, plans, held_out, held_out.cut, "cut")
+    # What has no factors to cut, as kernels, is fitted as it is.
+    fits = len(studied.learnt) < len(studied.calls) and studied.cut_by_study
+    few = HeldOut(studied, config, studied.held_out[:: OF_CUTS if fits else 1])
+    distances = {plan.allocation: few.tried(plan, "cut", few.cut) for plan in plans}
     near = finalists = _near(plans, distances)
-    # What has no factors to cut, as kernels, was fitted already.
-    if len(near) > 1 and len(studied.learnt) < len(studied.calls) and studied.cut_by_study:
+    if fits and len(near) > 1:
+        held_out = HeldOut(studied, config, studied.held_out)
         finalists = near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
-        distances = _distances(studied, finalists, held_out, held_out.fitted, "fitted")
+        distances = {one.allocation: held_out.tried(one, "fitted", held_out.fitted) for one in finalists}
     plan, undecided = _pick(finalists, distances, plain)
     means = {name: sum(found) / len(found) for name, found in distances.items()}
     return replace(plan, tried=means, undecided=undecided)
@@ -103,26 +105,6 @@ def _different(plans: Sequence[SketchPlan]) -> list[SketchPlan]:
         choices = tuple(line.choice and (line.choice.scheme, line.choice.ranks) for line in plan.layers)
         found.setdefault(choices, plan)
     return list(found.values())
-
-
-def _distances(
-    studied: Studied,
-    plans: Sequence[SketchPlan],
-    held_out: HeldOut,
-    made: Callable[[SketchPlan], Side],
-    how: str,
-) -> Mapping[str, Sequence[float]]:
-    """How far the results of each plan are from the dense model's, batch by batch, by allocation."""
-    found: dict[str, Sequence[float]] = {}
-    for plan in plans:
-        folder = studied.folder
-        kept = None if folder is None else folder.tried(plan, how, len(studied.held_out))
-        if kept is None:
-            kept = held_out.distances(made(plan))
-            if folder is not None:
-                folder.keep_tried(plan, how, kept)
-        found[plan.allocation] = kept
-    return found
 
 
 def _near(plans: Sequence[SketchPlan], distances: Mapping[str, Sequence[float]]) -> list[SketchPlan]:

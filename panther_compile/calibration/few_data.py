@@ -19,7 +19,6 @@ from panther_compile.calibration.held_out import (
     HeldOut,
     Studied,
     chosen_targets,
-    fit_plan,
     put_layers,
 )
 from panther_compile.calibration.study import Study
@@ -86,8 +85,8 @@ def without_data(
     if not has_few(studied, chosen):
         return None
     held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
-    _, side = fit_plan(studied, config, plan, studied.learnt, None, stored=False)
-    tried[plan.allocation] = held_out.distance(side)  # of all that is learnt from; plans were tried on less
+    lost_by_batch = held_out.tried(plan, "fitted-to-all", held_out.fitted_to_all)  # others may be of less
+    tried[plan.allocation] = sum(lost_by_batch) / len(lost_by_batch)
     alone = plan_by_weights(studied.found, config, studied.route)
     choices = alone.choices
     targets = chosen_targets(alone, studied.targets)

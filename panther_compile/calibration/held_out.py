@@ -1,7 +1,7 @@
 """Plans compared by the results on batches that nothing was learnt from."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Fitted, SketchPlan
 
 TRIAL = 8  # batches at most on which what the study does not tell is fitted to be tried
-FEWEST, ROWS = 2, 3  # batches to which a plan is fitted to be tried; rows for each input of a layer
+FEWEST, ROWS = 2, 1  # batches to which a plan is fitted to be tried; rows for each input of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,13 @@ def fit_plan(
 
 
 class HeldOut:
-    """Compares results on held-out batches with those of the dense model, which runs on them once."""
+    """Compares results on held-out batches with those of the dense model, which runs on them once.
+
+    Args:
+        studied: the model.
+        config: the options.
+        batches: with their masks.
+    """
 
     def __init__(
         self, studied: Studied, config: SketchConfig, batches: Sequence[tuple[Call, Tensor | None]]
@@ -166,8 +172,30 @@ class HeldOut:
 
     def fitted(self, plan: SketchPlan) -> Side:
         """The model with the layers of a plan fitted in lockstep to some of the batches learnt from."""
-        learnt = self._studied.learnt[: self._enough]
-        return fit_plan(self._studied, self._config, plan, learnt, None, stored=False)[1]
+        return self._fitted_to(plan, self._studied.learnt[: self._enough])
+
+    def fitted_to_all(self, plan: SketchPlan) -> Side:
+        """The same, to all of them."""
+        return self._fitted_to(plan, self._studied.learnt)
+
+    def _fitted_to(self, plan: SketchPlan, calls: Sequence[Call]) -> Side:
+        return fit_plan(self._studied, self._config, plan, calls, None, stored=False)[1]
+
+    def tried(self, plan: SketchPlan, how: str, made: Callable[[SketchPlan], Side]) -> list[float]:
+        """How far the results of a plan are, batch by batch; kept in the folder, if there is one.
+
+        Args:
+            plan: to try.
+            how: its model is made, in a word.
+            made: makes it.
+        """
+        folder = self._studied.folder
+        kept = None if folder is None else folder.tried(plan, how, len(self._batches))
+        if kept is None:
+            kept = self.distances(made(plan))
+            if folder is not None:
+                folder.keep_tried(plan, how, kept)
+        return kept
 
     def distance(self, side: Side) -> float:
         """How far the results of a model are from the dense one's."""
@@ -183,7 +211,7 @@ class HeldOut:
 
     @cached_property
     def _enough(self) -> int:
-        """How many batches have several times as many rows as layers have inputs, but not too few.
+        """How many batches have as many rows as layers have inputs, but not too few.
 
         Rows of an image are too much alike to count.
         """

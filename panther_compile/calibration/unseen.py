@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from panther_compile.calibration.closeness import GRADES, compare_models
 from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
-from panther_compile.calibration.held_out import HeldOut, Studied, fit_plan
+from panther_compile.calibration.held_out import HeldOut, Studied
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import watch
 from panther_compile.models.watched import Side
@@ -43,10 +43,10 @@ def unseen_closeness(studied: Studied, config: SketchConfig, plan: SketchPlan, s
     def is_worse(one: Closeness) -> bool:
         return GRADES.index(one.grade) > GRADES.index(seen.grade)
 
-    if not is_worse(judged(HeldOut(studied, config, []).cut(plan))):
+    held_out = HeldOut(studied, config, [])
+    if not is_worse(judged(held_out.cut(plan))):
         return seen
-    _, sketched = fit_plan(studied, config, plan, studied.learnt, None)
-    found = judged(sketched)
+    found = judged(held_out.fitted_to_all(plan))
     return found if is_worse(found) else seen
 
 

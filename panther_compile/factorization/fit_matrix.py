@@ -10,7 +10,8 @@ from torch import Tensor
 from panther_compile.factorization.balance import balanced
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
-from panther_compile.factorization.told import told
+from panther_compile.factorization.row_sums import Means
+from panther_compile.factorization.told import combinations, told
 from panther_compile.factorization.whiten import anchored_mean, low_rank_solution, output_error, solve
 
 # Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
@@ -113,18 +114,24 @@ def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
     if not moments.halves:
         product = weight @ moments.cross
         return product if moments.residual is None else product + moments.residual.cross
+    drawn = combinations(weight)
+    halves = []
+    for one in moments.halves:
+        beside = None if one.change is None else drawn @ one.change[0]
+        halves.append((_change(drawn @ weight, one, moments.extended, beside), one.covariance))
+    beside = None if moments.residual is None else moments.residual.cross
+    changed = told(_change(weight, moments, moments.extended, beside), moments.covariance, halves)
     known = weight if moments.extended is None else weight @ moments.extended
-    parts = [(one.cross, one.covariance, one.change and one.change[0]) for one in moments.halves]
-    parts.append((moments.cross, moments.covariance, moments.residual and moments.residual.cross))
-    changes = []
-    for cross, covariance, change in parts:
-        if moments.extended is None:
-            changed = weight @ (cross - covariance)
-        else:
-            changed = weight @ cross - known @ covariance
-        changes.append((changed if change is None else changed + change, covariance))
-    *halves, (change, covariance) = changes
-    return (known + told(change, covariance, halves)) @ covariance
+    return (known + changed) @ moments.covariance
+
+
+def _change(weight: Tensor, means: Moments | Means, extended: Tensor | None, beside: Tensor | None) -> Tensor:
+    """E[(t - W z) zᵀ] (O, I); E[d zᵀ] of what the output is added to is in it, if known."""
+    if extended is None:
+        found = weight @ (means.cross - means.covariance)
+    else:
+        found = weight @ means.cross - (weight @ extended) @ means.covariance
+    return found if beside is None else found + beside
 
 
 def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor | None:

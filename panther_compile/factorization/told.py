@@ -30,15 +30,15 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
     Args:
         change: E[e zᵀ], float64 `(O, I)`, of all rows.
         covariance: S, float64 `(I, I)`, likewise.
-        halves: the same two of each half; none, as of a single row, tell nothing.
+        halves: the same two of each half, C of a few `combinations` of the outputs (P, I); none, as of a
+            single row, tell nothing.
     """
     if not halves:
         return torch.zeros_like(change)
     best = 0.0, 0.0, RIDGES[-1]
-    probed = _probed(halves)
     for ridge in RIDGES if len(covariance) <= _MANY else RIDGES[1:2]:
         product = power = 0.0
-        for (own, own_covariance), (other, other_covariance) in (probed, probed[::-1]):
+        for (own, own_covariance), (other, other_covariance) in (halves, halves[::-1]):
             found = predictor(own, own_covariance, ridge)
             product += float((found * other).sum())
             power += float((found @ other_covariance * found).sum())
@@ -49,14 +49,13 @@ def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tens
     return share * predictor(change, covariance, ridge) if share else torch.zeros_like(change)
 
 
-def _probed(halves: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
-    """The halves with few random combinations of the outputs in place of many, the same in both."""
-    like = halves[0][0]
-    if len(like) <= PROBES:
-        return halves
-    drawn = torch.randn(PROBES, len(like), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    drawn = drawn.to(like)
-    return [(drawn @ change, covariance) for change, covariance in halves]
+def combinations(weight: Tensor) -> Tensor:
+    """Those of the outputs of a weight (O, I) that are judged by (P, O): all, or few random ones of many."""
+    outputs = len(weight)
+    if outputs <= PROBES:
+        return torch.eye(outputs, dtype=weight.dtype, device=weight.device)
+    drawn = torch.randn(PROBES, outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return drawn.to(weight)
 
 
 def predictor(change: Tensor, covariance: Tensor, ridge: float) -> Tensor:
@@ -66,5 +65,6 @@ def predictor(change: Tensor, covariance: Tensor, ridge: float) -> Tensor:
 
 def with_ridge(covariance: Tensor, ridge: float) -> Tensor:
     """A covariance with a share of each input's own power added."""
-    power = covariance.diagonal()
-    return covariance + torch.diag(ridge * (power + _LEAST * power.mean().clamp_min(1e-30)))
+    found, power = covariance.clone(), covariance.diagonal()
+    found.diagonal().add_(ridge * (power + _LEAST * power.mean().clamp_min(1e-30)))
+    return found

@@ -70,21 +70,23 @@ def test_what_was_tried_is_what_the_fit_gives_on_batches_it_has_not_seen(model, 
 
 def test_fits_decide_and_not_cuts(model, data, all_near, monkeypatch):
     """A plan whose cut is the closest, but whose fit is far off, is not taken."""
-    closest = {}
-    usual = choose._distances
+    cuts, usual = {}, HeldOut.tried
 
-    def distances(studied, plans, held_out, made, how):
-        found = dict(usual(studied, plans, held_out, made, how))
+    def closest():
+        return min(cuts, key=lambda name: sum(cuts[name]))
+
+    def tried(self, plan, how, made):
+        found = usual(self, plan, how, made)
         if how == "cut":
-            closest["cut"] = min(found, key=lambda name: sum(found[name]))
-        else:
-            found[closest["cut"]] = [10.0 * one for one in found[closest["cut"]]]
+            cuts[plan.allocation] = found
+        elif plan.allocation == closest():
+            return [10.0 * one for one in found]
         return found
 
-    monkeypatch.setattr(choose, "_distances", distances)
+    monkeypatch.setattr(HeldOut, "tried", tried)
     report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
-    assert report.allocation != closest["cut"]
-    assert closest["cut"] in report.tried
+    assert report.allocation != closest()
+    assert closest() in report.tried
 
 
 def test_where_cuts_tell_nothing_is_fitted(model, data, monkeypatch):
@@ -98,15 +100,15 @@ def test_where_cuts_tell_nothing_is_fitted(model, data, monkeypatch):
 
 def test_the_closest_few_and_equal_shares_are_fitted(model, data, monkeypatch):
     monkeypatch.setattr(choose, "FINALISTS", 2)
-    usual = choose._distances
+    usual = HeldOut.tried
 
-    def distances(studied, plans, held_out, made, how):
-        found = dict(usual(studied, plans, held_out, made, how))
+    def tried(self, plan, how, made):
+        found = usual(self, plan, how, made)
         if how == "cut":
-            return {name: [{"energy, narrow": 1.0, "energy": 1.01}.get(name, 1.1)] * 2 for name in found}
+            return [{"energy, narrow": 1.0, "energy": 1.01}.get(plan.allocation, 1.1)] * len(found)
         return found
 
-    monkeypatch.setattr(choose, "_distances", distances)
+    monkeypatch.setattr(HeldOut, "tried", tried)
     _, fitted = made_by(monkeypatch)
     report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, **OPTIONS))
     assert set(fitted[:3]) == {"energy, narrow", "energy", "uniform"}

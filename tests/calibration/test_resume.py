@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import calibrate, choose, resume, unseen
+from panther_compile.calibration import calibrate, choose, few_data, resume, unseen
+from panther_compile.calibration.held_out import HeldOut
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, DataError, ResumeError
 
@@ -80,6 +81,12 @@ def count_fits(monkeypatch):
     return done
 
 
+def many_data(monkeypatch):
+    """Data counts as many, so that layers are fitted once."""
+    for module in (few_data, unseen):
+        monkeypatch.setattr(module, "has_few", lambda *args: False)
+
+
 def assert_equal(one, other):
     found, wanted = one.state_dict(), other.state_dict()
     assert list(found) == list(wanted)
@@ -98,7 +105,7 @@ def assert_equal(one, other):
     ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convolutions", "half", "encoder"))],
 )
 def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(unseen, "has_few", lambda studied: False)  # no fit is made to be judged and left
+    many_data(monkeypatch)  # no fit is made to be judged and left
     build, data = CASES[name]
     model = build()
     whole = pc.sketchify(model, 0.4, data=data, **NARROW)
@@ -152,6 +159,7 @@ def test_a_cut_right_after_the_study(name, tmp_path, monkeypatch):
 
 def test_an_evaluate_that_raises_half_way(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "NEAR", 1.0)  # no layer is fitted for a trial
+    many_data(monkeypatch)
     model, data = mlp(), CASES["mlp"][1]
     x = torch.cat(data)
     wanted = model(x).detach()
@@ -349,3 +357,17 @@ def test_resume_without_data():
 
 def test_the_error_is_one_of_checkpoints():
     assert issubclass(ResumeError, CheckpointError)
+
+
+def test_what_was_fitted_to_be_compared_with_the_weights_alone_is_kept(tmp_path, monkeypatch):
+    made, usual = [], HeldOut.fitted_to_all
+
+    def fit(self, plan):
+        made.append(plan.allocation)
+        return usual(self, plan)
+
+    monkeypatch.setattr(unseen, "has_few", lambda studied: False)  # no fit is made to be judged and left
+    monkeypatch.setattr(HeldOut, "fitted_to_all", fit)
+    first, again = (pc.sketchify(mlp(), 0.4, data=CASES["mlp"][1], resume=tmp_path, **OPTIONS) for _ in "12")
+    assert len(made) == 1
+    assert_equal(again, first)

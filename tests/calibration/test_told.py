@@ -6,7 +6,7 @@ import torch
 
 from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import MomentSums
-from panther_compile.factorization.told import PROBES, told
+from panther_compile.factorization.told import PROBES, combinations, told
 
 INPUTS, OUTPUTS = 24, 16
 
@@ -16,7 +16,9 @@ def drawn(*shape, seed):
 
 
 def told_of(change, z):
-    halves = [(c.T @ x / len(x), x.T @ x / len(x)) for c, x in zip(change.chunk(2), z.chunk(2), strict=True)]
+    some = combinations(change.T)
+    parts = zip(change.chunk(2), z.chunk(2), strict=True)
+    halves = [(some @ c.T @ x / len(x), x.T @ x / len(x)) for c, x in parts]
     return told(change.T @ z / len(z), z.T @ z / len(z), halves)
 
 
