@@ -229,6 +229,8 @@ def _study_layer(
 def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> frozenset[str]:
     """Run the dense model over all batches, before any of them is learnt from.
 
+    Those that were made up beside them are of a form that the model is known to run on.
+
     Args:
         side: a copy of it that watches the targets.
         targets: by name.
@@ -241,7 +243,7 @@ def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Cal
         DataError: the model raises on one, or NaN or Inf reaches a layer.
     """
     repeated: set[str] = set()
-    for call in calls:
+    for call in [call for call in calls if call.place is not None] or calls:
         kept, called = kept_positions(side.model, call), set[str]()
 
         def see(
