@@ -1,8 +1,8 @@
 """Choice among plans: how the budget is divided, with layers narrowed and left whole or not, by trial.
 
-    cut         every plan, with matrices cut as the study left them, which costs next to nothing
+    cut         every plan, with matrices cut as the study left them, which costs little
     fitted      where others are near the closest one, with their layers fitted in lockstep to a few batches,
-                as the chosen plan's will be to all
+                as the chosen plan's will be to all; of two that differ in what stays whole alone, the closer
 
 What a layer loses the layers behind it make up for in part, when they are fitted, and cuts do not show how
 well: of all-MiniLM-L6-v2 at half the numbers they are within 9 % of one another and fits differ by 30 %. Fits
@@ -23,6 +23,7 @@ from panther_compile.records import SketchPlan
 
 NEAR = 1.2  # of the least distance of a cut, within which plans are fitted
 FINALISTS = 4  # that are fitted, beside the plain one
+ALL_CUT = ", all cut"  # behind the name of a plan that leaves no layer whole, where the plan itself does
 OF_CUTS = 3  # one in so many of the held-out batches judges cuts, where fits decide
 
 
@@ -42,6 +43,8 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
     few = HeldOut(studied, config, studied.held_out[:: OF_CUTS if fits else 1])
     distances = {plan.allocation: few.tried(plan, "cut", few.cut) for plan in plans}
     near = finalists = _near(plans, distances)
+    if fits:
+        near = finalists = _without_twins(near)
     if fits and len(near) > 1:
         held_out = HeldOut(studied, config, studied.held_out)
         finalists = near[:FINALISTS] + [one for one in near[FINALISTS:] if one is plain]
@@ -71,7 +74,7 @@ def _candidates(studied: Studied, config: SketchConfig) -> Iterator[SketchPlan]:
             yield plan
             if plan.whole:
                 cut = _plan(studied, config, allocation, couplings, whole=False)
-                yield replace(cut, allocation=f"{cut.allocation}, all cut")
+                yield replace(cut, allocation=f"{cut.allocation}{ALL_CUT}")
 
 
 def _plan(
@@ -114,6 +117,14 @@ def _near(plans: Sequence[SketchPlan], distances: Mapping[str, Sequence[float]])
     closest = sorted(plans, key=lambda plan: total[plan.allocation])
     least = total[closest[0].allocation]  # of what is exact it may be negative, by rounding
     return [one for one in closest if total[one.allocation] <= max(least, NEAR * least)]
+
+
+def _without_twins(plans: Sequence[SketchPlan]) -> list[SketchPlan]:
+    """The plans without the later one of two that differ in what stays whole alone."""
+    found: dict[str, SketchPlan] = {}
+    for plan in plans:
+        found.setdefault(plan.allocation.removesuffix(ALL_CUT), plan)
+    return list(found.values())
 
 
 def _pick(

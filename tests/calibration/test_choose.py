@@ -115,6 +115,30 @@ def test_the_closest_few_and_equal_shares_are_fitted(model, data, monkeypatch):
     assert set(report.tried) == set(fitted)
 
 
+def test_of_twins_the_closer_cut_is_fitted(all_near, monkeypatch):
+    """Layers of a flat spectrum stay whole; the same plan with all cut differs in little else."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 192), nn.Tanh(), nn.Linear(192, 48)]
+    with torch.no_grad():
+        for layer in (layers[2], layers[4]):
+            left, values, right = torch.linalg.svd(layer.weight, full_matrices=False)
+            layer.weight.copy_(left * (values * 0.9 ** torch.arange(48.0)) @ right)
+    lost, usual = {}, HeldOut.tried
+
+    def tried(self, plan, how, made):
+        found = lost[how, plan.allocation] = usual(self, plan, how, made)
+        return found
+
+    monkeypatch.setattr(HeldOut, "tried", tried)
+    data = [torch.randn(64, 48) for _ in range(10)]
+    pc.sketchify(nn.Sequential(*layers).eval(), 0.6, data=data, include="*", **OPTIONS)
+    pairs = [(one.removesuffix(", all cut"), one) for how, one in lost if how == "cut" and "all cut" in one]
+    assert pairs
+    for pair in pairs:
+        closer = min(pair, key=lambda one: sum(lost["cut", one]))
+        assert [one for one in pair if ("fitted", one) in lost] == [closer]
+
+
 def test_batches_that_were_learnt_from_decide_nothing_by_fits(model, data, all_near, monkeypatch):
     """A single sample is both fitted to and judged by."""
     cut, fitted = made_by(monkeypatch)
