@@ -210,7 +210,10 @@ def fit_writer(
     """
     kept = ranks[0] // coupling.heads_of(target.name)
     dense, bias = _narrow_writer(target, coupling, basis, kept)
-    if gradient is not None:
+    if gradient is not None and not coupling.padded:
+        places = basis[:kept]
+        gradient = gradient[places][:, places]
+    elif gradient is not None:
         extended = extend(coupling, basis, kept) if coupling.heads == 1 else None
         gradient = None if extended is None else extended.T @ gradient @ extended
     return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
