@@ -20,7 +20,7 @@ from panther_compile.factorization.whiten import solve
 
 RIDGES = (1e-6, 1e-2, 0.3)  # of each input's own power, that are tried
 PROBES = 128  # combinations of the outputs, where those are more
-_MANY = 2048  # inputs, above which ridges are not tried, two solves each, but the middle one is taken
+_MANY = 1024  # inputs, above which ridges are not tried, two solves each, but the middle one is taken
 _LEAST = 1e-6  # of that, of the mean power
 
 
