@@ -79,9 +79,12 @@ class Studied:
     @property
     def cut_by_study(self) -> bool:
         """Whether most of the numbers are of layers that the study has factors of, and not of kernels."""
-        sizes = {name: target.shape.numel() for name, target in self.targets.items()}
-        known = sum(size for name, size in sizes.items() if name in self.study.factors)
-        return 2 * known > sum(sizes.values())
+        return self.most(lambda target: target.name in self.study.factors)
+
+    def most(self, holds: Callable[[Target], bool]) -> bool:
+        """Whether it holds of the targets that have most of the numbers."""
+        sizes = [(target.shape.numel(), holds(target)) for target in self.targets.values()]
+        return 2 * sum(size for size, is_so in sizes if is_so) > sum(size for size, _ in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ class HeldOut:
         Rows of an image are too much alike to count.
         """
         studied = self._studied
-        if not all(target.view.is_linear for target in studied.targets.values()):
+        if studied.most(lambda target: not target.view.is_linear):
             return TRIAL
         widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import choose, held_out
+from panther_compile.calibration import choose
 from panther_compile.calibration.held_out import HeldOut
 from panther_compile.models.batches import learnt_of, spread_out
 from panther_compile.models.outputs import distance
@@ -159,19 +159,37 @@ def test_kernels_are_fitted_once_to_be_tried(all_near, monkeypatch):
     assert not fitted
 
 
-def test_images_are_fitted_to_as_many_batches_as_kernels(all_near, monkeypatch):
+class Patches(nn.Module):
+    """A convolution in front of layers that hold most of the numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 48, 3, stride=3)
+        self.layers = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+
+    def forward(self, x):
+        return self.layers(self.patches(x).flatten(2).mT)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "batches"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(24, 48, 1), nn.ReLU(), nn.Conv2d(48, 24, 1)), (24, 6, 6), 8),
+        (Patches, (3, 12, 12), 2),
+    ],
+    ids=["images", "mostly linear"],
+)
+def test_images_are_fitted_to_as_many_batches_as_kernels(build, shape, batches, all_near, monkeypatch):
     """Rows of an image are too much alike to count."""
     torch.manual_seed(0)
-    layers = [nn.Conv2d(24, 48, 1), nn.ReLU(), nn.Conv2d(48, 48, 1), nn.ReLU(), nn.Conv2d(48, 24, 1)]
-    tried = []
-    usual = held_out.fit_plan
+    tried, usual = [], HeldOut.fitted
 
-    def fit(studied, config, plan, calls, folder, **options):
-        tried.append(len(calls))
-        return usual(studied, config, plan, calls, folder, **options)
+    def fitted(self, plan):
+        tried.append(self._enough)
+        return usual(self, plan)
 
-    monkeypatch.setattr(held_out, "fit_plan", fit)
-    data = [torch.randn(8, 24, 6, 6) for _ in range(10)]
-    pc.sketchify(nn.Sequential(*layers).eval(), 0.4, data=data, include="*", **OPTIONS)
+    monkeypatch.setattr(HeldOut, "fitted", fitted)
+    data = [torch.randn(8, *shape) for _ in range(10)]
+    pc.sketchify(build().eval(), 0.4, data=data, include="*", **OPTIONS)
     assert tried
-    assert set(tried) == {8}
+    assert set(tried) == {batches}
