@@ -29,7 +29,7 @@ from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.gram import gram
-from panther_compile.factorization.whiten import root_of
+from panther_compile.factorization.whiten import lower_root
 from panther_compile.models.batches import Call, check_rows, judged_of, kept_positions, learnt_of
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.outputs import distance
@@ -159,7 +159,7 @@ def losses_by_rank(
         metric, scale = weight_of_errors(gradients[name]) if name in gradients else (None, 1.0)
         core = lacking[name] @ covariance @ lacking[name].T
         if metric is not None:
-            root = root_of(metric).factor
+            root = lower_root(metric)
             core = root.T @ core @ root
         found[name] = scale * torch.linalg.eigvalsh(core).flip(0).clamp_min(0.0)
     return found

@@ -24,7 +24,7 @@ from panther_compile.calibration.held_out import (
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.parts import sketch_parts
-from panther_compile.kinds.targets import Target, watch
+from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.planning.plan import make_plan
 from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.planning.ways import Allocation
@@ -32,7 +32,6 @@ from panther_compile.records import SketchPlan
 
 RIDGES = (0.1, 1.0)  # that are tried beside the usual one
 _WORTH = 0.8  # of the distance, below which another one is taken
-_FEW_SHARE = 0.5  # of the numbers
 _FEW_ROWS = 8  # for each input of a layer, below which data may tell less than the weights alone
 WEIGHTS_ALONE = "weights alone"
 MADE_UP = "made-up inputs"
@@ -116,11 +115,8 @@ def has_few(studied: Studied, targets: Mapping[str, Target] | None = None) -> bo
         studied: the model.
         targets: by name; all that data can fit if None.
     """
-    numbers, few = 0, 0
-    for target in (studied.targets if targets is None else targets).values():
-        size = target.shape.numel()
-        numbers, few = numbers + size, few + size * has_few_rows(studied, target)
-    return few > _FEW_SHARE * numbers and can_be_judged(studied)
+    looked_at = (studied.targets if targets is None else targets).values()
+    return most_are(looked_at, lambda target: has_few_rows(studied, target)) and can_be_judged(studied)
 
 
 def can_be_judged(studied: Studied) -> bool:

@@ -18,7 +18,7 @@ from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
-from panther_compile.kinds.targets import Target, watch
+from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
@@ -79,12 +79,7 @@ class Studied:
     @property
     def cut_by_study(self) -> bool:
         """Whether most of the numbers are of layers that the study has factors of, and not of kernels."""
-        return self.most(lambda target: target.name in self.study.factors)
-
-    def most(self, holds: Callable[[Target], bool]) -> bool:
-        """Whether it holds of the targets that have most of the numbers."""
-        sizes = [(target.shape.numel(), holds(target)) for target in self.targets.values()]
-        return 2 * sum(size for size, is_so in sizes if is_so) > sum(size for size, _ in sizes)
+        return most_are(self.targets.values(), lambda target: target.name in self.study.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +214,7 @@ class HeldOut:
         Rows of an image are too much alike to count.
         """
         studied = self._studied
-        if studied.most(lambda target: not target.view.is_linear):
+        if most_are(studied.targets.values(), lambda target: not target.view.is_linear):
             return TRIAL
         widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)

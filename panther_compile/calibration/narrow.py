@@ -210,12 +210,9 @@ def fit_writer(
     """
     kept = ranks[0] // coupling.heads_of(target.name)
     dense, bias = _narrow_writer(target, coupling, basis, kept)
-    if gradient is not None and not coupling.padded:
+    if gradient is not None:  # of heads T gives other features, whose errors count alike
         places = basis[:kept]
-        gradient = gradient[places][:, places]
-    elif gradient is not None:
-        extended = extend(coupling, basis, kept) if coupling.heads == 1 else None
-        gradient = None if extended is None else extended.T @ gradient @ extended
+        gradient = None if coupling.padded else gradient[places][:, places]
     return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
 
 

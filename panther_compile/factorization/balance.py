@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from panther_compile.factorization.whiten import root_of
+from panther_compile.factorization.whiten import lower_root
 
 # What moving a number in or out of an int8 product costs, in multiply-adds: ONNX Runtime 1.32, AVX-512 VNNI.
 _MOVED = 100
@@ -34,7 +34,7 @@ def balanced(left: Tensor, right: Tensor, covariance: Tensor | None = None) -> t
         covariance: S, `(I, I)`, second moments of the input; None for the identity.
     """
     left, right = left.double(), right.double()
-    seen = right if covariance is None else right @ root_of(covariance.double()).factor
+    seen = right if covariance is None else right @ lower_root(covariance.double())
     outer, upper = torch.linalg.qr(left)
     vectors, values, _ = torch.linalg.svd(upper @ seen, full_matrices=False)
     sizes = values.clamp_min(_CLAMP * float(values[0].clamp_min(1e-30))).sqrt()

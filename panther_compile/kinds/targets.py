@@ -1,7 +1,7 @@
 """The layers of a model that data can fit, and copies of the model in which layers are watched."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,12 @@ class Target:
     def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
         return self.view.build(found)
+
+
+def most_are(targets: Iterable[Target], holds: Callable[[Target], bool]) -> bool:
+    """Whether it holds of the targets that have most of the numbers."""
+    sizes = [(target.shape.numel(), holds(target)) for target in targets]
+    return 2 * sum(size for size, is_so in sizes if is_so) > sum(size for size, _ in sizes)
 
 
 def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, str]]:
