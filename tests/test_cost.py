@@ -9,6 +9,7 @@ from panther_compile.factorization.cost import (
     WORTHWHILE,
     Device,
     dense_products,
+    finest_step,
     rank_step,
     seconds,
     sketched_products,
@@ -116,6 +117,8 @@ def test_rank_steps():
     assert rank_step(LinearCandidate(768, 768, "pivoted"), CUDA) == 16
     assert rank_step(LinearCandidate(4096, 4096, "pivoted"), CUDA) == 64
     assert rank_step(LinearCandidate(16, 64, "pair"), CUDA) == 1
+    assert [finest_step(LinearCandidate(n, n, "pair"), CUDA) for n in (16, 64, 512)] == [1, 4, 16]
+    assert finest_step(LinearCandidate(512, 512, "pair")) == 1
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.5, 0.25])

@@ -10,7 +10,7 @@ from zoo import ZOO
 import panther_compile as pc
 from panther_compile.calibration import inputs
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, DataError
+from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
 from panther_compile.models.batches import Call
 from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.own_text import own_texts, text_logits
@@ -276,6 +276,41 @@ def test_what_cannot_be_made_up_is_said():
 
     with pytest.raises(DataError, match=r"ran on none that were tried \(RuntimeError: never"):
         pc.sketchify(Picky(nn.Linear(64, 64), nn.Linear(64, 32)), 0.5, data="model", **OPTIONS)
+
+
+def test_inputs_are_made_up_where_the_model_is():
+    class There(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8, device="meta")
+
+        def forward(self, x):
+            assert x.device == self.layer.weight.device
+            return torch.ones(len(x), 8)
+
+    assert {call.args[0].device.type for call in made(There()).calls} == {"meta"}
+
+
+def test_what_was_not_compared_is_warned_of():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(512, 512), nn.Linear(512, 32)
+
+        def forward(self, x, y):
+            return self.b(self.a(x) + y)
+
+    with pytest.warns(SketchQualityWarning, match=r"nothing says how close the sketch is.*give data"):
+        small = pc.sketchify(Two(), 0.5, **OPTIONS)
+    assert pc.sketch_report(small).closeness.grade == ""
+
+
+def test_a_model_too_large_to_be_fitted_unasked_is_compared(monkeypatch):
+    monkeypatch.setattr(inputs, "SMALLEST", 1_000)
+    monkeypatch.setattr(inputs, "LARGEST", 10_000)
+    report = pc.sketch_report(pc.sketchify(chain()[0].eval(), 0.5, **OPTIONS))
+    assert report.closeness.inputs.startswith("made-up inputs (tokens at random)")
+    assert "calibrated" not in str(report)
 
 
 def test_option_is_checked():

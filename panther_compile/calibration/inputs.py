@@ -96,20 +96,23 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         return Inputs(
             None, (), f'no data was given; data="model" makes inputs up, as from {SMALLEST:,} numbers on'
         )
-    if not asked and numbers > LARGEST:
-        return Inputs(
-            None, (), f'no data was given; data="model" makes inputs up, as up to {LARGEST:,} numbers'
-        )
+    fits = asked or numbers <= LARGEST
+    batches = _FIT + _JUDGE if fits else _JUDGE
     try:
-        made = make_inputs(
-            model, _FIT + _JUDGE, seed=config.seed, sample=True, progress=not hides_progress(config)
-        )
+        made = make_inputs(model, batches, seed=config.seed, sample=fits, progress=not hides_progress(config))
     except (DataError, ConfigTypeError) as error:
         if asked:
             raise
-        return Inputs(None, (), f"no data was given, and {error}")
+        why = f"no data was given, and {error}"
+        warnings.warn(
+            f"layers are fitted to their weights alone, and nothing says how close the sketch is: {why}; "
+            "give data",
+            SketchQualityWarning,
+            stacklevel=4,
+        )
+        return Inputs(None, (), why)
     dense = all(ratio == 1.0 for _, ratio in config.ratios())
-    what, telling = made.what, made.telling and not dense
+    what, telling = made.what, made.telling and fits and not dense
     off = off_batch_norms(copy_sharing(model, {}), made.calls) if telling and not asked else 0.0
     if off > MADE_UP_UNLIKE:
         what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False

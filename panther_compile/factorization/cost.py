@@ -189,7 +189,9 @@ def rank_step(candidate: Candidate, device: Device | None = None) -> int:
 
 def finest_step(candidate: Candidate, device: Device | None = None) -> int:
     """The multiple to which ranks are rounded where `rank_step` would miss the budget."""
-    return TILE if device is CUDA and candidate.max_rank >= 4 * TILE else 1
+    if device is not CUDA or candidate.max_rank < 4 * TILE:
+        return 1
+    return TILE if candidate.max_rank >= 16 * TILE else TILE // 4  # of small layers launching takes the time
 
 
 def _product(inputs: int, outputs: int, taps: int, groups: int, entering: int, leaving: int) -> Product:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import DataError
 from panther_compile.models.batches import Call, interleaved
+from panther_compile.models.in_range import InRange
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.outputs import named_tensors
@@ -213,6 +214,7 @@ def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
 
 
 def _calls(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
+    """Calls with these inputs, where the model is."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     return tuple(form.call(one.to(device)) for one in batches)
 
@@ -222,7 +224,8 @@ def _form_of(model: nn.Module, generator: Generator) -> _Form:
     said, small = "", None
     for form in _forms(model):
         with _SmallestMap(model) as smallest:
-            refusal = _refusal(model, form.call(form.make(2, generator)))
+            (call,) = _calls(model, form, [form.make(2, generator)])
+            refusal = _refusal(model, call)
         if refusal is not None:
             said = refusal
         elif form.kind != "images" or smallest.side >= _PIXELS:
@@ -256,7 +259,7 @@ class _SmallestMap(ExitStack):
 def _refusal(model: nn.Module, call: Call) -> str | None:
     """Why the model gives no finite number on a call; None if it does."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), InRange():
             result = call.run(model)
     # The model's own code decides what it takes, and may raise anything; what it says is passed on.
     except Exception as error:

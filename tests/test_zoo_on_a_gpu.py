@@ -1,0 +1,35 @@
+"""Every model of the zoo, sketched on a GPU: fitted to what it is fitted to on the CPU, and as close."""
+
+import pytest
+from zoo import ZOO, names
+
+import panther_compile as pc
+from panther_compile.errors import DataError
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+# Plans of the two devices would differ by how ranks are rounded.
+SKETCH = {"min_params": 256, "round_rank_to": 4, "allow_slower": True, "progress": False}
+
+
+def sketched(name, device, data):
+    """How close the sketch is, or why inputs are not made up."""
+    model = ZOO[name].build().to(device)
+    try:
+        small = pc.sketchify(model, 0.5, data=data, **SKETCH)
+    except DataError as error:
+        return str(error)
+    assert {one.device.type for one in small.state_dict().values()} == {device}
+    return pc.sketch_report(small).closeness
+
+
+@pytest.mark.parametrize("made_up", [False, True])
+@pytest.mark.parametrize("name", names())
+def test_sketched_there_as_on_the_cpu(name, made_up):
+    data = "model" if made_up else [ZOO[name].inputs()] * 2
+    here, there = (sketched(name, device, data) for device in ("cpu", DEVICE))
+    if isinstance(here, str):
+        assert here == there
+    else:
+        assert here.inputs == there.inputs
+        assert there.distance == pytest.approx(here.distance, rel=0.3, abs=0.02)
