@@ -12,6 +12,7 @@ from kernel_low_precision import layers_of, stored_layers
 from torch import Tensor
 
 from panther_compile.kernels import dispatch, reference
+from panther_compile.kernels.plain_attention import favor_attention_forward
 from panther_compile.ops import (
     Factors,
     favor_attention,
@@ -347,7 +348,7 @@ def attention_case(model: str, length: int, causal: bool) -> Case:
             return favor_attention(q, k, v, directions, causal=causal)
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return reference.favor_attention(q, k, v, directions, causal=causal)
+            return favor_attention_forward(q, k, v, directions, None, causal=causal)
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)

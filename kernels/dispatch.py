@@ -5,7 +5,8 @@
 
 - Linear layers only while a CUDA graph is captured. In eager mode a launch of ours, from Python, takes the
   processor 250 to 650 microseconds, two products 45 to 80: more than either takes the device.
-- There, a few rows: the decode kernels, 1.1 to 4.4 times as fast as two products for one row.
+- There, a few rows: the decode kernels, 1.1 to 4.4 times as fast as two products for one row, and in float32
+  1.1 to 3.2 times; of more rows in float32 it takes two products.
 - There, many rows: two products of cuBLAS. The fused kernel, which keeps the latent on the chip, reaches a
   third of their rate; it wins where launches and memory are what takes the time: layers of one narrow input
   together (1.2 to 1.6 times), and very many rows of a low rank (1.1 to 1.3). In float32 it never does.
@@ -41,7 +42,7 @@ class DeviceClass:
     """What was measured on one class of GPUs.
 
     Attributes:
-        linear: whether linear layers of half types are served by kernels in a CUDA graph.
+        linear: whether linear layers of half types, or of one row, are served by kernels in a CUDA graph.
         attention: whether random-feature attention in half types is served by its kernels.
     """
 
@@ -101,7 +102,7 @@ def choose_linear(
     few, fits = rows <= MAX_DECODE_ROWS, max(ranks) <= MAX_FUSED_RANK[dtype.itemsize]
     if forced == "triton":
         return "decode" if few else "fused" if fits else "torch"
-    measured = device.linear and captured and dtype.itemsize == 2
+    measured = device.linear and captured and (dtype.itemsize == 2 or rows == 1)
     if not measured or any(size % 16 for size in (*ranks, *features)):
         return "torch"
     if few:

@@ -61,6 +61,7 @@ def test_a_launch_that_is_not_captured_takes_longer_than_it_saves():
 
 def test_a_few_rows():
     assert choose(rows=1) == choose(rows=16, layers=3) == choose(rows=1, features=28672) == "decode"
+    assert choose(rows=1, dtype=torch.float32) == "decode"
     assert choose(rows=17) == choose(rows=2, features=28672) == "torch"
 
 
@@ -74,7 +75,7 @@ def test_many_rows():
 @pytest.mark.parametrize("rows", [1, 65536])
 def test_what_was_not_measured_of_linear_layers_is_torch(rows):
     assert choose(rows=rows, rank=52) == "torch"  # loaded element by element
-    assert choose(rows=rows, dtype=torch.float32) == "torch"
+    assert choose(rows=rows + 1, dtype=torch.float32) == "torch"
     assert choose(rows=rows, device=dispatch.DeviceClass()) == "torch"
 
 
