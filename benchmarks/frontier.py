@@ -41,7 +41,9 @@ SKETCHES: dict[str, tuple[float, str] | None] = {
     "0.75": (0.75, "size"),
     "0.5": (0.5, "size"),
     "0.85 of int8 time": (0.85, "int8"),
+    "0.8 of int8 time": (0.8, "int8"),
     "0.7 of int8 time": (0.7, "int8"),
+    "0.65 of int8 time": (0.65, "int8"),
     "0.5 of int8 time": (0.5, "int8"),
 }
 PLAIN = "dense, quantize_dynamic alone"

@@ -221,12 +221,28 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     calls = [Call((torch.randn(2, 3, 8, 8),), {})]
     assert inputs.with_texts_beside(images, found, calls, SketchConfig()) == (calls, "")
 
+    class Marked(Chain):
+        def forward(self, ids, marks):
+            return super().forward(ids + marks)
 
-def test_small_models_are_left_to_their_weights():
+    marked = Marked(list(range(VOCABULARY)))
+    calls = [Call((torch.zeros(2, 8, dtype=torch.long),) * 2, {})]
+    found = find_sites(marked, SketchConfig(), read_graph(marked))
+    mixed, said = inputs.with_texts_beside(marked, found, calls, SketchConfig())
+    assert mixed == calls
+    assert said.startswith(", no texts beside: inputs of Marked cannot be made up")
+
+
+@pytest.mark.parametrize("bound", [None, "LARGEST"])
+def test_models_of_other_sizes_are_left_to_their_weights_and_compared(monkeypatch, bound):
+    if bound:
+        monkeypatch.setattr(inputs, "SMALLEST", 1_000)
+        monkeypatch.setattr(inputs, bound, 10_000)
     model, _ = chain()
-    small = pc.sketchify(model, 0.5, **OPTIONS)
-    assert model.rows == []
-    assert 'data="model"' in str(pc.sketch_report(small)).splitlines()[0]
+    report = pc.sketch_report(pc.sketchify(model, 0.5, **OPTIONS))
+    assert model.rows == []  # a copy ran
+    assert "on made-up inputs (tokens at random)" in str(report).splitlines()[0]
+    assert "calibrated" not in str(report)
 
 
 def test_the_fit_that_nobody_asked_for_is_taken_only_if_it_is_closer(monkeypatch):
@@ -303,14 +319,6 @@ def test_what_was_not_compared_is_warned_of():
     with pytest.warns(SketchQualityWarning, match=r"nothing says how close the sketch is.*give data"):
         small = pc.sketchify(Two(), 0.5, **OPTIONS)
     assert pc.sketch_report(small).closeness.grade == ""
-
-
-def test_a_model_too_large_to_be_fitted_unasked_is_compared(monkeypatch):
-    monkeypatch.setattr(inputs, "SMALLEST", 1_000)
-    monkeypatch.setattr(inputs, "LARGEST", 10_000)
-    report = pc.sketch_report(pc.sketchify(chain()[0].eval(), 0.5, **OPTIONS))
-    assert report.closeness.inputs.startswith("made-up inputs (tokens at random)")
-    assert "calibrated" not in str(report)
 
 
 def test_option_is_checked():

@@ -1,9 +1,11 @@
 """Every model of the zoo, sketched on a GPU: fitted to what it is fitted to on the CPU, and as close."""
 
 import pytest
-from zoo import ZOO, names
+import torch
+from zoo import VOCAB, ZOO, names
 
 import panther_compile as pc
+from panther_compile.calibration import inputs
 from panther_compile.errors import DataError
 
 pytestmark = pytest.mark.gpu
@@ -33,3 +35,13 @@ def test_sketched_there_as_on_the_cpu(name, made_up):
     else:
         assert here.inputs == there.inputs
         assert there.distance == pytest.approx(here.distance, rel=0.3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"), [("llama", "texts that the model sampled"), ("bert", "texts spliced of parts")]
+)
+def test_texts_beside_data_are_made_up_there(name, texts, monkeypatch):
+    monkeypatch.setattr(inputs, "SMALLEST", 1)
+    batches = [{"input_ids": ids} for ids in torch.randint(4, VOCAB, (6, 8, 32))]
+    closeness = sketched(name, DEVICE, batches)
+    assert texts in closeness.inputs

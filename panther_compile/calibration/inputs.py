@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.unlike import MADE_UP_UNLIKE, UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
+from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
@@ -92,11 +92,7 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     if not asked and not config.synthetic:
         return Inputs(None, (), "no data was given, and synthetic=False")
     numbers = _numbers(found)
-    if not asked and numbers < SMALLEST:
-        return Inputs(
-            None, (), f'no data was given; data="model" makes inputs up, as from {SMALLEST:,} numbers on'
-        )
-    fits = asked or numbers <= LARGEST
+    fits = asked or SMALLEST <= numbers <= LARGEST
     batches = _FIT + _JUDGE if fits else _JUDGE
     try:
         made = make_inputs(model, batches, seed=config.seed, sample=fits, progress=not hides_progress(config))
@@ -126,10 +122,10 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
 def with_texts_beside(
     model: nn.Module, found: Found, calls: Sequence[Call], config: SketchConfig
 ) -> tuple[list[Call], str]:
-    """Data, and in between texts that are made up, of a model that reads texts; in words, how many.
+    """Data, and in between texts that are made up, of a model that reads texts; in words, what they are.
 
     Data shows what a model is asked for, such texts what else it can do: fitted to the one alone, layers
-    forget the other. See `models.synthetic.texts_beside`.
+    forget the other. See `models.synthetic.texts_beside`. Where they cannot be made up, the words say why.
 
     Args:
         model: the dense model; is not changed.
@@ -145,8 +141,8 @@ def with_texts_beside(
         texts = texts_beside(
             model, calls, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_progress(config)
         )
-    except (DataError, ConfigTypeError):  # of a model whose inputs are not known, data is all there is
-        return list(calls), ""
+    except (DataError, ConfigTypeError) as error:
+        return list(calls), f", no texts beside: {first_line(error)}"
     if texts is None:
         return list(calls), ""
     parts = divided(copy_sharing(model, {}), calls, LEAST)

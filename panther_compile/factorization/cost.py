@@ -191,7 +191,7 @@ def finest_step(candidate: Candidate, device: Device | None = None) -> int:
     """The multiple to which ranks are rounded where `rank_step` would miss the budget."""
     if device is not CUDA or candidate.max_rank < 4 * TILE:
         return 1
-    return TILE if candidate.max_rank >= 16 * TILE else TILE // 4  # of small layers launching takes the time
+    return TILE if candidate.max_rank >= 8 * TILE else TILE // 4  # of small layers launching takes the time
 
 
 def _product(inputs: int, outputs: int, taps: int, groups: int, entering: int, leaving: int) -> Product:

@@ -101,7 +101,8 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
         model: runs in eval mode in a copy that shares its parameters; is not changed.
         batches: how many, of 8 inputs each, of 32 texts of words, or of up to 32 sounds.
         seed: of what is drawn.
-        sample: whether a language model may sample texts, a call for each token; else tokens are drawn.
+        sample: whether inputs are to be like what the model is used for, which takes many calls of it: texts
+            sampled token by token, words, images that give its statistics. Else tokens and images are drawn.
         progress: whether to show a bar.
 
     Raises:
@@ -123,7 +124,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
     if texts is not None:
         return replace(texts, what=f"made-up inputs ({texts.what})")
     what, telling = f"made-up inputs ({form.kind} at random)", False
-    if form.kind == "images":
+    if form.kind == "images" and sample:
         many, matched = match_batch_norms(quiet, form.call, many)
         many = matched_images(quiet, form.call, many, seed=seed, progress=progress)
         statistics = " that give the statistics of its batch norms" if matched else ""
@@ -266,7 +267,7 @@ def _refusal(model: nn.Module, call: Call) -> str | None:
         brief = str(error).strip().splitlines()
         return f"{type(error).__name__}: {brief[0] if brief else ''}"[:120]
     tensors = [tensor for _, tensor in named_tensors(result)]
-    finite = bool(tensors) and any(bool(tensor.isfinite().any()) for tensor in tensors)
+    finite = any(not tensor.is_meta and bool(tensor.isfinite().any()) for tensor in tensors)
     return None if finite else "its result holds no finite number"
 
 

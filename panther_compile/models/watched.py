@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from panther_compile.errors import ConfigTypeError
 from panther_compile.models.substitute import copied, held_tensors
 
 OnInput = Callable[[str, Tensor], None]
@@ -87,10 +89,15 @@ def copy_sharing(
         own_buffers: whether buffers are copied, so that a model that counts its calls does so in the copy.
 
     Raises:
-        ConfigTypeError: the model cannot be copied.
+        ConfigTypeError: the model cannot be copied, or a run would change it: it has lazy layers.
     """
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in held_tensors(model)):
+        raise ConfigTypeError(
+            f"{type(model).__name__} has lazy layers, whose sizes a run of its copy would decide: run one "
+            "batch through the model first"
+        )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in held_tensors(model)}
     memo |= {id(old): replacement for old, replacement in new.items()}
     if own_buffers:
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    return copied(lambda given: copy.deepcopy(given, memo), model, ", which data= needs").eval()
+    return copied(lambda given: copy.deepcopy(given, memo).eval(), model, ", which data= needs")

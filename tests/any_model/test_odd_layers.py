@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import panther_compile as pc
+from panther_compile.errors import ConfigTypeError
 
 
 class PlainSubclass(nn.Linear):
@@ -240,4 +241,7 @@ def test_lazy_model_still_materializes_after_sketching():
     small = sketch(model)
     assert small(torch.randn(2, 7)).shape == (2, 48)
     assert small[0].in_features == 7
+    assert isinstance(model[0].weight, nn.parameter.UninitializedParameter)
+    with pytest.raises(ConfigTypeError, match=r"lazy layers.*run one batch through the model first"):
+        sketch(model, data=[torch.randn(2, 7)] * 4)
     assert isinstance(model[0].weight, nn.parameter.UninitializedParameter)
