@@ -73,9 +73,11 @@ build/gpu:
 	@mkdir -p build/gpu/panther_compile
 	@ln -s "$(CURDIR)"/panther_compile/* "$(CURDIR)/passes" "$(CURDIR)/kernels" build/gpu/panther_compile
 
+GPU_WORKERS = $(shell $(PYTHON) -c "import xdist; print('-n 8')" 2>/dev/null)
+
 gpu-test: build/gpu
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q $$($(PYTHON) -c "import xdist; print('-n 8')" 2>/dev/null) tests/kernels
-	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q -m gpu --ignore tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q $(GPU_WORKERS) tests/kernels
+	@PYTHONPATH="$(CURDIR)/build/gpu" $(PYTHON) -P -m pytest -q $(GPU_WORKERS) -m gpu --ignore tests/kernels
 
 gpu-bench: build/gpu
 	@PYTHONPATH="$(CURDIR)/build/gpu" PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/kernels.py $(ARGS)
