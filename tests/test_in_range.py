@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from panther_compile.models.in_range import InRange
 
@@ -35,3 +36,10 @@ def test_what_is_allowed():
         assert torch.equal(TABLE[None, torch.tensor([1])], TABLE[None, 1:2])
         assert TABLE[torch.tensor([], dtype=torch.long)].shape == (0, 3)
         assert torch.tensor(2.0).gather(0, torch.tensor(0)) == 2
+
+
+def test_operators_of_higher_order_run():
+    q = torch.randn(1, 2, 16, 8)
+    with torch.no_grad(), InRange():
+        found = flex_attention(q, q, q)
+    torch.testing.assert_close(found, nn.functional.scaled_dot_product_attention(q, q, q))

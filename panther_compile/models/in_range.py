@@ -9,35 +9,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-_ATEN = torch.ops.aten
-_TABLES = (_ATEN.embedding, _ATEN._embedding_bag, _ATEN._embedding_bag_forward_only)
-_ALONG = (_ATEN.gather, _ATEN.index_select, _ATEN.scatter, _ATEN.scatter_add, _ATEN.index_add)
+# By function: where its index is among the arguments, and where what is indexed.
+_TABLES = {
+    F.embedding: (0, "input", 1, "weight"),
+    F.embedding_bag: (0, "input", 1, "weight"),
+    torch.embedding: (1, "indices", 0, "weight"),
+}
+_ALONG = {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("gather", "index_select", "scatter", "scatter_add", "index_add")
+} | {Tensor.scatter_, Tensor.scatter_add_, Tensor.index_add_}
 
 
-class InRange(TorchDispatchMode):
-    """Where an operator looks up what a tensor does not have, IndexError is raised in its place."""
+class InRange(TorchFunctionMode):
+    """Where a function of torch looks up what a tensor does not have, IndexError is raised in its place."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Look, then run the operator."""
-        for index, least, size in _lookups(func.overloadpacket, args):
-            if index.numel() and not index.is_meta:
-                low, high = (int(one) for one in index.aminmax())
-                if low < least or high >= size:
-                    raise IndexError(f"{func} looks up {low} to {high} of {size}")
-        return func(*args, **(kwargs or {}))
+        """Look, then run the function."""
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            for index, least, size in _lookups(func, args, kwargs):
+                _check(func, index, least, size)
+        return func(*args, **kwargs)
 
 
-def _lookups(operator: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, int, int]]:
+def _check(func: Any, index: Any, least: int, size: int) -> None:
+    if isinstance(index, Tensor) and index.numel() and not index.is_meta:
+        low, high = (int(one) for one in index.aminmax())
+        if low < least or high >= size:
+            raise IndexError(f"{func.__name__} looks up {low} to {high} of {size}")
+
+
+def _lookups(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, int, int]]:
     """Indices, the least that is allowed, and the size of what is indexed."""
-    if operator in _TABLES:
-        yield args[1], 0, args[0].shape[0]
-    elif operator in _ALONG and args[0].dim():
-        yield args[2], 0, args[0].shape[args[1]]
-    elif operator is _ATEN.index:
-        for index, size in zip(args[1], args[0].shape, strict=False):
-            if index is not None and index.dtype is not torch.bool:
-                yield index, -size, size
+
+    def given(place: int, name: str) -> Any:
+        return args[place] if place < len(args) else kwargs[name]
+
+    if func in _TABLES:
+        place, name, of_table, table = _TABLES[func]
+        yield given(place, name), 0, given(of_table, table).shape[0]
+    elif func in _ALONG and given(0, "input").dim():
+        yield given(2, "index"), 0, given(0, "input").shape[given(1, "dim")]
+    elif func is Tensor.__getitem__:
+        table, index = args
+        dim = 0
+        for one in index if isinstance(index, tuple) else (index,):
+            if one is Ellipsis:
+                return  # what is behind it is counted from the other end
+            if isinstance(one, Tensor) and one.dtype not in (torch.bool, torch.uint8):
+                yield one, -table.shape[dim], table.shape[dim]
+            if one is not None:
+                dim += one.dim() if isinstance(one, Tensor) and one.dtype is torch.bool else 1
