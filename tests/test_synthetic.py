@@ -307,6 +307,23 @@ def test_inputs_are_made_up_where_the_model_is():
     assert {call.args[0].device.type for call in made(There()).calls} == {"meta"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["whisper", "wav2vec2", "convnext", "clip"])
+def test_inputs_are_of_the_type_of_the_model(name, dtype):
+    model = ZOO[name].build().to(dtype)
+    (call,) = made(model, 1, sample=False).calls
+    floats = [x for x in call.kwargs.values() if torch.is_tensor(x)]
+    assert {x.dtype for x in floats if x.is_floating_point()} == {dtype}
+
+
+def test_images_of_a_half_type_give_the_statistics_of_its_batch_norms():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    nn.init.normal_(model[1].running_mean)
+    found = made(model.bfloat16(), 1)
+    assert "statistics of its batch norms" in found.what
+    assert found.calls[0].args[0].dtype == torch.bfloat16
+
+
 def test_what_was_not_compared_is_warned_of():
     class Two(nn.Module):
         def __init__(self):

@@ -288,10 +288,12 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
     """Input forms of a Hugging Face model."""
     config: Any = model.config
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    dtype = _dtype_of(model)
 
     def with_others(value: Tensor, others: Mapping[str, Callable[[int], Tensor]]) -> Call:
-        extra = {name: make(len(value)).to(value.device) for name, make in others.items()}
-        return Call((), {main: value, **extra} | _no_cache(parameters))
+        given = {main: value} | {name: make(len(value)).to(value.device) for name, make in others.items()}
+        cast = {name: _as_floats(one, dtype) for name, one in given.items()}
+        return Call((), cast | _no_cache(parameters))
 
     others: dict[str, Callable[[int], Tensor]] = {}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
@@ -346,18 +348,18 @@ def _first_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
     """What a model may take whose first layer is this one."""
+    dtype = _dtype_of(layer)
 
     def call(value: Tensor) -> Call:
-        return Call((value,), {})
+        return Call((_as_floats(value, dtype),), {})
 
-    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
     if isinstance(layer, nn.Embedding):
         for length in _lengths(model, layer):
             yield _Form("tokens", _tokens(layer.num_embeddings, length), call)
             yield _Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif isinstance(layer, nn.Conv2d):
         for size in _SIZES:
-            yield _Form("images", _images(layer.in_channels, size, dtype), call)
+            yield _Form("images", _images(layer.in_channels, size), call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
@@ -368,12 +370,21 @@ def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
             else:
                 yield _Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
     elif isinstance(layer, nn.Linear):
-        yield _Form("vectors", _vectors(dtype, layer.in_features), call)
-        yield _Form("vectors", _vectors(dtype, _STEPS, layer.in_features), call)
+        yield _Form("vectors", _vectors(layer.in_features), call)
+        yield _Form("vectors", _vectors(_STEPS, layer.in_features), call)
     elif isinstance(layer, nn.RNNBase):
-        yield _Form("vectors", _vectors(dtype, _STEPS, layer.input_size), call)
+        yield _Form("vectors", _vectors(_STEPS, layer.input_size), call)
     elif isinstance(layer, nn.MultiheadAttention):
-        yield _Form("vectors", _vectors(dtype, _STEPS, layer.embed_dim), call)
+        yield _Form("vectors", _vectors(_STEPS, layer.embed_dim), call)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+
+
+def _as_floats(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a type, if it holds no integers."""
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _features(ids: Tensor) -> Call:
@@ -393,8 +404,8 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, Generator], Tensor]:
     return lambda count, drawn: torch.randint(0, vocabulary, (count, length), generator=drawn)
 
 
-def _images(channels: int, size: int, dtype: torch.dtype) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: natural_images(count, channels, size, drawn).to(dtype)
+def _images(channels: int, size: int) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: natural_images(count, channels, size, drawn)
 
 
 def _sounds(call: Callable[[Tensor], Call], *shape: int) -> _Form:
@@ -412,5 +423,5 @@ def _features_of_sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
     return lambda count, drawn: pink_noise((count, *shape), drawn)
 
 
-def _vectors(dtype: torch.dtype, *shape: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: torch.randn(count, *shape, generator=drawn).to(dtype)
+def _vectors(*shape: int) -> Callable[[int, Generator], Tensor]:
+    return lambda count, drawn: torch.randn(count, *shape, generator=drawn)
