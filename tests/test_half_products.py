@@ -1,5 +1,7 @@
 """Products of half types in float32: the same numbers to one rounding."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,24 @@ def test_one_rounding_from_float64(name, kind, without_products, monkeypatch):
         if name in ("bmm", "baddbmm"):  # torch adds the three gradients in half types
             close = {"rtol": 4 * torch.finfo(kind).eps, "atol": 1.0}
         assert_close(found.grad.double(), true.grad, **close)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolutions_are_one_rounding_from_float64(kind, bias, without_products):
+    torch.manual_seed(0)
+    half = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, bias=bias).to(kind)
+    exact = copy.deepcopy(half).double()
+    x = torch.randn(2, 4, 9, 9).to(kind)
+    with half_products.half_products(half):
+        out = half(x)
+        out.square().sum().backward()
+    wanted = exact(x.double())
+    (2 * out.detach().double() * wanted).sum().backward()
+    assert out.dtype == kind
+    assert_close(out.double(), wanted, rtol=torch.finfo(kind).eps, atol=torch.finfo(kind).eps)
+    for found, true in zip(half.parameters(), exact.parameters(), strict=True):
+        assert_close(found.grad.double(), true.grad, rtol=4 * torch.finfo(kind).eps, atol=0.05)
 
 
 def test_no_other_model_is_touched(without_products):

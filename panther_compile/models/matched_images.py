@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 
 from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
 from panther_compile.models.batches import Call
+from panther_compile.models.half_products import half_products
 from panther_compile.reporting.progress import ProgressBar
 
 _TOGETHER = 16  # images whose statistics are taken as one
@@ -46,7 +47,7 @@ def matched_images(
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
     for step in ProgressBar(steps, desc="images", disable=not progress, leave=False):
         some = [pixels[place] for place in step.tolist()]
-        with torch.enable_grad():
+        with torch.enable_grad(), half_products(model):
             shown = torch.stack(some).to(images.dtype)
             gradients = gradients_of(misfit(model, call(shown), norms), some)
         if gradients is None:
