@@ -233,11 +233,10 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     assert said.startswith(", no texts beside: inputs of Marked cannot be made up")
 
 
-@pytest.mark.parametrize("bound", [None, "LARGEST"])
-def test_models_of_other_sizes_are_left_to_their_weights_and_compared(monkeypatch, bound):
-    if bound:
-        monkeypatch.setattr(inputs, "SMALLEST", 1_000)
-        monkeypatch.setattr(inputs, bound, 10_000)
+@pytest.mark.parametrize(("smallest", "largest"), [(100_000, 1_000_000), (1_000, 10_000)])
+def test_models_of_other_sizes_are_left_to_their_weights_and_compared(monkeypatch, smallest, largest):
+    monkeypatch.setattr(inputs, "SMALLEST", smallest)
+    monkeypatch.setattr(inputs, "LARGEST", largest)
     model, _ = chain()
     report = pc.sketch_report(pc.sketchify(model, 0.5, **OPTIONS))
     assert model.rows == []  # a copy ran
@@ -274,15 +273,18 @@ def test_layers_of_image_models_are_fitted_to_images_with_batch_norms_or_without
         assert not made(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), 1).telling
 
 
+class Two(nn.Module):
+    """Takes two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x, y):
+        return self.b(self.a(x) + y)
+
+
 def test_what_cannot_be_made_up_is_said():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 32)
-
-        def forward(self, x, y):
-            return self.b(self.a(x) + y)
-
     with pytest.raises(DataError, match=r"Two cannot be made up: what its forward takes is not known"):
         pc.sketchify(Two(), 0.5, data="model", **OPTIONS)
 
@@ -325,14 +327,6 @@ def test_images_of_a_half_type_give_the_statistics_of_its_batch_norms():
 
 
 def test_what_was_not_compared_is_warned_of():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(512, 512), nn.Linear(512, 32)
-
-        def forward(self, x, y):
-            return self.b(self.a(x) + y)
-
     with pytest.warns(SketchQualityWarning, match=r"nothing says how close the sketch is.*give data"):
         small = pc.sketchify(Two(), 0.5, **OPTIONS)
     assert pc.sketch_report(small).closeness.grade == ""

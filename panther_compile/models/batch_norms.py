@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batches import Call
+from panther_compile.models.half_products import half_products
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d
 
@@ -61,9 +62,10 @@ def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
     return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
 
 
-def gradients_of(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The gradient of a loss for each tensor; None if one does not arrive or is not finite."""
+def gradients_of(model: nn.Module, loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The gradient of a model's loss for each tensor; None if one does not arrive or is not finite."""
     if not loss.requires_grad:
         return None
-    found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    with half_products(model):
+        found = torch.autograd.grad(loss, tensors, allow_unused=True)
     return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found

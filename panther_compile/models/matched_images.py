@@ -14,7 +14,6 @@ from torch import Generator, Tensor, nn
 
 from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
 from panther_compile.models.batches import Call
-from panther_compile.models.half_products import half_products
 from panther_compile.reporting.progress import ProgressBar
 
 _TOGETHER = 16  # images whose statistics are taken as one
@@ -47,9 +46,9 @@ def matched_images(
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
     for step in ProgressBar(steps, desc="images", disable=not progress, leave=False):
         some = [pixels[place] for place in step.tolist()]
-        with torch.enable_grad(), half_products(model):
+        with torch.enable_grad():
             shown = torch.stack(some).to(images.dtype)
-            gradients = gradients_of(misfit(model, call(shown), norms), some)
+            gradients = gradients_of(model, misfit(model, call(shown), norms), some)
         if gradients is None:
             return images
         for one, gradient in zip(some, gradients, strict=True):

@@ -12,7 +12,6 @@ from torch import Generator, Tensor, nn
 
 from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
 from panther_compile.models.batches import Call
-from panther_compile.models.half_products import half_products
 
 _LEAVES = 150
 _CHROMA = 0.4  # of the deviation of colours, beside the brightness
@@ -63,9 +62,9 @@ def match_batch_norms(
     scale = torch.zeros(each, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([shift, scale], _RATE)
     for _ in range(_STEPS):
-        with torch.enable_grad(), half_products(model):
+        with torch.enable_grad():
             tuned = (some * scale.exp() + shift).to(images.dtype)
-            gradients = gradients_of(misfit(model, call(tuned), norms), [shift, scale])
+            gradients = gradients_of(model, misfit(model, call(tuned), norms), [shift, scale])
         if gradients is None:
             return images, False
         shift.grad, scale.grad = gradients

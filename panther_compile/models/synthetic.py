@@ -27,7 +27,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from panther_compile.errors import DataError
+from panther_compile.errors import DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.in_range import InRange
 from panther_compile.models.matched_images import matched_images
@@ -264,8 +264,7 @@ def _refusal(model: nn.Module, call: Call) -> str | None:
             result = call.run(model)
     # The model's own code decides what it takes, and may raise anything; what it says is passed on.
     except Exception as error:
-        brief = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {brief[0] if brief else ''}"[:120]
+        return f"{type(error).__name__}: {first_line(error)}"[:120]
     tensors = [tensor for _, tensor in named_tensors(result)]
     finite = any(not tensor.is_meta and bool(tensor.isfinite().any()) for tensor in tensors)
     return None if finite else "its result holds no finite number"

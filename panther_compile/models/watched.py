@@ -91,12 +91,13 @@ def copy_sharing(
     Raises:
         ConfigTypeError: the model cannot be copied, or a run would change it: it has lazy layers.
     """
-    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in held_tensors(model)):
+    held = list(held_tensors(model))
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in held):
         raise ConfigTypeError(
             f"{type(model).__name__} has lazy layers, whose sizes a run of its copy would decide: run one "
             "batch through the model first"
         )
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in held_tensors(model)}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
     memo |= {id(old): replacement for old, replacement in new.items()}
     if own_buffers:
         memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
