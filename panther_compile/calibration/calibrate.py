@@ -28,7 +28,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.kinds.targets import Target, find_targets, watch
-from panther_compile.models.batches import Call, kept_positions, learnt_of, spread_out
+from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
 from panther_compile.names import stack_name
@@ -77,8 +77,7 @@ def study_model(
     folder = study = None
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        study = folder.study(device, shelf)
+        study = folder.study(device_of(model) or torch.device("cpu"), shelf)
     repeated = check_batches(watch(model, targets), targets, calls)
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)

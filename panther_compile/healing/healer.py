@@ -24,7 +24,7 @@ from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
 from panther_compile.layers.base import outermost
-from panther_compile.models.batches import Data, record_calls
+from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed
@@ -298,11 +298,9 @@ def _check_pair(small: object, teacher: object) -> None:
         raise NoTargetError(f"{type(small).__name__} holds no sketched layer: call sketchify first")
     if small is teacher:
         raise TeacherMismatchError("small and teacher are the same model, wanted the dense one as teacher")
-    devices = [next((p.device for p in model.parameters()), None) for model in (small, teacher)]
-    if devices[0] != devices[1]:
-        raise TeacherMismatchError(
-            f"small is on {devices[0]}, the teacher on {devices[1]}, wanted one device"
-        )
+    ours, its = device_of(small), device_of(teacher)
+    if ours != its:
+        raise TeacherMismatchError(f"small is on {ours}, the teacher on {its}, wanted one device")
     inside = tuple(f"{name}." for name, module in small.named_modules() if module in sketched)
     theirs = {name: p.shape for name, p in teacher.named_parameters(remove_duplicate=False)}
     for name, parameter in small.named_parameters(remove_duplicate=False):

@@ -155,7 +155,7 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
         DataError: there is no batch; or a call is given a cache; or reading failed half-way, and the error's
             `calls` hold what was read before, which can be given as data in turn.
     """
-    device = _device(model)
+    device = device_of(model)
     calls: list[Call] = []
     try:
         source = _loop_calls(model, data) if _is_loop(data) else _batches(model, data)
@@ -274,7 +274,8 @@ def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
     return named
 
 
-def _device(model: nn.Module) -> torch.device | None:
+def device_of(model: nn.Module) -> torch.device | None:
+    """Where the tensors of a model are, by the first of them; None if it has none."""
     tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
     return None if tensor is None else tensor.device
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, device_of
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.reporting.progress import ProgressBar
 
@@ -49,7 +49,7 @@ def own_texts(
         seed: of what is drawn.
         progress: whether to show a bar.
     """
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    device = device_of(model) or torch.device("cpu")
     length = starts.shape[1]
     texts: list[Tensor] = []
     chunks = starts.to(device).split(_CHUNK)
@@ -116,7 +116,7 @@ def _runs(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> bool
 
 def _logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Tensor | None:
     """The tensor called "logits", else the first one, if it has three dimensions."""
-    device = next((tensor.device for tensor in model.parameters()), ids.device)
+    device = device_of(model) or ids.device
     with torch.no_grad():
         found = list(named_tensors(call(ids.to(device)).run(model)))
     tensors = dict(reversed(found))

@@ -28,7 +28,7 @@ from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import DataError, first_line
-from panther_compile.models.batches import Call, interleaved
+from panther_compile.models.batches import Call, device_of, interleaved
 from panther_compile.models.in_range import InRange
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms, natural_images
@@ -216,7 +216,7 @@ def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
 
 def _calls(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
     """Calls with these inputs, where the model is."""
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    device = device_of(model) or torch.device("cpu")
     return tuple(form.call(one.to(device)) for one in batches)
 
 

@@ -22,7 +22,7 @@ from panther_compile.kinds.parts import empty_sketch, unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.targets import watch_layers
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
-from panther_compile.models.batches import Call, record_calls
+from panther_compile.models.batches import Call, device_of, record_calls
 from panther_compile.models.stopwatch import seconds_of
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.coupled import SCHEME
@@ -81,7 +81,7 @@ def side_by_side(dense: nn.Module, sketched: nn.Module, x: Tensor) -> tuple[floa
 
 def by_turns(dense: nn.Module, sketched: nn.Module, call: Call) -> WholeTimes:
     """Seconds of single calls of each, without gradients, timed as `side_by_side` does it."""
-    device = next((tensor.device for tensor in dense.parameters()), torch.device("cpu"))
+    device = device_of(dense) or torch.device("cpu")
     runs = [functools.partial(call.run, model) for model in (dense, sketched)]
     seconds: tuple[list[float], list[float]] = ([], [])
     with torch.no_grad():
