@@ -130,6 +130,42 @@ def test_every_kind_of_model_is_given_something_it_runs_on(name):
         assert found.calls[0].run(model) is not None
 
 
+def test_spectrograms_of_either_order_are_made_up():
+    from transformers import ASTConfig, ASTModel, Wav2Vec2BertConfig, Wav2Vec2BertModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    models = (
+        ASTModel(ASTConfig(max_length=64, num_mel_bins=32, **small)),
+        Wav2Vec2BertModel(Wav2Vec2BertConfig(output_hidden_size=32, **small)),
+    )
+    shapes = [tuple(given(made(model.eval(), 1, sample=False).calls[0]).shape) for model in models]
+    assert shapes == [(8, 64, 32), (8, 256, 160)]
+
+
+def test_a_configuration_may_keep_the_vocabulary_of_its_decoder_elsewhere():
+    from transformers import DiaConfig, DiaModel
+
+    layers = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    encoder = {**layers, "num_key_value_heads": 2, "head_dim": 16}
+    decoder = {**encoder, "cross_hidden_size": 32, "cross_num_attention_heads": 2, "cross_head_dim": 16}
+    model = DiaModel(DiaConfig(encoder_config=encoder, decoder_config=decoder)).eval()
+    with pytest.raises(DataError, match="DiaModel cannot be made up: it ran on none that were tried"):
+        made(model, 1, sample=False)  # of several codes for each place
+
+
+@pytest.mark.parametrize(("side", "said"), [(256, None), (240, 240)])
+def test_images_may_be_of_one_size_alone(side, said):
+    class Fixed(nn.Sequential):
+        pretrained_cfg = {"input_size": (3, said, said)} if said else None  # as timm's models have it
+
+        def forward(self, x):
+            assert x.shape[-1] == side
+            return super().forward(x)
+
+    model = Fixed(nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(8, 8, 3)).eval()
+    assert given(made(model, 1, sample=False).calls[0]).shape == (8, 3, side, side)
+
+
 def test_images_are_of_natural_spectra():
     images = natural_images(32, 3, 64, torch.Generator().manual_seed(0))
     assert images.shape == (32, 3, 64, 64)

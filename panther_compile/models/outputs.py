@@ -12,6 +12,7 @@ from panther_compile.models.rows import kept_rows
 
 LOGITS = "logits"
 _LOSS = "loss"
+_AT_ONCE = 1 << 22  # numbers of a result
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -52,18 +53,29 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
         if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
             total += 1.0
             continue
+        rows = kept_rows(wanted, kept), kept_rows(found, kept)
         as_logits = name == LOGITS if logits is None else logits
-        hidden = ~wanted.isfinite()  # as logits of tokens that are not to be, or the loss of no label
-        fill = torch.finfo(torch.float32).min if as_logits else 0.0
-        wanted, found = (one.float().masked_fill(hidden, fill) for one in (wanted, found))
-        wanted_rows, found_rows = kept_rows(wanted, kept), kept_rows(found, kept)
-        if as_logits:
-            total += float(
-                F.kl_div(
-                    found_rows.log_softmax(-1), wanted_rows.log_softmax(-1), log_target=True, reduction="sum"
-                )
-            ) / max(1, len(wanted_rows))
-        else:
-            size = float(torch.linalg.vector_norm(wanted_rows)) or 1.0
-            total += (float(torch.linalg.vector_norm(found_rows - wanted_rows)) / size) ** 2
+        total += _divergence(*rows) if as_logits else _relative(*rows)
     return total
+
+
+def _divergence(wanted: Tensor, found: Tensor) -> float:
+    """The mean divergence of rows, a few at once: those of a large vocabulary are larger than all else."""
+    few, total = max(1, _AT_ONCE // wanted.shape[-1]), 0.0
+    for one, other in zip(wanted.split(few), found.split(few), strict=True):
+        target, guess = (x.log_softmax(-1) for x in _shown(one, other, torch.finfo(torch.float32).min))
+        total += float(F.kl_div(guess, target, log_target=True, reduction="sum"))
+    return total / max(1, len(wanted))
+
+
+def _relative(wanted: Tensor, found: Tensor) -> float:
+    """The squared distance of rows over their squared size."""
+    wanted, found = _shown(wanted, found, 0.0)
+    size = float(torch.linalg.vector_norm(wanted)) or 1.0
+    return (float(torch.linalg.vector_norm(found - wanted)) / size) ** 2
+
+
+def _shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """Both in float32, filled where the first is not finite, as logits of tokens that are not to be."""
+    hidden = ~wanted.isfinite()
+    return wanted.float().masked_fill(hidden, fill), found.float().masked_fill(hidden, fill)

@@ -16,9 +16,8 @@ Texts that the model sampled or of words, and images, are near enough to what th
 layers to; the other kinds show whether two models differ, and are no good for that.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 from panther_compile.errors import DataError, first_line
 from panther_compile.models.batches import Call, device_of, interleaved
 from panther_compile.models.in_range import InRange
+from panther_compile.models.input_forms import BATCH, Form, forms_of
 from panther_compile.models.matched_images import matched_images
-from panther_compile.models.natural import match_batch_norms, natural_images
+from panther_compile.models.natural import match_batch_norms
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import own_texts, text_logits
-from panther_compile.models.sounds import natural_sounds, pink_noise
 from panther_compile.models.spliced import spliced
 from panther_compile.models.watched import copy_sharing
 from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
@@ -42,20 +41,11 @@ from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_
 MODEL = "model"
 """Given as data: inputs that are made up."""
 
-_BATCH = 8
 _TEXTS = 32  # of a batch, where they cost nothing
 MOST_SPLICED = 20_480  # tokens of texts that are spliced
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
-_LENGTHS = (128, 64, 32, 16, 8, 4)
-_SIZES = (32, 64, 128, 224, 28, 8, 16, 299)
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
-_SAMPLES = 16000, 4000, 1024, 1000, 256
-_FRAMES, _MOST_SOUNDS = 32 * 1024, 32  # samples and sounds of a batch
-_MOST_CHANNELS = 2  # of a sound; more are features of one
-_STEPS = 16  # of a sequence of vectors
-_LAYERS = 3  # the first kinds of layers that are tried
-_POSITIONS = 1024  # a longer table is none of positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +61,6 @@ class Synthetic:
     calls: tuple[Call, ...]
     what: str
     telling: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What an input may look like.
-
-    Attributes:
-        kind: "tokens", "images", "sounds" or "vectors".
-        make: a number of inputs.
-        call: the model's call with them.
-        alone: whether the model is given nothing else.
-        batch: how many are in a batch.
-        natural: whether they are like what a model of such inputs is used for.
-    """
-
-    kind: str
-    make: Callable[[int, Generator], Tensor]
-    call: Callable[[Tensor], Call]
-    alone: bool = True
-    batch: int = _BATCH
-    natural: bool = False
 
 
 def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool) -> Synthetic:
@@ -162,15 +131,15 @@ def texts_beside(
     few = form.make(2, generator)
     length = few[0].numel()
     if _is_of_texts(quiet, form, few):
-        starts = form.make(math.ceil(tokens / length / _BATCH) * _BATCH, generator)
+        starts = form.make(math.ceil(tokens / length / BATCH) * BATCH, generator)
         return _own_texts(quiet, form, starts, seed, progress)
     if form.kind != "tokens":
         return None
     parts = [_spliced_texts(calls)]
     vocabulary = _vocabulary_of(quiet, form, MOST_WORDS_BESIDE)
     if vocabulary is not None:
-        count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / _BATCH)
-        parts.append(_word_texts(quiet, form, vocabulary.batches(count, _BATCH, length, generator)))
+        count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / BATCH)
+        parts.append(_word_texts(quiet, form, vocabulary.batches(count, BATCH, length, generator)))
     parts = [one for one in parts if one.calls]
     if not parts:
         return None
@@ -179,10 +148,10 @@ def texts_beside(
     )
 
 
-def _own_texts(model: nn.Module, form: _Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
+def _own_texts(model: nn.Module, form: Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
     texts = own_texts(model, form.call, starts, seed=seed, progress=progress)
     return Synthetic(
-        _calls(model, form, texts.split(_BATCH)), f"{len(texts)} texts that the model sampled", True
+        _calls(model, form, texts.split(BATCH)), f"{len(texts)} texts that the model sampled", True
     )
 
 
@@ -196,12 +165,12 @@ def _spliced_texts(calls: Sequence[Call]) -> Synthetic:
     return Synthetic(found, f"{count} texts spliced of parts of them", True)
 
 
-def _word_texts(model: nn.Module, form: _Form, texts: Sequence[Tensor]) -> Synthetic:
+def _word_texts(model: nn.Module, form: Form, texts: Sequence[Tensor]) -> Synthetic:
     """Batches of them."""
     return Synthetic(_calls(model, form, texts), f"{sum(map(len, texts))} texts of words at random", True)
 
 
-def _vocabulary_of(model: nn.Module, form: _Form, most: float = math.inf) -> Vocabulary | None:
+def _vocabulary_of(model: nn.Module, form: Form, most: float = math.inf) -> Vocabulary | None:
     """The words that a model reads; None where it reads none, or they are not known, or are too many."""
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
     if form.kind != "tokens" or not form.alone or embedding is None or embedding.num_embeddings > most:
@@ -209,21 +178,21 @@ def _vocabulary_of(model: nn.Module, form: _Form, most: float = math.inf) -> Voc
     return find_vocabulary(model, embedding.weight)
 
 
-def _is_of_texts(model: nn.Module, form: _Form, many: Tensor) -> bool:
+def _is_of_texts(model: nn.Module, form: Form, many: Tensor) -> bool:
     """Whether the model is a causal language model, which can go on with tokens."""
     return form.kind == "tokens" and text_logits(model, form.call, many[:2]) is not None
 
 
-def _calls(model: nn.Module, form: _Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
+def _calls(model: nn.Module, form: Form, batches: Iterable[Tensor]) -> tuple[Call, ...]:
     """Calls with these inputs, where the model is."""
     device = device_of(model) or torch.device("cpu")
     return tuple(form.call(one.to(device)) for one in batches)
 
 
-def _form_of(model: nn.Module, generator: Generator) -> _Form:
+def _form_of(model: nn.Module, generator: Generator) -> Form:
     """The first form that the model runs on; images that are too small to tell only if no others are."""
     said, small = "", None
-    for form in _forms(model):
+    for form in forms_of(model):
         with _SmallestMap(model) as smallest:
             (call,) = _calls(model, form, [form.make(2, generator)])
             refusal = _refusal(model, call)
@@ -268,159 +237,3 @@ def _refusal(model: nn.Module, call: Call) -> str | None:
     tensors = [tensor for _, tensor in named_tensors(result)]
     finite = any(not tensor.is_meta and bool(tensor.isfinite().any()) for tensor in tensors)
     return None if finite else "its result holds no finite number"
-
-
-def _forms(model: nn.Module) -> Iterator[_Form]:
-    parameters = inspect.signature(model.forward).parameters
-    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
-    if isinstance(main, str) and main in parameters and config is not None:
-        yield from _forms_by_name(model, main, parameters)
-        return
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    wanted = [one for one in parameters.values() if one.default is one.empty and one.kind in places]
-    if len(wanted) == 1:
-        for layer in _first_layers(model):
-            yield from _forms_by_layer(model, layer)
-
-
-def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -> Iterator[_Form]:
-    """Input forms of a Hugging Face model."""
-    config: Any = model.config
-    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
-    dtype = _dtype_of(model)
-
-    def with_others(value: Tensor, others: Mapping[str, Callable[[int], Tensor]]) -> Call:
-        given = {main: value} | {name: make(len(value)).to(value.device) for name, make in others.items()}
-        cast = {name: _as_floats(one, dtype) for name, one in given.items()}
-        return Call((), cast | _no_cache(parameters))
-
-    others: dict[str, Callable[[int], Tensor]] = {}
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-        first, last = getattr(config, "decoder_start_token_id", None) or 0, int(config.vocab_size)
-
-        def decoder(count: int) -> Tensor:
-            drawn = torch.randint(0, last, (count, 16), generator=torch.Generator().manual_seed(0))
-            drawn[:, 0] = first
-            return drawn
-
-        others["decoder_input_ids"] = decoder
-    vision = getattr(config, "vision_config", config)
-    channels = int(getattr(vision, "num_channels", 3) or 3)
-    size = getattr(vision, "image_size", None) or 224
-    side = int(max(size)) if isinstance(size, list | tuple) else int(size)
-    if main == "input_ids" and embedding is not None:
-        more = {"pixel_values": lambda n: natural_images(n, channels, side, torch.Generator().manual_seed(0))}
-        for length in _lengths(model, embedding):
-            make = _tokens(embedding.num_embeddings, length)
-            yield _Form("tokens", make, lambda ids: with_others(ids, others), alone=not others)
-            if "pixel_values" in parameters:
-                yield _Form("tokens", make, lambda ids: with_others(ids, others | more), alone=False)
-    elif main == "pixel_values":
-        yield _Form(
-            "images",
-            lambda count, drawn: natural_images(count, channels, side, drawn),
-            lambda images: with_others(images, others),
-        )
-    elif main == "input_values":
-        for samples in _SAMPLES:
-            yield _sounds(lambda sounds: with_others(sounds, others), samples)
-    elif main == "input_features":
-        bins = int(getattr(config, "num_mel_bins", 80))
-        frames = 2 * int(getattr(config, "max_source_positions", 1500))
-        yield _Form("sounds", _features_of_sounds(bins, frames), lambda sounds: with_others(sounds, others))
-
-
-def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
-    return {"use_cache": False} if "use_cache" in parameters else {}
-
-
-def _first_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The first layer of each kind that says what it takes, in the order of the model."""
-    kinds = (nn.Embedding, nn.Conv2d, nn.Conv1d, nn.RNNBase, nn.MultiheadAttention, nn.Linear)
-    seen: set[type] = set()
-    for module in model.modules():
-        kind = next((one for one in kinds if isinstance(module, one)), None)
-        if kind is not None and kind not in seen and len(seen) < _LAYERS:
-            seen.add(kind)
-            yield module
-
-
-def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[_Form]:
-    """What a model may take whose first layer is this one."""
-    dtype = _dtype_of(layer)
-
-    def call(value: Tensor) -> Call:
-        return Call((_as_floats(value, dtype),), {})
-
-    if isinstance(layer, nn.Embedding):
-        for length in _lengths(model, layer):
-            yield _Form("tokens", _tokens(layer.num_embeddings, length), call)
-            yield _Form("tokens", _tokens(layer.num_embeddings, length), _features)
-    elif isinstance(layer, nn.Conv2d):
-        for size in _SIZES:
-            yield _Form("images", _images(layer.in_channels, size), call)
-        if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
-            for samples in _SAMPLES:
-                yield _sounds(call, samples)
-    elif isinstance(layer, nn.Conv1d):
-        for samples in _SAMPLES:
-            if layer.in_channels <= _MOST_CHANNELS:
-                yield _sounds(call, layer.in_channels, samples)
-            else:
-                yield _Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
-    elif isinstance(layer, nn.Linear):
-        yield _Form("vectors", _vectors(layer.in_features), call)
-        yield _Form("vectors", _vectors(_STEPS, layer.in_features), call)
-    elif isinstance(layer, nn.RNNBase):
-        yield _Form("vectors", _vectors(_STEPS, layer.input_size), call)
-    elif isinstance(layer, nn.MultiheadAttention):
-        yield _Form("vectors", _vectors(_STEPS, layer.embed_dim), call)
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-
-
-def _as_floats(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a type, if it holds no integers."""
-    return value.to(dtype) if value.is_floating_point() else value
-
-
-def _features(ids: Tensor) -> Call:
-    """What sentence-transformers calls its models with."""
-    return Call(({"input_ids": ids, "attention_mask": torch.ones_like(ids)},), {})
-
-
-def _lengths(model: nn.Module, embedding: nn.Embedding) -> list[int]:
-    """Lengths of texts to try: the most that a table of positions holds, then shorter ones."""
-    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
-    tables += [one.shape[-2] for one in model.parameters() if one.dim() == 3 and one.shape[0] == 1]
-    positions = [one for one in tables if 4 <= one <= min(_POSITIONS, _LENGTHS[0])]
-    return list(dict.fromkeys([*sorted(positions, reverse=True), *_LENGTHS]))
-
-
-def _tokens(vocabulary: int, length: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: torch.randint(0, vocabulary, (count, length), generator=drawn)
-
-
-def _images(channels: int, size: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: natural_images(count, channels, size, drawn)
-
-
-def _sounds(call: Callable[[Tensor], Call], *shape: int) -> _Form:
-    batch = max(_BATCH, min(_MOST_SOUNDS, _FRAMES // shape[-1]))
-    return _Form(
-        "sounds",
-        lambda count, drawn: natural_sounds((count, *shape), drawn),
-        call,
-        batch=batch,
-        natural=True,
-    )
-
-
-def _features_of_sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: pink_noise((count, *shape), drawn)
-
-
-def _vectors(*shape: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: torch.randn(count, *shape, generator=drawn)
