@@ -224,6 +224,16 @@ def _all_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
+def _empty_buffers(model: nn.Module) -> set[str]:
+    """The buffers that no state dict has, and that hold nothing yet."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is None and name in module._non_persistent_buffers_set
+    }
+
+
 def _split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The distinct tensors by their first name, and {other name: first name} of those that are shared."""
     tensors: dict[str, Tensor] = {}
@@ -414,7 +424,9 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
         # Before narrow layers kept them, the features were put in the order of what is kept.
         if isinstance(owner, NarrowLinear) and leaf == "places" and name not in tensors:
             tensors[name] = owner.first_places(device)
-    wanted, given = persistent | set(buffers), set(tensors)
+    # What a model works out for itself, as tables of positions, may be of another size, or not there yet.
+    empty = _empty_buffers(model) & set(tensors)
+    wanted, given = persistent | set(buffers) | empty, set(tensors)
     if wanted != given:
         missing, unexpected = sorted(wanted - given), sorted(given - wanted)
         raise CheckpointMismatchError(
@@ -422,7 +434,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
             f"{type(model).__name__}: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
             f"{len(unexpected)} unexpected ({', '.join(unexpected[:3])})"
         )
-    _check_shapes(model, tensors, document, path)
+    _check_tensors(model, tensors, document, path)
     frozen = set(document.frozen)
     parameters = _all_parameters(model)
     made: dict[str, nn.Parameter] = {}
@@ -432,16 +444,20 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
             made[first] = nn.Parameter(tensors[first], name not in frozen)
         owner, leaf = owner_of(model, name)
         owner._parameters[leaf] = made[first]
-    for name in buffers:
+    for name in (*buffers, *empty):
         owner, leaf = owner_of(model, name)
         owner._buffers[leaf] = tensors[name]
     for name in persistent - set(parameters) - set(buffers):  # the extra state of a module, as a tensor
         owner_of(model, name)[0].set_extra_state(tensors[name])
 
 
-def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
+def _check_tensors(
+    model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path
+) -> None:
+    """Raise CheckpointMismatchError unless what is saved fits; of what is worked out only the type counts."""
+    kept = _all_parameters(model).keys() | model.state_dict().keys()
     for name, tensor in (_all_parameters(model) | _all_buffers(model)).items():
-        if tensor.shape != tensors[name].shape:
+        if tensor.shape != tensors[name].shape and name in kept:
             raise CheckpointMismatchError(
                 f"{path} is a sketch of a {document.model} of another size: {name} has shape "
                 f"{tuple(tensors[name].shape)}, the skeleton wants {tuple(tensor.shape)}"

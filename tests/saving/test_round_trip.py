@@ -32,6 +32,33 @@ def test_non_persistent_buffers_stay_non_persistent(saved):
     assert "shift" not in loaded.state_dict()
 
 
+class WorksOut(nn.Module):
+    """Keeps tables of places as long as what it was last given, as timm's ConViT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48))
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+        self.register_buffer("sizes", None, persistent=False)
+
+    def forward(self, x):
+        if len(self.places) != len(x):
+            self.places, self.sizes = torch.arange(float(len(x))), torch.ones(len(x))
+        return self.layers(x) * self.places[:, None] + self.sizes[:, None]
+
+
+def test_buffers_that_a_model_works_out_may_be_of_another_size(tmp_path):
+    model = WorksOut()
+    small = pc.sketchify(model, 0.5, data=[torch.randn(16, 64) for _ in range(3)], **OPTIONS | {"include": None})
+    x = torch.randn(16, 64)
+    wanted = small(x)
+    pc.save_sketched(small, tmp_path)
+    loaded = pc.load_sketched(WorksOut(), tmp_path)
+    assert loaded.places.shape == loaded.sizes.shape == (16,)
+    assert not {"places", "sizes"} & set(loaded.state_dict())
+    assert torch.equal(loaded(x), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype(tmp_path, dtype):
     model = sketched(dtype)
