@@ -11,10 +11,10 @@ import panther_compile as pc
 from panther_compile.calibration import inputs
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, record_calls
 from panther_compile.models.natural import match_batch_norms, natural_images
-from panther_compile.models.own_text import own_texts, text_logits
-from panther_compile.models.synthetic import Synthetic, make_inputs
+from panther_compile.models.own_text import beginnings, own_texts, text_logits
+from panther_compile.models.synthetic import BEGUN, Synthetic, make_inputs, texts_beside
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.trace import read_graph
 
@@ -55,7 +55,7 @@ def made(model, batches=2, sample=True):
     return make_inputs(model, batches, seed=0, sample=sample, progress=False)
 
 
-def given(call):
+def first_of(call):
     return call.args[0] if call.args else next(iter(call.kwargs.values()))
 
 
@@ -63,11 +63,11 @@ def test_a_causal_model_samples_its_own_text():
     model, after = chain()
     found = made(model, sample=True)
     assert found.telling
-    texts = torch.cat([given(call) for call in found.calls])
+    texts = torch.cat([first_of(call) for call in found.calls])
     follows = texts[:, 1:] == torch.tensor(after)[texts[:, :-1]]
     assert follows.float().mean() > 0.8
     assert len(texts[:, 0].unique()) > 4  # each starts with a token at random
-    drawn = torch.cat([given(call) for call in made(model, sample=False).calls])
+    drawn = torch.cat([first_of(call) for call in made(model, sample=False).calls])
     assert (drawn[:, 1:] == torch.tensor(after)[drawn[:, :-1]]).float().mean() < 0.3
 
 
@@ -75,7 +75,7 @@ def test_texts_are_the_same_for_a_seed_and_leave_the_model_alone():
     model, _ = chain()
     model.train()
     one, other = made(model), made(model)
-    assert all(torch.equal(given(a), given(b)) for a, b in zip(one.calls, other.calls, strict=True))
+    assert all(torch.equal(first_of(a), first_of(b)) for a, b in zip(one.calls, other.calls, strict=True))
     assert model.rows == []
     assert model.training
 
@@ -95,7 +95,7 @@ def test_a_model_that_wants_texts_of_full_length_samples_too():
                 :, : ids.shape[1], :VOCABULARY
             ].reshape(len(ids), CONTEXT, VOCABULARY)
 
-    texts = torch.cat([given(call) for call in made(Fixed(), 1).calls])
+    texts = torch.cat([first_of(call) for call in made(Fixed(), 1).calls])
     assert texts.shape == (8, CONTEXT)
     assert (texts[:, 1:] == torch.tensor(after)[texts[:, :-1]]).float().mean() > 0.5
 
@@ -112,8 +112,8 @@ def test_bidirectional_models_are_not_taken_for_language_models():
 def test_hugging_face_decoders_sample_by_generate(name):
     found = made(ZOO[name].build(), 1)
     assert found.telling
-    assert given(found.calls[0]).shape[0] == 8
-    assert given(found.calls[0]).shape[1] > 8
+    assert first_of(found.calls[0]).shape[0] == 8
+    assert first_of(found.calls[0]).shape[1] > 8
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_spectrograms_of_either_order_are_made_up():
         ASTModel(ASTConfig(max_length=64, num_mel_bins=32, **small)),
         Wav2Vec2BertModel(Wav2Vec2BertConfig(output_hidden_size=32, **small)),
     )
-    shapes = [tuple(given(made(model.eval(), 1, sample=False).calls[0]).shape) for model in models]
+    shapes = [tuple(first_of(made(model.eval(), 1, sample=False).calls[0]).shape) for model in models]
     assert shapes == [(8, 64, 32), (8, 256, 160)]
 
 
@@ -163,7 +163,7 @@ def test_images_may_be_of_one_size_alone(side, said):
             return super().forward(x)
 
     model = Fixed(nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(8, 8, 3)).eval()
-    assert given(made(model, 1, sample=False).calls[0]).shape == (8, 3, side, side)
+    assert first_of(made(model, 1, sample=False).calls[0]).shape == (8, 3, side, side)
 
 
 def test_images_are_of_natural_spectra():
@@ -233,7 +233,10 @@ def test_a_language_model_fitted_to_data_keeps_what_data_does_not_show(monkeypat
     beside = pc.sketchify(model, 0.3, data=data, **OPTIONS)
     alone = pc.sketchify(model, 0.3, data=data, synthetic=False, **OPTIONS)
     first = str(pc.sketch_report(beside)).splitlines()[0]
-    assert "on the data it was fitted to, beside 64 texts that the model sampled, 8 batches" in first
+    assert (
+        "on the data it was fitted to, beside 64 texts that the model sampled behind pieces of it, 8 batches"
+        in first
+    )
     assert "sampled" not in str(pc.sketch_report(alone)).splitlines()[0]
     assert distance(beside) < 0.5 * distance(alone)
     again = pc.sketchify(model, 0.3, data=data, **OPTIONS)
@@ -246,9 +249,9 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     found = find_sites(model, SketchConfig(min_params=1), read_graph(model))
     calls = [Call((torch.zeros(64, 24, dtype=torch.long),), {})]
     mixed, said = inputs.with_texts_beside(model, found, calls, SketchConfig())
-    of_data = [given(call).shape[1] == 24 for call in mixed]
+    of_data = [first_of(call).shape[1] == 24 for call in mixed]
     assert of_data.count(True) == 5  # parts, of which some is held out
-    tokens = [given(call).numel() for call in mixed]
+    tokens = [first_of(call).numel() for call in mixed]
     assert sum(tokens) == 2 * 64 * 24  # as many of each kind
     assert {True, False} == set(of_data[-5:])  # both in what is held out
     assert f"{64 * 24 // VOCABULARY} texts" in said
@@ -373,12 +376,44 @@ def test_option_is_checked():
         pc.sketchify(nn.Linear(64, 64), 0.5, synthetic="yes")
 
 
-def test_own_texts_start_as_asked():
+@pytest.mark.parametrize("given", [1, 3])
+def test_own_texts_start_as_asked(given):
     model, _ = chain()
     starts = torch.randint(0, VOCABULARY, (20, 6))
-    texts = own_texts(model, lambda x: Call((x,), {}), starts, seed=0, progress=False)
-    assert torch.equal(texts[:, 0], starts[:, 0])
+    texts = own_texts(model, lambda x: Call((x,), {}), starts, given=given, seed=0, progress=False)
+    assert torch.equal(texts[:, :given], starts[:, :given])
+    assert not torch.equal(texts, starts)
     assert texts.shape == starts.shape
+
+
+def test_hugging_face_decoders_go_on_from_pieces_of_the_data():
+    model = ZOO["gpt2"].build()
+    data = [{"attention_mask": torch.ones(4, 40).long(), "input_ids": torch.arange(160).view(4, 40) % 60}]
+    found = texts_beside(model, record_calls(model, data), 200, seed=0, progress=False)
+    assert "behind pieces of it" in found.what
+    for call in found.calls:
+        rows = first_of(call)[:, :BEGUN]
+        assert torch.equal((rows[:, 1:] - rows[:, :-1]) % 60, torch.ones_like(rows[:, 1:]))
+
+
+def test_pieces_are_of_what_is_no_padding_and_of_any_place():
+    class Reads(nn.Module):
+        def forward(self, mask, ids, attention_mask=None):
+            return ids
+
+    ids = torch.arange(1, 41).view(2, 20).clone()
+    kept = torch.ones(2, 20, dtype=torch.long)
+    ids[0, 12:], kept[0, 12:] = 0, 0
+    calls = [Call((torch.ones(2, 20), ids), {"attention_mask": kept}), Call((None, ids[:, :3]), {})]
+    found = beginnings(Reads(), calls, 400, 5, torch.Generator().manual_seed(0))
+    assert found.shape == (400, 5)
+    assert (found[:, 1:] - found[:, :-1] == 1).all()
+    assert set(found[:, 0].tolist()) == {*range(1, 9), *range(21, 37)}
+    assert beginnings(Reads(), calls, 4, 21, torch.Generator()) is None
+    assert (
+        beginnings(Reads(), [Call((torch.ones(2, 20), torch.ones(2, 20)), {})], 4, 5, torch.Generator())
+        is None
+    )
 
 
 @pytest.mark.parametrize(("strides", "side"), [(3, 32), (4, 64), (5, 128)])

@@ -190,6 +190,16 @@ def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
     return None
 
 
+def tokens_of(model: nn.Module, call: Call) -> Tensor | None:
+    """The tokens (batch, length) of a call, its first such integers in the order of what the model takes."""
+    for value in _bound(model, call).values():
+        inside = value.values() if isinstance(value, Mapping) else (value,)
+        for one in inside:
+            if isinstance(one, Tensor) and one.dim() == 2 and one.dtype in (torch.int32, torch.int64):
+                return one
+    return None
+
+
 def _is_loop(data: object) -> bool:
     return callable(data) and not isinstance(data, Iterable)
 

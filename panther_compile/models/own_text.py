@@ -1,12 +1,12 @@
 """Texts that a causal language model samples itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from panther_compile.models.batches import Call, device_of
+from panther_compile.models.batches import Call, device_of, kept_positions, tokens_of
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.reporting.progress import ProgressBar
 
@@ -38,14 +38,21 @@ def text_logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -
 
 
 def own_texts(
-    model: nn.Module, call: Callable[[Tensor], Call], starts: Tensor, *, seed: int, progress: bool
+    model: nn.Module,
+    call: Callable[[Tensor], Call],
+    starts: Tensor,
+    *,
+    given: int = 1,
+    seed: int,
+    progress: bool,
 ) -> Tensor:
-    """Texts (N, T) that go on from the first token of each start as the model would, at temperature 1.
+    """Texts (N, T) that go on from the first tokens of each start as the model would, at temperature 1.
 
     Args:
         model: a causal language model, in eval mode.
         call: of tokens (B, T).
-        starts: tokens (N, T); the first ones are kept.
+        starts: tokens (N, T).
+        given: how many of them are kept, the first ones.
         seed: of what is drawn.
         progress: whether to show a bar.
     """
@@ -56,12 +63,39 @@ def own_texts(
     with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", disable=not progress) as bar:
         for place, chunk in enumerate(chunks):
             if _generates(model):
-                texts.append(_generated(model, chunk, seed + place))
+                texts.append(_generated(model, chunk, given, seed + place))
                 bar.update(length)
             else:
-                generator = torch.Generator(device).manual_seed(seed + place)
-                texts.append(_sampled(model, call, chunk, generator, bar))
+                generator = Generator(device).manual_seed(seed + place)
+                texts.append(_sampled(model, call, chunk, given, generator, bar))
     return torch.cat(texts).to(starts.device)
+
+
+def beginnings(
+    model: nn.Module, calls: Sequence[Call], count: int, length: int, generator: Generator
+) -> Tensor | None:
+    """Pieces (N, length) of the texts that calls give, at random places; None if none is as long.
+
+    Args:
+        model: tells which arguments are tokens, and which of them count.
+        calls: the data.
+        count: N.
+        length: of a piece.
+        generator: of what is drawn.
+    """
+    texts: list[Tensor] = []
+    for call in calls:
+        ids, kept = tokens_of(model, call), kept_positions(model, call)
+        if ids is not None:
+            alike = kept is not None and kept.shape == ids.shape
+            texts += [row[kept[place]] if alike else row for place, row in enumerate(ids.cpu())]
+    texts = [text for text in texts if len(text) >= length]
+    if not texts:
+        return None
+    drawn = torch.randint(len(texts), (count,), generator=generator).tolist()
+    at = torch.rand(count, generator=generator).tolist()
+    begun = [int(share * (len(texts[one]) - length + 1)) for one, share in zip(drawn, at, strict=True)]
+    return torch.stack([texts[one][first : first + length] for one, first in zip(drawn, begun, strict=True)])
 
 
 def _generates(model: Any) -> bool:
@@ -70,9 +104,9 @@ def _generates(model: Any) -> bool:
     return callable(can) and bool(can()) and callable(getattr(model, "generate", None))
 
 
-def _generated(model: Any, chunk: Tensor, seed: int) -> Tensor:
+def _generated(model: Any, chunk: Tensor, given: int, seed: int) -> Tensor:
     torch.manual_seed(seed)  # generate draws from the global generator, which the verbs put back
-    first = chunk[:, :1]
+    first = chunk[:, :given]
     found: Tensor = model.generate(
         first,
         attention_mask=torch.ones_like(first),
@@ -84,24 +118,29 @@ def _generated(model: Any, chunk: Tensor, seed: int) -> Tensor:
         repetition_penalty=1.0,
         eos_token_id=None,  # it goes on after the end of a text, as training texts do
         pad_token_id=0,
-        max_new_tokens=chunk.shape[1] - 1,
+        max_new_tokens=chunk.shape[1] - given,
     )
     return found
 
 
 def _sampled(
-    model: nn.Module, call: Callable[[Tensor], Call], chunk: Tensor, generator: torch.Generator, bar: Any
+    model: nn.Module,
+    call: Callable[[Tensor], Call],
+    chunk: Tensor,
+    given: int,
+    generator: Generator,
+    bar: Any,
 ) -> Tensor:
     """One call for each token; a model that wants texts of full length is given what follows at random."""
     chunk = chunk.clone()
-    fixed = not _runs(model, call, chunk[:, :1])
-    for place in range(1, chunk.shape[1]):
+    fixed = not _runs(model, call, chunk[:, :given])
+    for place in range(given, chunk.shape[1]):
         logits = _logits(model, call, chunk if fixed else chunk[:, :place])
         assert logits is not None
         chances = logits[:, place - 1].float().softmax(-1)
         chunk[:, place] = torch.multinomial(chances, 1, generator=generator)[:, 0]
         bar.update()
-    bar.update()
+    bar.update(given)
     return chunk
 
 

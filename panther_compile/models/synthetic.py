@@ -33,7 +33,7 @@ from panther_compile.models.input_forms import BATCH, Form, forms_of
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms
 from panther_compile.models.outputs import named_tensors
-from panther_compile.models.own_text import own_texts, text_logits
+from panther_compile.models.own_text import beginnings, own_texts, text_logits
 from panther_compile.models.spliced import spliced
 from panther_compile.models.watched import copy_sharing
 from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
@@ -43,6 +43,7 @@ MODEL = "model"
 
 _TEXTS = 32  # of a batch, where they cost nothing
 MOST_SPLICED = 20_480  # tokens of texts that are spliced
+BEGUN = 8  # tokens of the data that a text of the model's own begins with
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
@@ -131,8 +132,12 @@ def texts_beside(
     few = form.make(2, generator)
     length = few[0].numel()
     if _is_of_texts(quiet, form, few):
-        starts = form.make(math.ceil(tokens / length / BATCH) * BATCH, generator)
-        return _own_texts(quiet, form, starts, seed, progress)
+        starts, given = form.make(math.ceil(tokens / length / BATCH) * BATCH, generator), 1
+        begun = beginnings(quiet, calls, len(starts), min(BEGUN, length // 2), generator)
+        if begun is not None:
+            given = begun.shape[1]
+            starts[:, :given] = begun
+        return _own_texts(quiet, form, starts, seed, progress, given)
     if form.kind != "tokens":
         return None
     parts = [_spliced_texts(calls)]
@@ -148,11 +153,12 @@ def texts_beside(
     )
 
 
-def _own_texts(model: nn.Module, form: Form, starts: Tensor, seed: int, progress: bool) -> Synthetic:
-    texts = own_texts(model, form.call, starts, seed=seed, progress=progress)
-    return Synthetic(
-        _calls(model, form, texts.split(BATCH)), f"{len(texts)} texts that the model sampled", True
-    )
+def _own_texts(
+    model: nn.Module, form: Form, starts: Tensor, seed: int, progress: bool, given: int = 1
+) -> Synthetic:
+    texts = own_texts(model, form.call, starts, given=given, seed=seed, progress=progress)
+    what = f"{len(texts)} texts that the model sampled" + (" behind pieces of it" if given > 1 else "")
+    return Synthetic(_calls(model, form, texts.split(BATCH)), what, True)
 
 
 def _spliced_texts(calls: Sequence[Call]) -> Synthetic:

@@ -49,7 +49,9 @@ class WorksOut(nn.Module):
 
 def test_buffers_that_a_model_works_out_may_be_of_another_size(tmp_path):
     model = WorksOut()
-    small = pc.sketchify(model, 0.5, data=[torch.randn(16, 64) for _ in range(3)], **OPTIONS | {"include": None})
+    small = pc.sketchify(
+        model, 0.5, data=[torch.randn(16, 64) for _ in range(3)], **OPTIONS | {"include": None}
+    )
     x = torch.randn(16, 64)
     wanted = small(x)
     pc.save_sketched(small, tmp_path)
