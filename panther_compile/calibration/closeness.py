@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.outputs import LOGITS, named_tensors, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -68,7 +68,7 @@ def compare_models(
 
 
 Pair = tuple[bool, Tensor, Tensor]
-"""Whether they are logits, the dense model's tensor, and the sketched model's; float32."""
+"""Whether they are logits, the dense model's tensor, and the sketched model's."""
 
 
 class OutputSums:
@@ -95,7 +95,7 @@ def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
     both = zip(named_tensors(wanted), named_tensors(found), strict=False)
     return [
-        (name == LOGITS if logits is None else logits, one.float(), other.float())
+        (name == LOGITS if logits is None else logits, one, other)
         for (name, one), (_, other) in both
         if one.shape == other.shape  # else as long as the model says it is, as speech may be
     ]
@@ -124,12 +124,8 @@ class _LogitSums(_Sums):
     chances: Tensor | None = None
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
-        hidden = ~wanted.isfinite()  # as logits of tokens that are not to be
-        lowest = torch.finfo(torch.float32).min
-        target, guess = (
-            thinned(kept_rows(one.masked_fill(hidden, lowest), kept), _MOST_ROWS).log_softmax(-1)
-            for one in (wanted, found)
-        )
+        rows = (thinned(kept_rows(one, kept), _MOST_ROWS) for one in (wanted, found))
+        target, guess = (one.log_softmax(-1) for one in shown(*rows, torch.finfo(torch.float32).min))
         chances = target.exp()
         self.rows += len(target)
         self.divergence += float((chances * (target - guess)).nansum() if _finite(guess) else math.inf)
@@ -161,8 +157,7 @@ class _FeatureSums(_Sums):
     total: Tensor | None = None
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
-        hidden = ~wanted.isfinite()
-        target, guess = (kept_rows(one.masked_fill(hidden, 0.0), kept).double() for one in (wanted, found))
+        target, guess = (one.double() for one in shown(kept_rows(wanted, kept), kept_rows(found, kept), 0.0))
         self.rows += len(target)
         self.error += float((guess - target).square().sum()) if _finite(guess) else math.inf
         self.size += float(target.square().sum())

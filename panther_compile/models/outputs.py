@@ -63,19 +63,19 @@ def _divergence(wanted: Tensor, found: Tensor) -> float:
     """The mean divergence of rows, a few at once: those of a large vocabulary are larger than all else."""
     few, total = max(1, _AT_ONCE // wanted.shape[-1]), 0.0
     for one, other in zip(wanted.split(few), found.split(few), strict=True):
-        target, guess = (x.log_softmax(-1) for x in _shown(one, other, torch.finfo(torch.float32).min))
+        target, guess = (x.log_softmax(-1) for x in shown(one, other, torch.finfo(torch.float32).min))
         total += float(F.kl_div(guess, target, log_target=True, reduction="sum"))
     return total / max(1, len(wanted))
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:
     """The squared distance of rows over their squared size."""
-    wanted, found = _shown(wanted, found, 0.0)
+    wanted, found = shown(wanted, found, 0.0)
     size = float(torch.linalg.vector_norm(wanted)) or 1.0
     return (float(torch.linalg.vector_norm(found - wanted)) / size) ** 2
 
 
-def _shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-    """Both in float32, filled where the first is not finite, as logits of tokens that are not to be."""
+def shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """Both in float32, filled where the first is not finite, as logits of tokens that are not to be are."""
     hidden = ~wanted.isfinite()
     return wanted.float().masked_fill(hidden, fill), found.float().masked_fill(hidden, fill)
