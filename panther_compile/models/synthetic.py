@@ -111,9 +111,9 @@ def texts_beside(
 ) -> Synthetic | None:
     """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
-    A model's own texts are as good as data, and are as many; each begins with a piece of the data, where it has
-    texts. So are those that are spliced of several of the data; words at random are an eighth, and none where they would be of many languages. None if the model
-    reads no texts.
+    A model's own texts are as good as data, and are as many; each begins with a piece of the data, where that
+    has texts. So are those that are spliced of several of the data; words at random are an eighth, and none
+    where they would be of many languages. None if the model reads no texts.
 
     Args:
         model: see `make_inputs`.
