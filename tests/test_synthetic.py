@@ -401,6 +401,10 @@ def test_pieces_are_of_what_is_no_padding_and_of_any_place():
         def forward(self, mask, ids, attention_mask=None):
             return ids
 
+    class ReadsOne(nn.Module):
+        def forward(self, features):
+            return features["input_ids"]
+
     ids = torch.arange(1, 41).view(2, 20).clone()
     kept = torch.ones(2, 20, dtype=torch.long)
     ids[0, 12:], kept[0, 12:] = 0, 0
@@ -410,10 +414,11 @@ def test_pieces_are_of_what_is_no_padding_and_of_any_place():
     assert (found[:, 1:] - found[:, :-1] == 1).all()
     assert set(found[:, 0].tolist()) == {*range(1, 9), *range(21, 37)}
     assert beginnings(Reads(), calls, 4, 21, torch.Generator()) is None
-    assert (
-        beginnings(Reads(), [Call((torch.ones(2, 20), torch.ones(2, 20)), {})], 4, 5, torch.Generator())
-        is None
-    )
+    features = {"attention_mask": kept, "input_ids": ids}
+    held = beginnings(ReadsOne(), [Call((features,), {})], 50, 5, torch.Generator().manual_seed(0))
+    assert (held[:, 1:] - held[:, :-1] == 1).all()
+    no_tokens = [Call((torch.ones(2, 20), torch.ones(2, 20)), {})]
+    assert beginnings(Reads(), no_tokens, 4, 5, torch.Generator()) is None
 
 
 @pytest.mark.parametrize(("strides", "side"), [(3, 32), (4, 64), (5, 128)])

@@ -191,12 +191,11 @@ def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
 
 
 def tokens_of(model: nn.Module, call: Call) -> Tensor | None:
-    """The tokens (batch, length) of a call, its first such integers in the order of what the model takes."""
-    for value in _bound(model, call).values():
-        inside = value.values() if isinstance(value, Mapping) else (value,)
-        for one in inside:
-            if isinstance(one, Tensor) and one.dim() == 2 and one.dtype in (torch.int32, torch.int64):
-                return one
+    """The tokens (batch, length) of a call: the first such integers in the order of its forward, no masks."""
+    for name, one in _bound(model, call).items():
+        integers = isinstance(one, Tensor) and one.dtype in (torch.int32, torch.int64)
+        if integers and one.dim() == 2 and "mask" not in name:
+            return one
     return None
 
 
@@ -272,7 +271,7 @@ def _without_cache(model: nn.Module, call: Call) -> Call:
 
 
 def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """The arguments of a call by name, and what a mapping among them holds, as sentence-transformers' do."""
     try:
         bound = inspect.signature(model.forward).bind_partial(*call.args, **call.kwargs)
     except TypeError:  # the call itself will say what is wrong with it
@@ -281,7 +280,8 @@ def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
     named = dict(bound.arguments)
     for name in extra:
         named |= named.pop(name, {})
-    return named
+    held = [value for value in named.values() if isinstance(value, Mapping)]
+    return {str(name): value for one in held for name, value in one.items()} | named
 
 
 def device_of(model: nn.Module) -> torch.device | None:

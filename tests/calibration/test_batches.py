@@ -126,6 +126,15 @@ def test_mask_of_padding(name, mask):
     assert kept.tolist() == [[True, True, False]]
 
 
+def test_mask_of_padding_among_features():
+    class Model(nn.Module):
+        def forward(self, features):
+            return features["x"]
+
+    call = Call(({"x": X, "attention_mask": torch.tensor([[1, 1, 0]])},), {})
+    assert kept_positions(Model(), call).tolist() == [[True, True, False]]
+
+
 def test_no_mask():
     assert kept_positions(Masked(), Call((X,), {})) is None
 
