@@ -124,8 +124,9 @@ class _LogitSums(_Sums):
     chances: Tensor | None = None
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
-        rows = (thinned(kept_rows(one, kept), _MOST_ROWS) for one in (wanted, found))
-        target, guess = (one.log_softmax(-1) for one in shown(*rows, torch.finfo(torch.float32).min))
+        wanted, found = (thinned(kept_rows(one, kept), _MOST_ROWS) for one in (wanted, found))
+        lowest = torch.finfo(torch.float32).min
+        target, guess = (one.log_softmax(-1) for one in shown(wanted, found, lowest))
         chances = target.exp()
         self.rows += len(target)
         self.divergence += float((chances * (target - guess)).nansum() if _finite(guess) else math.inf)

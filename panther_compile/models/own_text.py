@@ -86,9 +86,11 @@ def beginnings(
     texts: list[Tensor] = []
     for call in calls:
         ids, kept = tokens_of(model, call), kept_positions(model, call)
-        if ids is not None:
-            alike = kept is not None and kept.shape == ids.shape
-            texts += [row[kept[place]] if alike else row for place, row in enumerate(ids.cpu())]
+        if ids is None:
+            continue
+        if kept is None or kept.shape != ids.shape:
+            kept = torch.ones_like(ids, dtype=torch.bool)
+        texts += [row[shows] for row, shows in zip(ids.cpu(), kept.cpu(), strict=True)]
     texts = [text for text in texts if len(text) >= length]
     if not texts:
         return None
