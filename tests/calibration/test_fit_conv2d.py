@@ -5,6 +5,7 @@ import torch
 from smooth_images import smooth
 from torch import nn
 
+import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import factorize_conv2d
 from panther_compile.kinds import fit_conv2d
@@ -78,3 +79,28 @@ def test_batches_of_one_position_each(batches):
     assert error < 1e-3 or batches == 1
     lost = torch.cat([layer(x) - conv(x) for x in xs]).norm() / torch.cat([conv(x) for x in xs]).norm()
     assert float(lost) < (1e-2 if batches > 1 else 1.0)
+
+
+class Times(nn.Module):
+    """Gives as many frames as it predicts, as text to speech does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lasts = nn.Linear(32, 32)
+        self.frames = nn.Parameter(torch.randn(16, 24), requires_grad=False)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        lasts = self.lasts(x)
+        count = 8 + int(1e4 * lasts.abs().sum()) % 16
+        return self.conv(self.frames[:, :count] + lasts[:, :16, None])
+
+
+def test_kernels_that_are_given_other_lengths_in_the_sketched_model():
+    data = [torch.randn(8, 32) for _ in range(5)]
+    small = pc.sketchify(
+        Times(), 0.5, data=data, min_params=0, allow_slower=True, include=["lasts", "conv"], progress=False
+    )
+    assert {row.name for row in pc.sketch_report(small).sketched} == {"lasts", "conv"}
+    assert torch.isfinite(small(data[0])).all()
