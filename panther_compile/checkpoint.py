@@ -33,7 +33,7 @@ from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, 
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
-from panther_compile.names import owner_of
+from panther_compile.names import is_persistent, owner_of
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
 from panther_compile.records import (
@@ -230,7 +230,7 @@ def _empty_buffers(model: nn.Module) -> set[str]:
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
-        if buffer is None and name in module._non_persistent_buffers_set
+        if buffer is None and not is_persistent(module, name)
     }
 
 
@@ -455,9 +455,10 @@ def _check_tensors(
     model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path
 ) -> None:
     """Raise CheckpointMismatchError unless what is saved fits; of what is worked out only the type counts."""
-    kept = _all_parameters(model).keys() | model.state_dict().keys()
-    for name, tensor in (_all_parameters(model) | _all_buffers(model)).items():
-        if tensor.shape != tensors[name].shape and name in kept:
+    parameters = _all_parameters(model)
+    for name, tensor in (parameters | _all_buffers(model)).items():
+        is_kept = name in parameters or is_persistent(model, name)
+        if is_kept and tensor.shape != tensors[name].shape:
             raise CheckpointMismatchError(
                 f"{path} is a sketch of a {document.model} of another size: {name} has shape "
                 f"{tuple(tensors[name].shape)}, the skeleton wants {tuple(tensor.shape)}"

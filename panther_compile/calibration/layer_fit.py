@@ -114,7 +114,6 @@ class LayerFit:
             layer, error = self._matrix(target, choice, moments, view.metric(weight))
             rows = moments.rows
         else:
-            arrivals = [_of_one_shape(arrival) for arrival in arrivals]
             layer, error = view.fit(name, choice, self._config, arrivals, weight, self._study.ridge)
             rows = sum(arrival.z.numel() // arrival.z.shape[view.channel_dim] for arrival in arrivals)
         return {name: (layer, self._fitted(target, layer, error, rows))}
@@ -297,13 +296,6 @@ def _finite(arrivals: Sequence[Arrival], *, drop: bool) -> Iterator[Arrival]:
             yield arrival
         elif not drop:
             yield replace(arrival, z=arrival.x, residuals=None)
-
-
-def _of_one_shape(arrival: Arrival) -> Arrival:
-    """The arrival; where the sketched model's is of another length, as speech may be, it stands for both."""
-    if arrival.x.shape == arrival.z.shape:
-        return arrival
-    return replace(arrival, x=arrival.z, residuals=None)
 
 
 def _residual_rows(target: Target, arrival: Arrival, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:

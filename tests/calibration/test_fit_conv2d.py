@@ -81,6 +81,23 @@ def test_batches_of_one_position_each(batches):
     assert float(lost) < (1e-2 if batches > 1 else 1.0)
 
 
+def test_inputs_of_other_lengths_stand_for_both():
+    conv, choice = nn.Conv2d(16, 24, 3), Choice("channel", 4, (4,), 0, None)
+    xs, zs = torch.randn(4, 1, 16, 6, 6), torch.randn(4, 1, 16, 6, 4)
+    layers = [
+        fit_conv2d_to(
+            conv,
+            "conv",
+            choice,
+            SketchConfig(),
+            [Arrival(0, x, z) for x, z in zip(own, zs, strict=True)],
+            None,
+        )[0]
+        for own in (xs, zs)
+    ]
+    assert torch.equal(layers[0](xs[0]), layers[1](xs[0]))
+
+
 class Times(nn.Module):
     """Gives as many frames as it predicts, as text to speech does."""
 
