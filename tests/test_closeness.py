@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration.closeness import compare_outputs
+from panther_compile.calibration.closeness import OTHER_SHAPES, compare_models, compare_outputs
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.models.batches import Call
 
@@ -176,3 +176,40 @@ def test_backend_warns_of_a_wreck_and_calls_nothing_twice(ratio, fresh_dynamo):
     assert len(found) == (ratio < 0.5)
     assert all("on the call being compiled" in one and "ratio 0.05" in one for one in found)
     assert float(calls) == 1
+
+
+class Timed(nn.Module):
+    """Gives as many frames as it predicts, as text to speech does: more of inputs above a threshold."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.frames, self.least = nn.Linear(8, 8), least
+
+    def forward(self, x):
+        return self.frames(x).expand(6 if float(x.mean()) > self.least else 4, *x.shape)
+
+
+def test_results_of_another_shape_are_counted():
+    calls = [Call((torch.full((2, 8), float(value)),), {}) for value in range(4)]
+    dense, some, all_of_them = Timed(1.5), Timed(0.5), Timed(9.0)
+    some.frames = all_of_them.frames = dense.frames
+    found = compare_models(dense, some, calls, logits=False, inputs="4 batches")
+    assert found.grade == "good"
+    assert str(found).endswith("on 4 batches, but for 1 of 4 results, of another shape")
+    none = compare_models(dense, all_of_them, calls[2:], logits=False, inputs="2 batches")
+    assert str(none) == f"outputs: not compared with the dense model's: {OTHER_SHAPES}"
+
+
+def test_a_sketch_whose_results_are_all_of_another_shape_is_warned_of():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.lasts, self.frames = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.frames(x).expand(1 + int(1e5 * self.lasts(x).abs().sum()) % 1009, *x.shape)
+
+    with pytest.warns(SketchQualityWarning, match=r"ratio 0\.5.*results are of another shape.*larger ratio"):
+        small = pc.sketchify(Counts(), 0.5, data=batches(), progress=False, allow_slower=True)
+    assert pc.sketch_report(small).closeness.inputs == OTHER_SHAPES

@@ -163,6 +163,30 @@ def test_exact_where_the_residual_has_the_rank(model, data):
     assert [row.name for row in pc.residual_report(better).rows] == ["ups.0", "ups.1"]
 
 
+class Frames(nn.Module):
+    """Gives more frames of some inputs, as text to speech does; once it is rounded, more still."""
+
+    def __init__(self):
+        super().__init__()
+        self.lasts, self.out, self.more = nn.Linear(24, 24), nn.Linear(24, 24), 2
+
+    def forward(self, x):
+        frames = 4 + (self.more if float(x[0, 0]) > 0 else 0)
+        return self.out(self.lasts(x).expand(frames, *x.shape).relu())
+
+
+def test_layers_that_are_given_other_lengths_beside_rounded_weights():
+    torch.manual_seed(0)
+    model, data = Frames().eval(), drawn(rows=16)
+    low = rounded(model)
+    low.more = 3
+    assert [low(x).shape == model(x).shape for x in data].count(True) == 6
+    better = pc.add_residual(low, model, rank=8, data=data)
+    x = torch.cat([one for one in data if float(one[0, 0]) <= 0])
+    with torch.no_grad():
+        assert error(better(x), model(x)) < 0.5 * error(low(x), model(x))
+
+
 def test_data_is_closer_than_weights_alone(model):
     low, x = rounded(model), torch.cat(drawn(4, seed=9))
     with torch.no_grad():

@@ -85,7 +85,7 @@ def fit_branches(
         layer = branched.watched[name].layer
         gradient = weight_of_errors(weights[name])[0] if name in weights else None
         lacking = BranchSums(centred)
-        for arrival in repeated.get(name, arrivals):
+        for arrival in (one.evened() for one in repeated.get(name, arrivals)):
             missing = _missing(twins[name], layer, arrival)
             check_rows(missing, name, learnt[arrival.batch])
             lacking.add(*(kept_rows(one, masks[arrival.batch]) for one in (missing, arrival.z)))

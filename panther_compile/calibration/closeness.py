@@ -27,6 +27,7 @@ MOST_CALLS = 8  # evenly spread over those given
 _MOST_ROWS = 1024  # of one tensor of one call
 _GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
 _GOOD_SHARE, _DESTROYED_SHARE = 0.05, 0.5
+OTHER_SHAPES = "its results are of another shape, all of them"
 
 
 def compare_outputs(
@@ -76,29 +77,34 @@ class OutputSums:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, bool], _Sums] = {}
+        self._seen = self._other = 0  # tensors; those of another shape
 
     def see(self, pairs: Sequence[Pair], kept: Tensor | None = None) -> None:
         """Add the tensors of one result; `kept` is False at positions (batch, length) of padding."""
         for place, (is_logits, wanted, found) in enumerate(pairs):
+            self._seen += 1
+            if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
+                self._other += 1
+                continue
             one = self._sums.setdefault((place, is_logits), _LogitSums() if is_logits else _FeatureSums())
             one.see(wanted, found, kept)
 
     def closeness(self, inputs: str) -> Closeness:
         """The closeness of the tensor that lost most; of logits, where there are any."""
         sums = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
+        if self._other:
+            inputs = f"{inputs}, but for {self._other} of {self._seen} results, of another shape"
         if not sums:
-            return Closeness.unknown("the model's result holds no floating tensor")
+            return Closeness.unknown(
+                OTHER_SHAPES if self._other else "the model's result holds no floating tensor"
+            )
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)
 
 
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
     both = zip(named_tensors(wanted), named_tensors(found), strict=False)
-    return [
-        (name == LOGITS if logits is None else logits, one, other)
-        for (name, one), (_, other) in both
-        if one.shape == other.shape  # else as long as the model says it is, as speech may be
-    ]
+    return [(name == LOGITS if logits is None else logits, one, other) for (name, one), (_, other) in both]
 
 
 @dataclass

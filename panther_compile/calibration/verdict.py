@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from panther_compile.calibration.closeness import DESTROYED
+from panther_compile.calibration.closeness import DESTROYED, OTHER_SHAPES
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.records import RECORD_ATTRIBUTE, Closeness, SketchRecord, keep_record
 
@@ -32,6 +32,8 @@ def warn_if_destroyed(
 ) -> None:
     """Warn of a sketch whose outputs are destroyed: its ratio, the cause, and what would help.
 
+    Where its results are of another shape, so that nothing says how close they are, that is warned of.
+
     Args:
         record: of the sketch.
         closeness: of its outputs.
@@ -40,6 +42,13 @@ def warn_if_destroyed(
     """
     if closeness.grade == DESTROYED:
         warnings.warn(_warning(record, closeness, fitted_to), SketchQualityWarning, stacklevel=stacklevel)
+    elif closeness.inputs == OTHER_SHAPES:
+        warnings.warn(
+            f"the sketch of ratio {record.plan.ratio}: {closeness}, so nothing says how close they are; "
+            "try it on inputs of your own, or a larger ratio",
+            SketchQualityWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def _warning(record: SketchRecord, closeness: Closeness, fitted_to: str) -> str:

@@ -2,7 +2,6 @@
 
 # N batch, I in_channels, O out_channels, P positions times taps
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +61,7 @@ def fit_conv2d_to(
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         ridge: on second moments, of their mean power.
     """
-    arrivals = [_of_one_shape(arrival) for arrival in arrivals]
+    arrivals = [arrival.evened() for arrival in arrivals]
     sums = KernelSums(conv)
     for arrival in arrivals:
         sums.add(arrival.z)
@@ -72,13 +71,6 @@ def fit_conv2d_to(
     kernels = metric.take_back(choice.scheme, found.kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
     return layer, _refit_last(layer, conv, arrivals, ridge)
-
-
-def _of_one_shape(arrival: Arrival) -> Arrival:
-    """The arrival; where the sketched model's is of another length, as speech may be, it stands for both."""
-    if arrival.x.shape == arrival.z.shape:
-        return arrival
-    return replace(arrival, x=arrival.z, residuals=None)
 
 
 def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> float:

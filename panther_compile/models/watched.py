@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +68,12 @@ class Arrival:
     x: Tensor
     z: Tensor
     residuals: tuple[Tensor, Tensor] | None = None
+
+    def evened(self) -> "Arrival":
+        """Itself; where z is of another length, as speech that a model times may be, with z in place of x."""
+        if self.x.shape == self.z.shape:
+            return self
+        return replace(self, x=self.z, residuals=None)
 
 
 @dataclass(frozen=True, slots=True)
