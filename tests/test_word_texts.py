@@ -109,13 +109,13 @@ def test_an_encoder_fitted_to_data_keeps_what_data_does_not_show(folder, monkeyp
 
     beside, alone = (pc.sketchify(model, 0.3, synthetic=one, **options) for one in (True, False))
     said = [str(pc.sketch_report(one)).splitlines()[0] for one in (beside, alone)]
-    assert "beside 64 texts spliced of parts of them and 8 texts of words at random" in said[0]
+    assert "beside 128 texts spliced of parts of them and 8 texts of words at random" in said[0]
     assert "words" not in said[1]
     assert distance(beside) < 0.9 * distance(alone)
     monkeypatch.setattr("panther_compile.models.synthetic.MOST_WORDS_BESIDE", 100)  # as if of many languages
     plain = pc.sketchify(model, 0.3, **options)
     said = str(pc.sketch_report(plain)).splitlines()[0]
-    assert "beside 64 texts spliced of parts of them" in said
+    assert "beside 128 texts spliced of parts of them" in said
     assert "words" not in said
 
 

@@ -16,41 +16,49 @@ from panther_compile.models.batches import Call
 PARTS = 8  # of a text, each of another one
 PART = 4  # tokens of a part at least
 SHORTEST = 2 * PART  # tokens of a text that is worth it
+TURNS = 2  # in each of which a text has parts of others
+MOST_TEXTS = TURNS * PARTS  # that a text has parts of, itself one of them
 
 
 def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
     """Calls as long, each text with parts of the next ones: of its batch, or of the next batches of one.
 
-    Calls are left out whose tensors are not all (texts, tokens): ids, masks, types.
+    Each text is spliced in two turns, each with others, as far as there are. Calls are left out whose tensors
+    are not all (texts, tokens): ids, masks, types.
 
     Args:
         calls: of a model that reads texts.
         most: tokens that are wanted, about; of more, as large a share of the calls is taken, evenly spread.
     """
     total = sum(_shape_of(call).numel() for call in calls)
-    count = min(len(calls), max(1, round(len(calls) * most / max(total, 1))))
-    for place in (index * len(calls) // count for index in range(count)):
-        found = _spliced([calls[(place + part) % len(calls)] for part in range(min(PARTS, len(calls)))])
-        if found is not None:
-            yield found
+    wanted = max(1, round(len(calls) * most / max(total, 1)))
+    for turn in range(TURNS):
+        count = min(len(calls), wanted - turn * len(calls))
+        for place in (index * len(calls) // count for index in range(count)):
+            behind = range(min(MOST_TEXTS, len(calls)))
+            found = _spliced([calls[(place + by) % len(calls)] for by in behind], turn)
+            if found is not None:
+                yield found
 
 
-def _spliced(calls: Sequence[Call]) -> Call | None:
+def _spliced(calls: Sequence[Call], turn: int) -> Call | None:
     """The first call with parts of its other texts, or where it has one, of the texts of the calls behind."""
     shape = _shape_of(calls[0])
     if len(shape) != 2 or shape[1] < SHORTEST:
         return None
-    (leaves, form), *behind = [tree_flatten((call.args, call.kwargs)) for call in calls]
-    texts, parts = [leaves], min(PARTS, shape[1] // PART)
+    leaves, form = tree_flatten((calls[0].args, calls[0].kwargs))
     if shape[0] > 1:
-        shifts = range(1, min(parts, shape[0]))
-        texts += [[one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves] for by in shifts]
+        shifts = range(min(MOST_TEXTS, shape[0]))
+        texts = [[one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves] for by in shifts]
     else:
-        pairs = zip(calls[1:], behind, strict=True)
-        texts += [found for call, (found, its) in pairs if its == form and _shape_of(call)[:1] == shape[:1]]
-    if len(texts) == 1:
+        flat = (tree_flatten((call.args, call.kwargs)) for call in calls if _shape_of(call)[:1] == shape[:1])
+        texts = [found for found, its in flat if its == form]
+    parts = min(PARTS, shape[1] // PART)
+    first = turn * (min(parts, len(texts)) - 1)
+    of = [0, *((first + part) % len(texts) for part in range(1, parts))]
+    if not any(of):
         return None
-    sources = zip(*(texts[part % len(texts)] for part in range(parts)), strict=True)
+    sources = zip(*(texts[one] for one in of), strict=True)
     joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
     args, kwargs = tree_unflatten(joined, form)
     return Call(args, kwargs, calls[0].place)

@@ -42,7 +42,7 @@ MODEL = "model"
 """Given as data: inputs that are made up."""
 
 _TEXTS = 32  # of a batch, where they cost nothing
-MOST_SPLICED = 20_480  # tokens of texts that are spliced
+MOST_SPLICED = 40_960  # tokens of texts that are spliced
 BEGUN = 16  # tokens of the data that a text of the model's own begins with
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
@@ -112,8 +112,8 @@ def texts_beside(
     """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
     A model's own texts are as good as data, and are as many; each begins with a piece of the data, where that
-    has texts. So are those that are spliced of several of the data; words at random are an eighth, and none
-    where they would be of many languages. None if the model reads no texts.
+    has texts. So are those that are spliced of several of the data, which are twice as many; words at random
+    are an eighth, and none where they would be of many languages. None if the model reads no texts.
 
     Args:
         model: see `make_inputs`.
