@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from panther_compile.models.batches import Call, interleaved, spread_out
-from panther_compile.models.spliced import MOST_TEXTS, PARTS, SHORTEST, TURNS, spliced
+from panther_compile.models.spliced import MOST_TEXTS, PARTS, SHORTEST, STEPS, spliced
 
 MANY = 1_000_000
 
@@ -17,56 +17,51 @@ def numbered(texts, tokens):
 
 
 @pytest.mark.parametrize("tokens", [8, 9])
-def test_the_second_half_is_that_of_the_next_text(tokens):
-    ids = numbered(3, tokens)
+def test_the_second_half_is_that_of_another_text(tokens):
+    ids = numbered(5, tokens)
     mask = (ids % 1000 < tokens - 1).float()
     found = list(spliced([Call((), {"input_ids": ids, "attention_mask": mask, "return_dict": True})], MANY))
     half = tokens // 2
-    for call, next_one in zip(found, ([1, 2, 0], [2, 0, 1]), strict=True):
+    for call, others in zip(found, ([1, 2, 3, 4, 0], [3, 4, 0, 1, 2]), strict=True):
         given = call.kwargs["input_ids"]
         assert torch.equal(given[:, :half], ids[:, :half])
-        assert torch.equal(given[:, half:], ids[next_one, half:])
+        assert torch.equal(given[:, half:], ids[others, half:])
         assert torch.equal(call.kwargs["attention_mask"], (given % 1000 < tokens - 1).float())
         assert call.kwargs["return_dict"] is True
 
 
-def test_two_texts_of_two_parts_are_spliced_once():
-    ids = numbered(2, 8)
-    (found,) = spliced([Call((ids,), {})], MANY)
-    assert torch.equal(found.args[0][:, 4:], ids.flip(0)[:, 4:])
-
-
 def test_each_part_of_a_long_text_is_of_another_one():
-    ids = numbered(PARTS + 3, 40)
+    ids = numbered(MOST_TEXTS + 3, 40)
     found = list(spliced([Call((ids,), {})], MANY))
-    assert len(found) == TURNS
-    for turn, call in enumerate(found):
+    for step, call in zip(STEPS, found, strict=True):
         assert torch.equal(call.args[0] % 1000, ids % 1000)  # all are where they were
-        sources = (call.args[0] // 1000 - torch.arange(PARTS + 3)[:, None]) % (PARTS + 3)
-        texts = torch.tensor([0, *(turn * (PARTS - 1) + part for part in range(1, PARTS))]) % (PARTS + 3)
-        assert torch.equal(sources, texts.repeat_interleave(40 // PARTS).expand(PARTS + 3, -1))
+        sources = (call.args[0] // 1000 - torch.arange(len(ids))[:, None]) % len(ids)
+        texts = step * torch.arange(PARTS)
+        assert torch.equal(sources, texts.repeat_interleave(40 // PARTS).expand(len(ids), -1))
 
 
-def test_no_text_of_many_is_beside_another_twice():
-    ids = numbered(MOST_TEXTS, 40)
-    found = [call.args[0][0, :: 40 // PARTS] // 1000 for call in spliced([Call((ids,), {})], MANY)]
-    assert sorted(torch.cat(found).tolist()) == sorted([0, *range(MOST_TEXTS - 1)])
+@pytest.mark.parametrize("texts", [2, 3, 4, 5, 6, 32])
+def test_no_two_parts_are_beside_one_another_twice(texts):
+    ids = numbered(texts, 40)
+    found = torch.cat([call.args[0] for call in spliced([Call((ids,), {})], MANY)])
+    edges = range(40 // PARTS, 40, 40 // PARTS)
+    pairs = [(int(row[edge - 1]), int(row[edge])) for row in found for edge in edges]
+    assert len(pairs) == len(set(pairs))
 
 
 def test_batches_of_one_take_parts_of_the_next_batches():
     one, two = torch.arange(12)[None], 100 + torch.arange(9)[None]
-    first, second, *again = spliced([Call((one,), {}), Call((two,), {})], MANY)
+    first, second = spliced([Call((one,), {}), Call((two,), {})], MANY)
     assert torch.equal(first.args[0], torch.cat([one[:, :4], two[:, 3:6], one[:, 8:]], 1))
     assert torch.equal(second.args[0], torch.cat([two[:, :4], one[:, 6:]], 1))
-    assert torch.equal(again[0].args[0], torch.cat([one[:, :8], two[:, 6:]], 1))
 
 
 def test_none_is_longer_than_the_longest():
     texts = [torch.full((1, tokens), place) for place, tokens in enumerate((64, 63, 61, 59, 57, 63, 62, 61))]
     found = list(spliced([Call((ids,), {}) for ids in texts], MANY))
-    assert len(found) == TURNS * len(texts)
+    assert len(found) == 2 * len(texts)
     assert max(call.args[0].shape[1] for call in found) <= 64
-    assert [len(call.args[0].unique()) for call in found] == [PARTS] * len(texts) + [PARTS - 1] * len(texts)
+    assert all(len(call.args[0].unique()) == PARTS for call in found)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +92,10 @@ def test_any_stretch_of_what_is_spread_out_is_from_everywhere():
 
 
 def test_of_many_they_are_some_from_everywhere():
-    calls = [Call((10_000 * place + numbered(3, 10),), {}) for place in range(12)]
-    found = [int(call.args[0][0, 0]) // 10_000 for call in spliced(calls, 12 * 3 * 10 // 3)]
+    calls = [Call((10_000 * place + numbered(4, 10),), {}) for place in range(12)]
+    found = [int(call.args[0][0, 0]) // 10_000 for call in spliced(calls, 12 * 4 * 10 // 3)]
     assert found == [0, 3, 6, 9]
-    found = [int(call.args[0][0, 0]) // 10_000 for call in spliced(calls, 15 * 3 * 10)]
+    found = [int(call.args[0][0, 0]) // 10_000 for call in spliced(calls, 15 * 4 * 10)]
     assert found == [*range(12), 0, 4, 8]
 
 

@@ -16,15 +16,15 @@ from panther_compile.models.batches import Call
 PARTS = 8  # of a text, each of another one
 PART = 4  # tokens of a part at least
 SHORTEST = 2 * PART  # tokens of a text that is worth it
-TURNS = 2  # in each of which a text has parts of others
-MOST_TEXTS = TURNS * PARTS  # that a text has parts of, itself one of them
+STEPS = (1, 3)  # from text to text, in each turn: what was beside one another in the one is not in the other
+MOST_TEXTS = (PARTS - 1) * max(STEPS) + 1  # among which those are that a text has parts of
 
 
 def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
     """Calls as long, each text with parts of the next ones: of its batch, or of the next batches of one.
 
-    Each text is spliced in two turns, each with others, as far as there are. Calls are left out whose tensors
-    are not all (texts, tokens): ids, masks, types.
+    Each text is spliced in two turns, of the texts i, i + 1, i + 2, ... and i, i + 3, i + 6, ..., where there
+    are more than three. Calls are left out whose tensors are not all (texts, tokens): ids, masks, types.
 
     Args:
         calls: of a model that reads texts.
@@ -32,16 +32,16 @@ def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
     """
     total = sum(_shape_of(call).numel() for call in calls)
     wanted = max(1, round(len(calls) * most / max(total, 1)))
-    for turn in range(TURNS):
+    for turn, step in enumerate(STEPS):
         count = min(len(calls), wanted - turn * len(calls))
         for place in (index * len(calls) // count for index in range(count)):
             behind = range(min(MOST_TEXTS, len(calls)))
-            found = _spliced([calls[(place + by) % len(calls)] for by in behind], turn)
+            found = _spliced([calls[(place + by) % len(calls)] for by in behind], step)
             if found is not None:
                 yield found
 
 
-def _spliced(calls: Sequence[Call], turn: int) -> Call | None:
+def _spliced(calls: Sequence[Call], step: int) -> Call | None:
     """The first call with parts of its other texts, or where it has one, of the texts of the calls behind."""
     shape = _shape_of(calls[0])
     if len(shape) != 2 or shape[1] < SHORTEST:
@@ -53,12 +53,10 @@ def _spliced(calls: Sequence[Call], turn: int) -> Call | None:
     else:
         flat = (tree_flatten((call.args, call.kwargs)) for call in calls if _shape_of(call)[:1] == shape[:1])
         texts = [found for found, its in flat if its == form]
-    parts = min(PARTS, shape[1] // PART)
-    first = turn * (min(parts, len(texts)) - 1)
-    of = [0, *((first + part) % len(texts) for part in range(1, parts))]
-    if not any(of):
+    if step >= len(texts):
         return None
-    sources = zip(*(texts[one] for one in of), strict=True)
+    parts = min(PARTS, shape[1] // PART)
+    sources = zip(*(texts[part * step % len(texts)] for part in range(parts)), strict=True)
     joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
     args, kwargs = tree_unflatten(joined, form)
     return Call(args, kwargs, calls[0].place)
