@@ -198,6 +198,7 @@ def test_results_of_another_shape_are_counted():
     assert str(found).endswith("on 4 batches, but for 1 of 4 results, of another shape")
     none = compare_models(dense, all_of_them, calls[2:], logits=False, inputs="2 batches")
     assert str(none) == f"outputs: not compared with the dense model's: {OTHER_SHAPES}"
+    assert none.share == 1.0  # so that what can be compared is taken before it
 
 
 def test_a_sketch_whose_results_are_all_of_another_shape_is_warned_of():

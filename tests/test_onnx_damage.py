@@ -48,3 +48,9 @@ def test_where_it_would_take_too_long_ranks_are_by_energy(tmp_path, monkeypatch)
     stored = {line.name: line.stored_numbers for line in report.plan.layers}
     assert not report.plan.tried
     assert stored["a"] == pytest.approx(stored["b"], rel=0.2)
+
+
+def test_outputs_of_another_shape_are_as_far_as_can_be():
+    wanted = {"y": random(2, 8), "z": random(2, 8)}
+    assert damage._distance({}, wanted, wanted) == 0.0
+    assert damage._distance({}, wanted, wanted | {"z": random(2, 6)}) == 1.0

@@ -8,7 +8,7 @@ models are equal and 1 where the sketched one tells nothing of the dense one's a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,10 +94,10 @@ class OutputSums:
         sums = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
         if self._other:
             inputs = f"{inputs}, but for {self._other} of {self._seen} results, of another shape"
+        if not sums and self._other:
+            return replace(Closeness.unknown(OTHER_SHAPES), share=1.0)  # as far as `outputs.distance` has it
         if not sums:
-            return Closeness.unknown(
-                OTHER_SHAPES if self._other else "the model's result holds no floating tensor"
-            )
+            return Closeness.unknown("the model's result holds no floating tensor")
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)
 
 

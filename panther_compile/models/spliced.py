@@ -5,7 +5,9 @@ of one text is much the same at all of its tokens. Behind parts of other texts t
 data are in a context that is new, and the dense model tells what comes of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ PARTS = 8  # of a text, each of another one
 PART = 4  # tokens of a part at least
 SHORTEST = 2 * PART  # tokens of a text that is worth it
 STEPS = (1, 3)  # from text to text, in each turn: what was beside one another in the one is not in the other
-MOST_TEXTS = (PARTS - 1) * max(STEPS) + 1  # among which those are that a text has parts of
+MOST_TEXTS = (PARTS - 1) * max(STEPS) + 1  # from the first that a text has parts of to the last
 
 
 def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
@@ -47,19 +49,25 @@ def _spliced(calls: Sequence[Call], step: int) -> Call | None:
     if len(shape) != 2 or shape[1] < SHORTEST:
         return None
     leaves, form = tree_flatten((calls[0].args, calls[0].kwargs))
+    text_behind: Callable[[int], list[Any]]
     if shape[0] > 1:
-        shifts = range(min(MOST_TEXTS, shape[0]))
-        texts = [[one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves] for by in shifts]
+        count, text_behind = shape[0], partial(_rolled, leaves)
     else:
         flat = (tree_flatten((call.args, call.kwargs)) for call in calls if _shape_of(call)[:1] == shape[:1])
         texts = [found for found, its in flat if its == form]
-    if step >= len(texts):
+        count, text_behind = len(texts), texts.__getitem__
+    if step >= count:
         return None
     parts = min(PARTS, shape[1] // PART)
-    sources = zip(*(texts[part * step % len(texts)] for part in range(parts)), strict=True)
+    sources = zip(*(text_behind(part * step % count) for part in range(parts)), strict=True)
     joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
     args, kwargs = tree_unflatten(joined, form)
     return Call(args, kwargs, calls[0].place)
+
+
+def _rolled(leaves: Sequence[Any], by: int) -> list[Any]:
+    """Tensors (texts, tokens) whose first text is that so many behind."""
+    return [one.roll(-by, 0) if isinstance(one, Tensor) else one for one in leaves]
 
 
 def _joined(ones: Sequence[Tensor]) -> Tensor:

@@ -94,8 +94,11 @@ class Damages:
 
 
 def _distance(feed: Feed, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+    pairs = output_pairs(wanted, found)
+    if any(one.shape != other.shape for _, one, other in pairs):
+        return 1.0  # see `outputs.distance`
     sums = OutputSums()
-    sums.see(output_pairs(wanted, found), kept_in(feed))
+    sums.see(pairs, kept_in(feed))
     close = sums.closeness("")
     return close.distance if close.kind == "KL" else close.distance**2
 
