@@ -51,7 +51,7 @@ def compare_outputs(
         ConfigTypeError: the model cannot be copied.
     """
     copies = {old: copy_sharing(layer, {}) for old, layer in new.items()}  # they change their mode
-    dense, sketched = (copy_sharing(model, one, own_buffers=True) for one in ({}, copies))
+    dense, sketched = (copy_sharing(model, one) for one in ({}, copies))
     turn_off_nested_tensors(sketched)
     return compare_models(dense, sketched, calls, logits=logits, inputs=inputs)
 

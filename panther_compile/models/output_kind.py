@@ -54,7 +54,7 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
         ConfigTypeError: the model cannot be copied.
         DataError: the model raises on a call.
     """
-    quiet = copy_sharing(model, {}, own_buffers=True)
+    quiet = copy_sharing(model, {})
     rows: list[Tensor] = []
     makers: set[str | None] = set()
     for call in calls[:_CALLS]:

@@ -11,6 +11,8 @@ from panther_compile.errors import ConfigTypeError, first_line
 
 Replacements = Mapping[nn.Module, nn.Module]
 
+_PACKED = 65_536  # integers of a tensor, from which on they are taken for a quantized weight
+
 
 def copied(make: Callable[[nn.Module], nn.Module], model: nn.Module, advice: str = "") -> nn.Module:
     """What `make` copies of a model.
@@ -77,6 +79,17 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         for held in (module._parameters, module._buffers, module.__dict__):
             yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
+
+
+def written_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Those that a run may write into, as a cache or a count of its calls.
+
+    That is all but the parameters and packed weights, as many integers of one tensor are taken for.
+    """
+    for tensor in held_tensors(model):
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED):
+            yield tensor
 
 
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:

@@ -7,10 +7,33 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from panther_compile.models.substitute import written_tensors
+
+
+@contextmanager
+def unwritten(*models: nn.Module) -> Iterator[None]:
+    """What the models write into tensors that they hold, as they run, is put back afterwards."""
+    buffers = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
+    before = [
+        (tensor, tensor._version, tensor.detach().clone())
+        for model in models
+        for tensor in written_tensors(model)
+        if not tensor.is_inference()  # which nothing writes into here
+    ]
+    try:
+        yield
+    finally:
+        for held, were in buffers:
+            held.update(were)
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and each in its own again afterwards.
+    """All modules in eval mode, and each in its own again afterwards, with what it held, see `unwritten`.
 
     The flags are set one by one: `model.eval()` is refused by modules of torch.export, and does other things
     in those that override `train`.
@@ -21,7 +44,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
 
-    with ExitStack() as stack:
+    with unwritten(*models), ExitStack() as stack:
         stack.callback(put_back)
         stack.callback(put_back)  # an interrupt may come within the first of the two
         for module in modes:

@@ -79,7 +79,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
         DataError: what the model takes is not known here, or it does not run on what was tried.
         ConfigTypeError: the model cannot be copied.
     """
-    quiet = copy_sharing(model, {}, own_buffers=True)
+    quiet = copy_sharing(model, {})
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     many = form.make(batches * form.batch, generator)
@@ -126,7 +126,7 @@ def texts_beside(
         DataError: what the model takes is not known here, or it does not run on what was tried.
         ConfigTypeError: the model cannot be copied.
     """
-    quiet = copy_sharing(model, {}, own_buffers=True)
+    quiet = copy_sharing(model, {})
     generator = torch.Generator().manual_seed(seed)
     form = _form_of(quiet, generator)
     few = form.make(2, generator)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.errors import ConfigTypeError
-from panther_compile.models.substitute import copied, held_tensors
+from panther_compile.models.substitute import copied, held_tensors, written_tensors
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor], Tensor]
@@ -84,15 +84,14 @@ class Side:
     watched: Mapping[str, Watched]
 
 
-def copy_sharing(
-    model: nn.Module, new: Mapping[nn.Module, nn.Module], *, own_buffers: bool = False
-) -> nn.Module:
-    """A copy of the module tree in eval mode that shares every tensor, with modules replaced.
+def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A copy of the module tree in eval mode that shares what no run changes, with modules replaced.
+
+    Tensors that a run may write into, see `written_tensors`, are the copy's own.
 
     Args:
         model: is not changed.
         new: the replacements.
-        own_buffers: whether buffers are copied, so that a model that counts its calls does so in the copy.
 
     Raises:
         ConfigTypeError: the model cannot be copied, or a run would change it: it has lazy layers.
@@ -104,7 +103,6 @@ def copy_sharing(
             "batch through the model first"
         )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+    memo |= {id(tensor): tensor.detach().clone() for tensor in written_tensors(model)}
     memo |= {id(old): replacement for old, replacement in new.items()}
-    if own_buffers:
-        memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     return copied(lambda given: copy.deepcopy(given, memo).eval(), model, ", which data= needs")

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from panther_compile.errors import CaptureError, first_line
+from panther_compile.models.surroundings import unwritten
 from panther_compile.names import attribute
 from panther_compile.partition.graph.recomputed import checkpoints_marked, checkpoints_refused
 from panther_compile.planning.trace import SketchTracer
@@ -149,16 +150,17 @@ def capture(
         bound = _bind(signature, args, {**kwargs, **extra})
     except TypeError as error:
         raise CaptureError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
-    if boundaries:
-        graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
-        route = "torch.fx, boundaries kept whole"
-        failures = {"torch.fx": failure}
-    else:
-        graph_module, outputs, failure = _export(model, bound)
-        route, failures = "torch.export", {"torch.export": failure}
-        if graph_module is None:
-            graph_module, outputs, failures["torch.fx"] = _trace(model, signature, bound, ())
-            route = "torch.fx"
+    with unwritten(model):
+        if boundaries:
+            graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
+            route = "torch.fx, boundaries kept whole"
+            failures = {"torch.fx": failure}
+        else:
+            graph_module, outputs, failure = _export(model, bound)
+            route, failures = "torch.export", {"torch.export": failure}
+            if graph_module is None:
+                graph_module, outputs, failures["torch.fx"] = _trace(model, signature, bound, ())
+                route = "torch.fx"
     if graph_module is None:
         raise CaptureError(_explain(model, failures, boundaries))
     _clean(graph_module)

@@ -1,0 +1,179 @@
+"""What a model writes into its own tensors as it runs is written into copies: the model stays as it was."""
+
+import copy
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import panther_compile as pc
+from panther_compile.errors import NoTargetError
+from panther_compile.models.surroundings import unwritten
+from panther_compile.models.watched import copy_sharing
+
+pytestmark = pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+
+BATCHES = [torch.randn(8, 64, generator=torch.Generator().manual_seed(place)) for place in range(6)]
+
+
+class Remembers(nn.Module):
+    """Counts its calls in a buffer, and keeps results in another one, which it reads at the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(8, 64), persistent=False)
+        self.register_buffer("newest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep what comes of x."""
+        self.calls += 1
+        y = self.down(self.up(x).relu())
+        before = self.cache[: len(x)].clone()
+        self.cache[: len(x)] = y.detach()
+        self.newest = y.detach().mean()
+        return y + 0.1 * before
+
+
+class Attribute(Remembers):
+    """The same, with a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count in it."""
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+def written(model: nn.Module) -> list[Tensor]:
+    found = [model.calls, model.cache, model.newest, getattr(model, "seen", torch.zeros(3))]
+    return [tensor.clone() for tensor in found]
+
+
+def stays(model: nn.Module, before: list[Tensor]) -> None:
+    for was, now in zip(before, written(model), strict=True):
+        assert torch.equal(was, now)
+
+
+@pytest.fixture(params=[Remembers, Attribute])
+def model(request):
+    made = request.param().eval()
+    made(BATCHES[0])  # so that there is something to keep
+    return made
+
+
+@pytest.mark.parametrize("data", [BATCHES, None, "model"], ids=["data", "none", "made up"])
+def test_sketchify(model, data):
+    before = written(model)
+    small = pc.sketchify(model, 0.5, data=data, min_params=0)
+    stays(model, before)
+    stays(small, before)
+
+
+def test_sketchify_by_the_clock(model):
+    before = written(model)
+    with suppress(NoTargetError):  # that nothing is faster, which this processor decides
+        pc.sketchify(model, 0.5, data=BATCHES, objective="latency", min_params=0)
+    stays(model, before)
+
+
+def test_the_smallest_ratio_within_a_drop(model):
+    before = written(model)
+    pc.sketchify(
+        model, data=BATCHES, min_params=0, max_drop=1e9, evaluate=lambda one: -float(one(BATCHES[0]).norm())
+    )
+    stays(model, before)
+
+
+def test_a_function_that_calls_the_model(model):
+    before = written(model)
+
+    def calls(given: nn.Module) -> None:
+        for batch in BATCHES:
+            given(batch)
+
+    pc.sketchify(model, 0.5, data=calls, min_params=0)
+    stays(model, before)
+
+
+def test_heal(model):
+    before = written(model)
+    small = pc.sketchify(model, 0.5, data=BATCHES, min_params=0)
+    healed = pc.heal(small, teacher=model, data=BATCHES, steps=2)
+    for one in (model, small, healed):
+        stays(one, before)
+
+
+def test_prepare_int8(model):
+    before = written(model)
+    small = pc.sketchify(model, 0.5, data=BATCHES, min_params=0)
+    stays(pc.prepare_int8(small, BATCHES), before)
+    stays(small, before)
+
+
+def test_export_onnx(tmp_path):
+    model = Remembers().eval()
+    before = written(model)
+    pc.export_onnx(model, (BATCHES[0],), tmp_path / "model.onnx")
+    stays(model, before)
+
+
+def test_partition_model(model):
+    before = written(model)
+    pc.partition_model(model, (BATCHES[0],), mesh={"tp": 2})
+    stays(model, before)
+
+
+def test_add_residual(model):
+    low = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in (low.up, low.down):
+            layer.weight.copy_((layer.weight * 30).round() / 30)
+    before = written(model)
+    better = pc.add_residual(low, model, rank=4, data=BATCHES)
+    for one in (model, low, better):
+        stays(one, before)
+
+
+def test_dense_and_sketched_keep_apart():
+    """One cache for both would hand the results of the one to the other while they run side by side."""
+    model = Remembers().eval()
+    one, other = copy_sharing(model, {}), copy_sharing(model, {})
+    one(BATCHES[0])
+    alone = Remembers().eval()(BATCHES[1])
+    assert torch.equal(other(BATCHES[1]), alone)
+
+
+def test_packed_weights_are_shared():
+    """Copies of a quantized model would cost its memory once more each."""
+    holder = nn.Module()
+    holder.register_buffer("packed", torch.zeros(300, 300, dtype=torch.int32))
+    holder.register_buffer("cache", torch.zeros(300, 300))
+    found = copy_sharing(holder, {})
+    assert found.packed is holder.packed
+    assert found.cache is not holder.cache
+
+
+def test_what_is_not_written_is_not_touched():
+    """A copy back would break the graph of a loss that the buffer is part of."""
+    model = nn.BatchNorm1d(4).eval()
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * model.running_var).sum()
+    with unwritten(model):
+        model(torch.randn(2, 4))
+    loss.backward()
+
+
+def test_put_back_when_it_raises():
+    model = Remembers().eval()
+    with suppress(RuntimeError), unwritten(model):
+        model(BATCHES[0])
+        raise RuntimeError
+    assert model.calls == 0
+    assert not model.cache.any()
