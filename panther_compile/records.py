@@ -35,6 +35,7 @@ class Unit:
         cost_shape: of the matrix (O, I) or kernel (O, I / G, kh, kw) that it multiplies as, to predict its
             time; None for `shape`.
         in_data: whether the candidates tell what ranks keep in the metric of data.
+        speed: share of the speed that is predicted, which its schemes were measured to reach.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Unit:
     tied_numbers: int = 0
     cost_shape: tuple[int, ...] | None = None
     in_data: bool = False
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ conv2d      nn.Conv2d
 attention   nn.MultiheadAttention
 embedding   nn.Embedding
 targets     the weights that data can fit, and copies of a model in which they are watched
-conv1d          nn.Conv1d becomes SketchedConv1d
 conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
 conv_transpose  nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d
 experts         the experts of Hugging Face mixtures become SketchedExperts

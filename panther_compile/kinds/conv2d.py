@@ -6,7 +6,7 @@ After:
     %y : call_module[target=conv](args = (%x,))      conv: SketchedConv2d(down: Conv2d, up: Conv2d)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class Conv2dKind(Kind):
         )
 
 
-def why_not_convolution(module: nn.Conv1d | nn.Conv2d, base: type[nn.Module]) -> str | None:
+def why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, base: type[nn.Module]) -> str | None:
     """Why a convolution must be left alone, or None; see `why_not_plain` for the base."""
     if is_depthwise(module.in_channels // module.groups, module.groups):
         return "depthwise: each filter sees one channel, a low rank has nothing to share"
@@ -200,15 +200,19 @@ def _from_node(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module | str
     return layer
 
 
-def _fit_node(
+def fit_node(
     dense: nn.Module,
     has_bias: bool,
     name: str,
     choice: Choice,
     config: SketchConfig,
     arrivals: Sequence[Arrival],
+    lay_out: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[SketchedLayer, Tensor | None, float]:
-    """Fit a node's kernel to inputs whose padding is done; half types in float32."""
+    """Fit the kernel of an ONNX node to inputs whose padding is done; half types in float32.
+
+    See `OnnxForm.fit`, and `fit_conv2d_to` for the last argument.
+    """
     assert isinstance(dense, nn.Conv2d)
     kernel = dense.weight.detach()
     dtype = torch.promote_types(kernel.dtype, torch.float32)
@@ -229,7 +233,7 @@ def _fit_node(
     if conv.bias is not None:
         conv.bias.zero_()
     given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
-    found, error = fit_conv2d_to(conv, name, choice, config, given, None)
+    found, error = fit_conv2d_to(conv, name, choice, config, given, None, lay_out=lay_out)
     factors = [getattr(found, factor).weight for factor in ("down", "core", "up") if hasattr(found, factor)]
     layer = SketchedConv2d.from_kernels(choice.scheme, tuple(factors), dense)
     return layer, None if found.up.bias is None else found.up.bias.detach(), error
@@ -242,4 +246,4 @@ Conv2dKind.functionals = (
         _from_call,
     ),
 )
-Conv2dKind.onnx = OnnxForm(("Conv",), 4, "a 2-D convolution", _from_node, fit=_fit_node)
+Conv2dKind.onnx = OnnxForm(("Conv",), 4, "a 2-D convolution", _from_node, fit=fit_node)

@@ -1,4 +1,4 @@
-"""nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d.
+"""nn.ConvTranspose1d, 2d and 3d become SketchedConvTranspose1d, 2d and 3d.
 
 Before:
     %y : call_module[target=up](args = (%x,))    up: ConvTranspose2d(I, O, kernel_size=(4, 4), stride=2)
@@ -31,6 +31,7 @@ from panther_compile.layers.conv_transpose import (
     SketchedConvTranspose,
     SketchedConvTranspose1d,
     SketchedConvTranspose2d,
+    SketchedConvTranspose3d,
     geometry,
 )
 from panther_compile.records import Choice, Fitted, Unit
@@ -202,6 +203,12 @@ class ConvTranspose2dKind(_ConvTransposeKind):
     wanted, _layer_type, layers = "nn.ConvTranspose2d", SketchedConvTranspose2d, (SketchedConvTranspose2d,)
 
 
+class ConvTranspose3dKind(_ConvTransposeKind):
+    """See the module's docstring."""
+
+    wanted, _layer_type, layers = "nn.ConvTranspose3d", SketchedConvTranspose3d, (SketchedConvTranspose3d,)
+
+
 _Build = Callable[[Tensor, bool, Mapping[str, Any]], nn.Module | None]
 _FromNode = Callable[[Tensor, Mapping[str, Any]], nn.Module | str]
 _OPTIONS = ("stride", "padding", "output_padding", "groups", "dilation")
@@ -252,6 +259,13 @@ ConvTranspose2dKind.functionals = (
         _from_call(nn.ConvTranspose2d, 2),
     ),
 )
+ConvTranspose3dKind.functionals = (
+    Functional(
+        (F.conv_transpose3d, torch.ops.aten.conv_transpose3d.input),
+        _ARGUMENTS,
+        _from_call(nn.ConvTranspose3d, 3),
+    ),
+)
 ConvTranspose1dKind.onnx = OnnxForm(
     ("ConvTranspose",),
     3,
@@ -264,5 +278,12 @@ ConvTranspose2dKind.onnx = OnnxForm(
     4,
     "a 2-D transposed convolution",
     _from_node(nn.ConvTranspose2d),
+    pads_input=False,
+)
+ConvTranspose3dKind.onnx = OnnxForm(
+    ("ConvTranspose",),
+    5,
+    "a 3-D transposed convolution",
+    _from_node(nn.ConvTranspose3d),
     pads_input=False,
 )

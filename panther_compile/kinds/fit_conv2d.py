@@ -1,7 +1,8 @@
 """A sketched convolution from data: factors in the metric of what reaches it, the last by least squares."""
 
 # N batch, I in_channels, O out_channels, P positions times taps
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ def fit_conv2d_to(
     arrivals: Sequence[Arrival],
     gradient: Tensor | None,
     ridge: float = RIDGE,
+    lay_out: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
@@ -60,20 +62,41 @@ def fit_conv2d_to(
         arrivals: what reached the layer.
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         ridge: on second moments, of their mean power.
+        lay_out: makes what the convolution reads of x or z, for one batch at a time; None if they are that.
     """
-    arrivals = [arrival.evened() for arrival in arrivals]
+    pairs = _Pairs(arrivals, lay_out)
     sums = KernelSums(conv)
     for arrival in arrivals:
-        sums.add(arrival.z)
+        sums.add(pairs.read(arrival.z))
     metric = sums.metric(gradient, ridge)
     weight = metric.whiten(conv.weight.detach().double()).contiguous()
     found = fit_kernel(weight, conv.groups, name, choice, config)
     kernels = metric.take_back(choice.scheme, found.kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
-    return layer, _refit_last(layer, conv, arrivals, ridge)
+    return layer, _refit_last(layer, conv, pairs, ridge)
 
 
-def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival], ridge: float) -> float:
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Pairs x, z of what a convolution reads, made one by one: they may be much larger than what is given."""
+
+    arrivals: Sequence[Arrival]
+    lay_out: Callable[[Tensor], Tensor] | None
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the convolution reads of one of them."""
+        return x if self.lay_out is None else self.lay_out(x)
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for arrival in self.arrivals:
+            one = arrival.evened()
+            yield self.read(one.x), self.read(one.z)
+
+
+def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, pairs: _Pairs, ridge: float) -> float:
     """Fit the last factor, by what is told of the change from what it is; gives the relative error left.
 
     Of very many features the bias alone is fitted.
@@ -82,13 +105,13 @@ def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arriv
     groups, outputs = last.groups, last.weight.shape[0] // last.groups
     features = last.weight[0].numel()
     if features > _MOST_FEATURES:
-        return _refit_bias(layer, conv, arrivals)
-    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(arrivals)))
+        return _refit_bias(layer, conv, pairs)
+    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(pairs)))
     sums = [HalvedSums(outputs, features, last.weight.device, apart=True) for _ in range(groups)]
     power = 0.0
-    for arrival in arrivals:
-        patches = _patches(last, _before_last(layer, arrival.z)).float()  # (G, n, features)
-        wanted = _product(conv, arrival.x)
+    for x, z in pairs:
+        patches = _patches(last, _before_last(layer, z)).float()  # (G, n, features)
+        wanted = _product(conv, x)
         wanted = wanted.reshape(-1, *wanted.shape[-3:]).transpose(0, 1).reshape(groups, outputs, -1)
         wanted = wanted.transpose(1, 2).float()  # (G, n, O / G)
         patches, wanted = thinned(patches.transpose(0, 1), most), thinned(wanted.transpose(0, 1), most)
@@ -126,13 +149,13 @@ def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) 
     return kernel + told(means.cross - kernel @ means.covariance, system, halves), means
 
 
-def _refit_bias(layer: SketchedConv2d, conv: nn.Conv2d, arrivals: Sequence[Arrival]) -> float:
+def _refit_bias(layer: SketchedConv2d, conv: nn.Conv2d, pairs: _Pairs) -> float:
     """Shift the bias by the mean of what is lost; gives the relative error left."""
     lost = torch.zeros(conv.out_channels, dtype=torch.float64, device=conv.weight.device)
     squares, size, count = 0.0, 0.0, 0
-    for arrival in arrivals:
-        wanted = _product(conv, arrival.x)
-        found = layer(arrival.z)
+    for x, z in pairs:
+        wanted = _product(conv, x)
+        found = layer(z)
         if conv.bias is not None:
             found = found - conv.bias[:, None, None]
         channels = (wanted - found).movedim(-3, 0).flatten(1).double()

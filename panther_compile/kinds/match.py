@@ -188,9 +188,13 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
-    """Public names that a subclass adds, which callers may use and the replacement would lack."""
-    names = (name for cls in kind.__mro__[: kind.__mro__.index(base)] for name in vars(cls))
-    return sorted({name for name in names if not name.startswith("_") and not hasattr(base, name)})
+    """Public names that a subclass adds, which callers may use and the replacement would lack.
+
+    A static method is none of them: it says something of the class, and is asked for there.
+    """
+    own = (vars(cls).items() for cls in kind.__mro__[: kind.__mro__.index(base)])
+    names = {name for held in own for name, value in held if not isinstance(value, staticmethod)}
+    return sorted(name for name in names if not name.startswith("_") and not hasattr(base, name))
 
 
 def _added_to_instance(module: nn.Module, base: type[nn.Module], sizes: tuple[int, ...] | None) -> list[str]:

@@ -8,10 +8,10 @@ from torch import nn
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError, first_line
 from panther_compile.kinds.attention import AttentionKind
 from panther_compile.kinds.base import Functional, Kind
-from panther_compile.kinds.conv1d import Conv1dKind
 from panther_compile.kinds.conv1d_hf import HuggingFaceConv1DKind
 from panther_compile.kinds.conv2d import Conv2dKind
-from panther_compile.kinds.conv_transpose import ConvTranspose1dKind, ConvTranspose2dKind
+from panther_compile.kinds.conv_on_plane import Conv1dKind, Conv3dKind
+from panther_compile.kinds.conv_transpose import ConvTranspose1dKind, ConvTranspose2dKind, ConvTranspose3dKind
 from panther_compile.kinds.embedding import EmbeddingKind
 from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
@@ -24,8 +24,10 @@ KINDS: tuple[Kind, ...] = (
     AttentionKind(),
     Conv2dKind(),
     Conv1dKind(),
+    Conv3dKind(),
     ConvTranspose1dKind(),
     ConvTranspose2dKind(),
+    ConvTranspose3dKind(),
     LinearKind(),
     HuggingFaceConv1DKind(),
     LSTMKind(),

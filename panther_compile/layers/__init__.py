@@ -4,9 +4,9 @@ attention        SketchedMultiheadAttention: nn.MultiheadAttention with four ske
 attention_masks  What `nn.MultiheadAttention` accepts, checked as torch checks it, and its masks in one form
 base             What every sketched layer can do, whatever it replaces
 capture          Whether a graph is being captured, and by whom
-conv1d           SketchedConv1d
 conv2d           SketchedConv2d: nn.Conv2d as a chain of smaller ones
-conv_transpose   SketchedConvTranspose1d and 2d: a 1 x 1 convolution and a thinner transposed one
+conv_on_plane    SketchedConv1d and 3d: the schemes of SketchedConv2d, of kernels laid on a plane
+conv_transpose   SketchedConvTranspose1d, 2d and 3d: a 1 x 1 convolution and a thinner transposed one
 convolution      SketchedConvolution: what the sketched convolutions have in common
 embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)
 experts          SketchedExperts: a mixture of experts, a linear layer for each weight of each expert
@@ -23,9 +23,13 @@ residual         ResidualLinear: a quantized layer and a low-rank branch beside 
 
 from panther_compile.layers.attention import SketchedMultiheadAttention
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.conv1d import SketchedConv1d
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
+from panther_compile.layers.conv_on_plane import SketchedConv1d, SketchedConv3d
+from panther_compile.layers.conv_transpose import (
+    SketchedConvTranspose1d,
+    SketchedConvTranspose2d,
+    SketchedConvTranspose3d,
+)
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
@@ -40,8 +44,10 @@ __all__ = [
     "SketchedConv1D",
     "SketchedConv1d",
     "SketchedConv2d",
+    "SketchedConv3d",
     "SketchedConvTranspose1d",
     "SketchedConvTranspose2d",
+    "SketchedConvTranspose3d",
     "SketchedEmbedding",
     "SketchedExperts",
     "SketchedGRU",

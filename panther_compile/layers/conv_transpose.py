@@ -1,4 +1,4 @@
-"""SketchedConvTranspose1d and 2d: a 1 x 1 convolution and a thinner transposed one.
+"""SketchedConvTranspose1d, 2d and 3d: a 1 x 1 convolution and a thinner transposed one.
 
 channel:  y = up(down(x)) + b          down 1 x 1 (I -> G r), up k x k transposed (G r -> O)
 pivoted:  y = up(x₁ + down(x₂)) + b    without groups: down (I - r -> r)
@@ -208,7 +208,13 @@ class SketchedConvTranspose2d(_SketchedConvTranspose):
     dense_type, _pixel_type, _axes = nn.ConvTranspose2d, nn.Conv2d, 2
 
 
-SketchedConvTranspose = SketchedConvTranspose1d | SketchedConvTranspose2d
+class SketchedConvTranspose3d(_SketchedConvTranspose):
+    """A low-rank replacement of `nn.ConvTranspose3d`, for x (N, I, D, H, W) or (I, D, H, W); see its base."""
+
+    dense_type, _pixel_type, _axes = nn.ConvTranspose3d, nn.Conv3d, 3
+
+
+SketchedConvTranspose = SketchedConvTranspose1d | SketchedConvTranspose2d | SketchedConvTranspose3d
 
 
 def geometry(layer: nn.Module) -> dict[str, Any]:

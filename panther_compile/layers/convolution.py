@@ -32,8 +32,8 @@ class SketchedConvolution(SketchedLayer):
     scheme: str
     rank: int | tuple[int, ...]
     start: int
-    down: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
-    up: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d
+    down: nn.modules.conv._ConvNd
+    up: nn.modules.conv._ConvNd
 
     @abstractmethod
     def _weight_shape(self) -> tuple[int, ...]:
@@ -62,7 +62,8 @@ class SketchedConvolution(SketchedLayer):
         """See `SketchedLayer.macs`; see `BasisCandidate.macs`."""
         if self.scheme != "basis":
             return super().macs
-        return BasisCandidate((*self._weight_shape(), 1)[:4], self.groups).macs(self.ranks[0])
+        outputs, inputs, *kernel = self._weight_shape()
+        return BasisCandidate((outputs, inputs, math.prod(kernel), 1), self.groups).macs(self.ranks[0])
 
     @property
     def multiplies_out(self) -> bool:

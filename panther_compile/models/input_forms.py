@@ -16,6 +16,8 @@ from panther_compile.models.sounds import natural_sounds, pink_noise
 BATCH = 8  # inputs of a batch
 _LENGTHS = (128, 64, 32, 16, 8, 4)  # of texts
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299, 256, 384, 192, 512)  # of images
+_CLIPS = (16, 32), (16, 64), (32, 128), (16, 112), (16, 224), (8, 16)  # frames and sizes of videos
+_FEW = 2  # videos of a batch
 _SAMPLES = 16000, 4000, 1024, 1000, 256
 _FRAMES, _MOST_SOUNDS = 32 * 1024, 32  # samples and sounds of a batch
 _MOST_CHANNELS = 2  # of a sound; more are features of one
@@ -31,7 +33,7 @@ class Form:
     """What an input may look like.
 
     Attributes:
-        kind: "tokens", "images", "sounds" or "vectors".
+        kind: "tokens", "images", "videos", "sounds" or "vectors".
         make: a number of inputs.
         call: the model's call with them.
         alone: whether the model is given nothing else.
@@ -137,7 +139,7 @@ def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
 
 def _first_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The first layer of each kind that says what it takes, in the order of the model."""
-    kinds = (nn.Embedding, nn.Conv2d, nn.Conv1d, nn.RNNBase, nn.MultiheadAttention, nn.Linear)
+    kinds = (nn.Embedding, nn.Conv2d, nn.Conv1d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.Linear)
     seen: set[type] = set()
     for module in model.modules():
         kind = next((one for one in kinds if isinstance(module, one)), None)
@@ -169,6 +171,9 @@ def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[Form]:
                 yield _sounds(call, layer.in_channels, samples)
             else:
                 yield Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
+    elif isinstance(layer, nn.Conv3d):
+        for frames, size in _CLIPS:
+            yield Form("videos", _videos(layer.in_channels, frames, size), call, batch=_FEW)
     elif isinstance(layer, nn.Linear):
         yield Form("vectors", _vectors(layer.in_features), call)
         yield Form("vectors", _vectors(_STEPS, layer.in_features), call)
@@ -213,6 +218,16 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, Generator], Tensor]:
 
 def _images(channels: int, size: int) -> Callable[[int, Generator], Tensor]:
     return lambda count, drawn: natural_images(count, channels, size, drawn)
+
+
+def _videos(channels: int, frames: int, size: int) -> Callable[[int, Generator], Tensor]:
+    """Images that move by a pixel from frame to frame."""
+
+    def made(count: int, drawn: Generator) -> Tensor:
+        image = natural_images(count, channels, size, drawn)
+        return torch.stack([image.roll(place, -1) for place in range(frames)], 2)
+
+    return made
 
 
 def _sounds(call: Callable[[Tensor], Call], *shape: int) -> Form:

@@ -9,6 +9,7 @@ than 4 x 4, if there is one.
              evenly
     images   with the spectrum of natural ones, see `natural.py`; where there are batch norms, of the colours
              and contrasts that give their statistics, and nearer to them by descent, see `matched_images.py`
+    videos   images that move, for volumes as well
     sounds   noise of the spectrum 1 / f
     vectors  normal numbers
 
@@ -46,6 +47,7 @@ MOST_SPLICED = 40_960  # tokens of texts that are spliced
 BEGUN = 16  # tokens of the data that a text of the model's own begins with
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
+_OF_MAPS = "images", "videos"
 _PIXELS = 4  # a side of the smallest map; on one of 1 x 1 all images are alike
 
 
@@ -204,7 +206,7 @@ def _form_of(model: nn.Module, generator: Generator) -> Form:
             refusal = _refusal(model, call)
         if refusal is not None:
             said = refusal
-        elif form.kind != "images" or smallest.side >= _PIXELS:
+        elif form.kind not in _OF_MAPS or smallest.side >= _PIXELS:
             return form
         else:
             small = small or form
@@ -217,7 +219,7 @@ def _form_of(model: nn.Module, generator: Generator) -> Form:
 
 
 class _SmallestMap(ExitStack):
-    """The smaller side of the smallest map that a 2-D convolution of more than one tap reads in here."""
+    """The smaller side of the smallest map or frame that a convolution of several taps reads in here."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -228,7 +230,7 @@ class _SmallestMap(ExitStack):
                 self.side = min(self.side, *given[0].shape[-2:])
 
         for module in model.modules():
-            if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1:
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1:
                 self.callback(module.register_forward_pre_hook(see).remove)
 
 

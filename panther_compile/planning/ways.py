@@ -139,7 +139,10 @@ def _speedup(unit: Unit, candidate: Candidate, rank: int) -> float:
     if unit.device is None:
         return math.inf
     shape = unit.cost_shape or unit.shape
-    return cost.speedup(candidate, rank, shape, groups=unit.groups, stride=unit.stride, device=unit.device)
+    predicted = cost.speedup(
+        candidate, rank, shape, groups=unit.groups, stride=unit.stride, device=unit.device
+    )
+    return unit.speed * predicted
 
 
 def options_of(

@@ -7,9 +7,13 @@ from kinds.routes import Made
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.layers.conv1d import SketchedConv1d
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.conv_transpose import SketchedConvTranspose1d, SketchedConvTranspose2d
+from panther_compile.layers.conv_on_plane import SketchedConv1d, SketchedConv3d
+from panther_compile.layers.conv_transpose import (
+    SketchedConvTranspose1d,
+    SketchedConvTranspose2d,
+    SketchedConvTranspose3d,
+)
 
 
 def with_few_filters(conv):
@@ -43,6 +47,17 @@ KINDS = {
         (SketchedConv2d,),
         "Conv",
     ),
+    "Conv3d": (
+        lambda: Made(
+            nn.Conv3d(12, 24, 3, stride=(1, 2, 1), padding=1),
+            nn.Conv3d(24, 24, (1, 3, 3), padding=(0, 2, 1), dilation=(1, 2, 1), padding_mode="replicate"),
+            nn.Conv3d(24, 24, (3, 1, 1), groups=2, padding="same", bias=False),
+            nn.Conv3d(24, 16, 1, stride=(1, 1, 2)),
+        ),
+        (2, 12, 4, 8, 6),
+        (SketchedConv3d,),
+        "Conv",
+    ),
     "Conv1d": (
         lambda: Made(
             nn.Conv1d(12, 24, 5, stride=2, padding=2),
@@ -72,6 +87,16 @@ KINDS = {
         ),
         (2, 12, 5, 6),
         (SketchedConvTranspose2d,),
+        "ConvTranspose",
+    ),
+    "ConvTranspose3d": (
+        lambda: Made(
+            nn.ConvTranspose3d(12, 16, (2, 4, 3), stride=2, padding=(0, 1, 1)),
+            nn.ConvTranspose3d(16, 16, 3, stride=(1, 1, 2), output_padding=(0, 0, 1), groups=2),
+            nn.ConvTranspose3d(16, 12, 2, dilation=2, bias=False),
+        ),
+        (2, 12, 2, 4, 3),
+        (SketchedConvTranspose3d,),
         "ConvTranspose",
     ),
 }
@@ -108,7 +133,7 @@ def test_weights_alone_saved_and_skeleton(case, tmp_path):
     routes.as_skeleton(build, small)
 
 
-@usually("ConvTranspose2d")
+@usually("ConvTranspose2d", "Conv3d")
 def test_data_and_healing(case):
     build, x, batches, layer_types, _ = case
     model = build()
@@ -128,7 +153,7 @@ def test_graphs_and_backend(case):
     assert routes.compiled(build(), x, layer_types) > 1e-4  # it was sketched
 
 
-@usually("ConvTranspose2d")
+@usually("ConvTranspose2d", "Conv3d")
 def test_onnx(case, tmp_path):
     build, x, _, layer_types, op_type = case
     model = build()
@@ -147,9 +172,7 @@ def test_partition(case):
 def test_few_filters_are_taken_as_a_basis(name):
     build, shape, _, _ = KINDS[name]
     small = pc.sketchify(build(), 0.6, **routes.OPTIONS)
-    schemes = [
-        layer.scheme for layer in small.modules() if isinstance(layer, SketchedConv1d | SketchedConv2d)
-    ]
+    schemes = [layer.scheme for layer in routes.sketched_layers(small, KINDS[name][2])]
     assert schemes == ["basis"] * 3
     dense, x = pc.densify(small), torch.randn(shape)
     torch.testing.assert_close(small(x), dense(x))

@@ -40,6 +40,14 @@ class Extended(nn.Linear):
         return 1
 
 
+class WithStaticMethod(nn.Linear):
+    """As torchvision's convolutions of videos, which say of their class what stride it takes."""
+
+    @staticmethod
+    def wanted_stride(stride):
+        return stride
+
+
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -85,6 +93,10 @@ def test_a_plain_layer_is_plain(dtype, bias):
 def test_frozen_meta_and_eval_layers_are_plain():
     assert why_not(linear().requires_grad_(False).eval()) is None
     assert why_not(nn.Linear(8, 8, device="meta")) is None
+
+
+def test_a_static_method_is_of_the_class():
+    assert why_not(WithStaticMethod(8, 8)) is None
 
 
 def test_subclasses():

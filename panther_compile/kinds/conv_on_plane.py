@@ -1,0 +1,293 @@
+"""nn.Conv1d and nn.Conv3d become SketchedConv1d and 3d, by a convolution of two axes that computes the same.
+
+Before:
+    %y : call_module[target=conv](args = (%x,))      conv: Conv3d(I, O, kernel_size=(3, 3, 3))
+After:
+    %y : call_module[target=conv](args = (%x,))      conv: SketchedConv3d(down: Conv3d, up: Conv3d)
+
+A kernel of three axes, kd x kh x kw, is one of kd x (kh kw) that steps along its width by kh kw, over an
+input in which the kh kw pixels that it reads at one position lie beside each other.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.config import SketchConfig
+from panther_compile.factorization.fit_matrix import FittedPair
+from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, fit_node, why_not_convolution
+from panther_compile.kinds.fit_conv2d import fit_conv2d_to
+from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.view import LinearView
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.conv_on_plane import (
+    SketchedConv1d,
+    SketchedConv3d,
+    SketchedOnPlane,
+    geometry,
+    on_plane,
+)
+from panther_compile.layers.convolution import padded
+from panther_compile.models.watched import Arrival
+from panther_compile.records import Choice, Fitted, Unit
+
+_PLANE = Conv2dKind()
+_LAYERS: dict[type[nn.Module], type[SketchedOnPlane]] = {
+    one.dense_type: one for one in (SketchedConv1d, SketchedConv3d)
+}
+
+_AXES: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv3d: 3}
+
+
+def as_plane(conv: nn.Conv1d | nn.Conv3d) -> nn.Conv2d:
+    """The convolution of two axes that computes the same of what `laid_out` gives; views of its tensors."""
+    kernel = on_plane(conv.kernel_size)
+    plane = nn.Conv2d(
+        conv.in_channels,
+        conv.out_channels,
+        kernel,
+        (conv.stride[0], kernel[1]),
+        0,
+        (conv.dilation[0], 1),
+        conv.groups,
+        conv.bias is not None,
+        device="meta",
+    )
+    weight = conv.weight.detach()
+    plane.weight = nn.Parameter(weight.reshape(*weight.shape[:2], *kernel), conv.weight.requires_grad)
+    plane.bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), conv.bias.requires_grad)
+    return plane
+
+
+def laid_out(conv: nn.Conv1d | nn.Conv3d, x: Tensor) -> Tensor:
+    """An input (N, I, *) or (I, *) as (N, I, H, W) or (I, H, W) for `as_plane`, with its padding done.
+
+    Of three axes W is that of all positions, times kh kw.
+    """
+    x = padded(conv, x)
+    if isinstance(conv, nn.Conv1d):
+        return x.unsqueeze(-1)
+    area = conv.kernel_size[1:]
+    frames = x.reshape(-1, 1, *x.shape[-2:])  # each of a channel and a depth
+    columns = F.unfold(frames, area, conv.dilation[1:], 0, conv.stride[1:])  # type: ignore[arg-type]
+    return columns.transpose(1, 2).reshape(*x.shape[:-2], -1)
+
+
+class OnPlaneView(LinearView):
+    """See `Conv2dView`."""
+
+    is_linear = False
+    layer: nn.Conv1d | nn.Conv3d
+
+    def __init__(self, layer: nn.Conv1d | nn.Conv3d) -> None:
+        super().__init__(layer)
+        self._plane = Conv2dView(as_plane(layer))
+        self.is_matrix = self._plane.is_matrix
+        self.channel_dim = -1 - len(layer.kernel_size)
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """See `LinearView`."""
+        return self._plane.weight_and_bias()
+
+    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """See `LinearView`."""
+        return self._plane.rows(laid_out(self.layer, x), kept)
+
+    def build(self, found: FittedPair) -> SketchedLayer:
+        """See `LinearView`."""
+        return _from_plane(self._plane.build(found), self.layer)
+
+    def kernel_sums(self) -> KernelSums:
+        """See `LinearView`."""
+        return _SumsOnPlane(self.layer, self._plane.layer)
+
+    def fit(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        arrivals: Sequence[Arrival],
+        gradient: Tensor | None,
+        ridge: float,
+    ) -> tuple[SketchedLayer, float]:
+        """See `LinearView`."""
+        lay_out = partial(laid_out, self.layer)
+        layer, error = fit_conv2d_to(
+            self._plane.layer, name, choice, config, arrivals, gradient, ridge, lay_out
+        )
+        return _from_plane(layer, self.layer), error
+
+
+class _SumsOnPlane(KernelSums):
+    """Sums over inputs (N, I, *).
+
+    Args:
+        conv: the dense layer.
+        plane: of `as_plane`.
+    """
+
+    def __init__(self, conv: nn.Conv1d | nn.Conv3d, plane: nn.Conv2d) -> None:
+        super().__init__(plane)
+        self._dense = conv
+
+    def add(self, x: Tensor) -> None:
+        """See `KernelSums`."""
+        super().add(laid_out(self._dense, x))
+
+
+class _OnPlaneKind(Kind):
+    """See the module's docstring."""
+
+    why_no_ties = "convolutions that share a kernel stay dense"
+    _dense_type: ClassVar[type[nn.Conv1d | nn.Conv3d]]
+    _speed: ClassVar[float] = 1.0  # see `Unit`
+
+    def matches(self, module: nn.Module) -> str | None:
+        """Called by the name of torch's class."""
+        return self._dense_type.__name__ if isinstance(module, self._dense_type) else None
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """See `Kind.why_not`."""
+        return why_not_convolution(_dense(module), self._dense_type)
+
+    def view(self, module: nn.Module) -> OnPlaneView:
+        """See `Kind.view`."""
+        return OnPlaneView(_dense(module))
+
+    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+        """See `Kind.unit`."""
+        dense = _dense(module)
+        unit = _PLANE.unit(name, as_plane(dense), config, energies=energies)
+        without = _layer_type(dense).without
+        return replace(
+            unit,
+            shape=tuple(dense.weight.shape),
+            candidates=tuple(one for one in unit.candidates if one.scheme != without),
+            stride=on_plane(dense.stride),
+            cost_shape=unit.shape,
+            speed=self._speed,
+        )
+
+    def sketch(
+        self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
+    ) -> tuple[SketchedLayer, Fitted]:
+        """See `Kind.sketch`."""
+        dense = _dense(module)
+        plane, fitted = _PLANE.sketch(name, as_plane(dense), choice, config)
+        return _from_plane(plane, dense), fitted
+
+    def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
+        """See `Kind.empty`."""
+        dense = _dense(module)
+        return _layer_type(dense)(
+            **geometry(dense),
+            rank=choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
+            scheme=choice.scheme,
+            device=device,
+            dtype=dense.weight.dtype,
+        )
+
+
+class Conv1dKind(_OnPlaneKind):
+    """See the module's docstring."""
+
+    wanted, _dense_type, layers = "nn.Conv1d", nn.Conv1d, (SketchedConv1d,)
+
+
+class Conv3dKind(_OnPlaneKind):
+    """See the module's docstring."""
+
+    wanted, _dense_type, layers = "nn.Conv3d", nn.Conv3d, (SketchedConv3d,)
+    # Of r3d_18's convolutions at half and nine tenths of their numbers "channel" ran at .7 to 1.07 of what
+    # `cost.py` predicts, "tucker2" at .6 to .96, "spatial" at .54 to .83: one core of an AMD EPYC.
+    _speed = 0.75
+
+
+def _dense(module: nn.Module) -> nn.Conv1d | nn.Conv3d:
+    assert isinstance(module, nn.Conv1d | nn.Conv3d)
+    return module
+
+
+def _layer_type(conv: nn.Conv1d | nn.Conv3d) -> type[SketchedOnPlane]:
+    """That of its replacement."""
+    return next(layer for dense, layer in _LAYERS.items() if isinstance(conv, dense))
+
+
+def _from_plane(plane: SketchedLayer, like: nn.Conv1d | nn.Conv3d) -> SketchedOnPlane:
+    assert isinstance(plane, SketchedConv2d)
+    return _layer_type(like).from_plane(plane, like)
+
+
+def _from_call(
+    dense_type: type[nn.Conv1d | nn.Conv3d], weight: Tensor, has_bias: bool, options: Mapping[str, Any]
+) -> nn.Module | None:
+    kernel = tuple(weight.shape[2:])
+    if len(kernel) != _AXES[dense_type]:
+        return None
+    groups = options.get("groups", 1)
+    given = {
+        name: _each(options[name], kernel) for name in ("stride", "padding", "dilation") if name in options
+    }
+    size = weight.shape[1] * groups, len(weight), kernel
+    return dense_type(*size, groups=groups, bias=has_bias, device="meta", **given)  # type: ignore[arg-type]
+
+
+def _each(value: Any, kernel: tuple[int, ...]) -> Any:
+    """An option for each axis of a kernel."""
+    return tuple(value) * (len(kernel) // len(value)) if isinstance(value, list | tuple) else value
+
+
+def _from_node(
+    dense_type: type[nn.Conv1d | nn.Conv3d], weight: Tensor, attributes: Mapping[str, Any]
+) -> nn.Module | str:
+    """The layer of a Conv node whose input is padded."""
+    outputs, inputs, *kernel = weight.shape
+    if math.prod(kernel) == 1 and any(attributes.get("pads", ())):
+        return "a kernel of 1 with padding"
+    groups = attributes.get("group", 1)
+    stride, dilation = (tuple(attributes.get(name, (1,) * len(kernel))) for name in ("strides", "dilations"))
+    size = inputs * groups, outputs, tuple(kernel)
+    layer = dense_type(*size, stride, 0, dilation, groups, bias=False, device="meta")  # type: ignore[arg-type]
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _fit_node(
+    dense: nn.Module,
+    has_bias: bool,
+    name: str,
+    choice: Choice,
+    config: SketchConfig,
+    arrivals: Sequence[Arrival],
+) -> tuple[SketchedLayer, Tensor | None, float]:
+    conv = _dense(dense)
+    lay_out = partial(laid_out, conv)
+    layer, shift, error = fit_node(as_plane(conv), has_bias, name, choice, config, arrivals, lay_out)
+    return _from_plane(layer, conv), shift, error
+
+
+def _functional(
+    dense_type: type[nn.Conv1d | nn.Conv3d], targets: tuple[Callable[..., Any], ...]
+) -> Functional:
+    arguments = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    return Functional(targets, arguments, partial(_from_call, dense_type))
+
+
+def _onnx(dense_type: type[nn.Conv1d | nn.Conv3d], wanted: str) -> OnnxForm:
+    build = partial(_from_node, dense_type)
+    return OnnxForm(("Conv",), 2 + _AXES[dense_type], wanted, build, fit=_fit_node)
+
+
+_ATEN = torch.ops.aten
+Conv1dKind.functionals = (_functional(nn.Conv1d, (F.conv1d, _ATEN.conv1d.default, _ATEN.conv1d.padding)),)
+Conv3dKind.functionals = (_functional(nn.Conv3d, (F.conv3d, _ATEN.conv3d.default, _ATEN.conv3d.padding)),)
+Conv1dKind.onnx = _onnx(nn.Conv1d, "a 1-D convolution")
+Conv3dKind.onnx = _onnx(nn.Conv3d, "a 3-D convolution")
