@@ -77,6 +77,15 @@ def test_an_output_that_is_called_as_an_input_is(tmp_path):
     torch.testing.assert_close(found, model(sample)["sample"])
 
 
+def test_a_model_that_raises_says_on_what(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with pytest.raises(
+        OnnxExportError, match=r"Sequential.*was given \(\(2, 9\) float32\) and raised RuntimeError"
+    ):
+        pc.export_onnx(model, (torch.randn(2, 9),), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names()]
 )

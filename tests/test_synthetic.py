@@ -142,6 +142,38 @@ def test_spectrograms_of_either_order_are_made_up():
     assert shapes == [(8, 64, 32), (8, 256, 160)]
 
 
+def test_videos_series_and_sounds_with_channels_of_hugging_face():
+    from transformers import (
+        EncodecConfig,
+        EncodecModel,
+        PatchTSTConfig,
+        PatchTSTModel,
+        VivitConfig,
+        VivitModel,
+    )
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    series = {"d_model": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16}
+    cases = {
+        "videos at random": (
+            VivitModel(VivitConfig(num_frames=4, image_size=32, **small)),
+            (2, 4, 3, 32, 32),
+        ),
+        "vectors at random": (
+            PatchTSTModel(PatchTSTConfig(num_input_channels=3, context_length=24, **series)),
+            (8, 24, 3),
+        ),
+        "sounds of harmonics and pink noise": (
+            EncodecModel(EncodecConfig(num_filters=4, hidden_size=16, codebook_dim=16, codebook_size=32)),
+            (8, 1, 16000),
+        ),
+    }
+    for what, (model, shape) in cases.items():
+        found = make_inputs(model.eval(), 1, seed=0, sample=False, progress=False)
+        assert found.what == f"made-up inputs ({what})"
+        assert found.calls[0].kwargs[model.main_input_name].shape == shape
+
+
 def test_a_configuration_may_keep_the_vocabulary_of_its_decoder_elsewhere():
     from transformers import DiaConfig, DiaModel
 

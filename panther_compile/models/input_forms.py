@@ -95,15 +95,21 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
             yield Form("tokens", make, lambda ids: with_others(ids, others), alone=not others)
             if "pixel_values" in parameters:
                 yield Form("tokens", make, lambda ids: with_others(ids, others | more), alone=False)
-    elif main == "pixel_values":
-        yield Form(
-            "images",
-            lambda count, drawn: natural_images(count, channels, side, drawn),
-            lambda images: with_others(images, others),
+    elif main in ("pixel_values", "pixel_values_videos"):
+        if main == "pixel_values":
+            make = _images(channels, side)
+            yield Form("images", make, lambda images: with_others(images, others))
+        make = _videos(channels, _frames(vision), side)
+        yield Form("videos", make, lambda many: with_others(many.movedim(1, 2), others), batch=_FEW)
+    elif main == "past_values":
+        length, count = (
+            getattr(config, name, None) or 1 for name in ("context_length", "num_input_channels")
         )
+        yield Form("vectors", _vectors(length, count), lambda series: with_others(series, others))
     elif main in ("input_values", "input_features"):
-        for samples in _SAMPLES if main == "input_values" else ():
-            yield _sounds(lambda sounds: with_others(sounds, others), samples)
+        for shape in ((), (1,)) if main == "input_values" else ():
+            for samples in _SAMPLES:
+                yield _sounds(lambda sounds: with_others(sounds, others), *shape, samples)
         for shape in _spectrograms(config):
             yield Form("sounds", _features_of_sounds(*shape), lambda sounds: with_others(sounds, others))
 
@@ -124,6 +130,12 @@ def _tokens_of_decoder(config: Any) -> int | None:
         config = config.get_text_config(decoder=True)
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def _frames(config: Any) -> int:
+    """How many frames a video has."""
+    said = (getattr(config, name, None) for name in ("num_frames", "frames_per_clip"))
+    return next((one for one in said if isinstance(one, int)), _CLIPS[0][0])
 
 
 def _side(size: Any) -> int:

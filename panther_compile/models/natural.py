@@ -15,7 +15,7 @@ from panther_compile.models.batches import Call
 
 _LEAVES = 150
 _CHROMA = 0.4  # of the deviation of colours, beside the brightness
-_TUNED = 16  # inputs on which colours are matched
+_TUNED = 8  # inputs on which colours are matched
 _STEPS, _RATE = 40, 0.1
 _SMALLEST = 1e-6
 

@@ -19,10 +19,11 @@ from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
     OnnxExportError,
+    PantherError,
     WeightError,
     first_line,
 )
-from panther_compile.models.batches import Call, Data, record_calls, spread_out
+from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import saved_copy, write_model
@@ -195,6 +196,7 @@ def _check_arguments(model: object, args: object, opset: int) -> None:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, opset: int
 ) -> torch.onnx.ONNXProgram:
+    names = _output_names(_result(model, Call(args, kwargs)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own workings, none that the caller could heed
@@ -203,7 +205,7 @@ def _export(
                 args,
                 kwargs=kwargs,
                 dynamic_shapes=dynamic_shapes,
-                output_names=_output_names(model(*args, **kwargs)),
+                output_names=names,
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
@@ -215,6 +217,21 @@ def _export(
     _tell_apart(program.model.graph)
     fuse_gelu(program.model)
     return program
+
+
+def _result(model: nn.Module, call: Call) -> object:
+    """What the model makes of the example inputs."""
+    try:
+        return call.run(model)
+    except (PantherError, torch.OutOfMemoryError):
+        raise
+    # The model's own code runs here, and may raise anything.
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise OnnxExportError(
+            f"{type(model).__name__}, with plain attention and no cache, was given {described(call)} and "
+            f"raised {said}"
+        ) from error
 
 
 def _first_cause(error: BaseException) -> str:
