@@ -68,8 +68,8 @@ def sketchify(
         ratio: stored numbers of the replaced layers over their dense count, in (0, 1]; 0.5 unless given.
         plan: in place of a ratio: what is sketched, by which scheme and at which rank, of `plan_sketch`, of
             `sketch_report(other).plan` or `SketchPlan.from_json`; its ranks may have been edited.
-        data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches, or a
-            function that calls the model. A few hundred samples of what the model will be used for keep it
+        data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches or one
+            alone, or a function that calls the model. A few hundred samples of what the model will be used for keep it
             much closer to itself than the weights alone can tell. The model runs on them in eval mode.
             "model": inputs that are made up, as they are without data where `synthetic` says.
         max_drop: in place of a ratio: how far the score may fall below the dense model's, in its own units.

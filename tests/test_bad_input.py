@@ -240,7 +240,7 @@ def test_plain_attribute_wrapped_in_compile_is_no_wrapper():
     assert isinstance(pc.sketchify(model, 0.5, **OPTIONS)[0], pc.SketchedLinear)
 
 
-@pytest.mark.parametrize("model", [nn.Module(), nn.Sequential(), nn.LayerNorm(4), nn.Conv3d(64, 64, 3)])
+@pytest.mark.parametrize("model", [nn.Module(), nn.Sequential(), nn.LayerNorm(4), nn.Bilinear(8, 8, 64)])
 def test_model_without_targets(verb, model):
     with pytest.raises(NoTargetError, match=f"nothing to sketch in {type(model).__name__}: wanted"):
         verb(model, 0.5)

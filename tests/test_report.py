@@ -363,12 +363,12 @@ class Multiplies(nn.Module):
 
 
 class Experts(nn.Module):
-    """All of them in one parameter, beside a convolution that is not sketched either and a norm."""
+    """All of them in one parameter, beside a bilinear layer that is not sketched either and a norm."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 40, 40))
-        self.mix = nn.Conv3d(40, 40, 1)
+        self.mix = nn.Bilinear(8, 5, 40, bias=False)
         self.norm = nn.LayerNorm(40)
         self.tied = nn.Linear(40, 40)
 
@@ -377,8 +377,8 @@ def test_weights_of_other_kinds_of_module_are_told():
     model = nn.Sequential(nn.Linear(40, 40), Experts(), nn.Linear(40, 40))
     model[1].tied.weight = model[0].weight
     report = pc.sketch_report(pc.sketchify(model, 0.5, exclude="2", **OPTIONS))
-    assert report.others == {"Experts": 6400, "Conv3d": 1600}
-    assert "weights of other kinds of module: 6,400 of Experts, 1,600 of Conv3d" in str(report)
+    assert report.others == {"Experts": 6400, "Bilinear": 1600}
+    assert "weights of other kinds of module: 6,400 of Experts, 1,600 of Bilinear" in str(report)
     plain = pc.sketch_report(pc.sketchify(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)), 0.5, **OPTIONS))
     assert (plain.others, "other kinds" in str(plain)) == ({}, False)
 

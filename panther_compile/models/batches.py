@@ -19,7 +19,8 @@ Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 """A loader, a list of batches, or a function that calls the model it is given.
 
 A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
-last ones (labels) are left out where `forward` has no place for them."""
+last ones (labels) are left out where `forward` has no place for them. A tensor, or a mapping of tensors as
+tokenizers give them, is one batch."""
 
 Item = TypeVar("Item")
 
@@ -152,8 +153,8 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
 
     Raises:
         ConfigTypeError: data is none of these, or a batch is no tensor, mapping, tuple or list.
-        DataError: there is no batch; or a call is given a cache; or reading failed half-way, and the error's
-            `calls` hold what was read before, which can be given as data in turn.
+        DataError: there is no batch; or one is empty, or hidden by its mask, or is given a cache; or reading
+            failed half-way, and the error's `calls` hold what was read before, which can be given as data.
     """
     device = device_of(model)
     calls: list[Call] = []
@@ -161,9 +162,9 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
         source = _loop_calls(model, data) if _is_loop(data) else _batches(model, data)
         for call in source:
             call = _without_cache(model, call)
-            move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor))
+            move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor | Mapping))
             calls.append(Call(move(call.args), move(call.kwargs), len(calls)))
-            _check_not_empty(calls[-1])
+            _check_not_empty(model, calls[-1])
     except (ConfigTypeError, DataError):
         raise
     # The user's loader runs here; whatever it raises, what was read before is not lost.
@@ -220,7 +221,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
 
 
 def _batches(model: nn.Module, data: Any) -> Iterator[Call]:
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor) or (isinstance(data, Mapping) and _holds_tensors(data)):
         data = [data]
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise ConfigTypeError(
@@ -229,6 +230,11 @@ def _batches(model: nn.Module, data: Any) -> Iterator[Call]:
         )
     for place, batch in enumerate(data):
         yield _call(model, batch, place)
+
+
+def _holds_tensors(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a batch, as tokenizers give them."""
+    return any(isinstance(value, Tensor) for value in data.values())
 
 
 def _call(model: nn.Module, batch: Any, place: int) -> Call:
@@ -304,8 +310,14 @@ def _moved(value: Any, *, device: torch.device | None, copy: bool) -> Any:
     return value
 
 
-def _check_not_empty(call: Call) -> None:
-    """Raise DataError if a batch has tensors, and none of them holds a number."""
+def _check_not_empty(model: nn.Module, call: Call) -> None:
+    """Raise DataError if a batch has tensors, and none of them holds a number, or a mask hides all of it."""
     tensors = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise DataError(f"{call.what} is empty, {described(call)}: wanted at least one sample")
+    kept = kept_positions(model, call)
+    if kept is not None and not bool(kept.any()):
+        raise DataError(
+            f"{call.what}: its mask hides every position, {described(call)}; wanted some that count: "
+            "attention_mask is 1 there, a key padding mask False"
+        )

@@ -1,5 +1,7 @@
 """Every way to give data."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,12 @@ def test_labels_that_forward_has_no_place_for_are_left_out():
     loader = DataLoader(TensorDataset(X, torch.arange(6)), batch_size=2)
     calls = record_calls(nn.Linear(4, 4), loader)
     assert [len(call.args) for call in calls] == [1, 1, 1]
+
+
+def test_mapping_of_tensors_is_one_batch():
+    (call,) = record_calls(Masked(), UserDict(x=X, labels=X))  # as tokenizers give them
+    assert call.args == ()
+    assert torch.equal(call.kwargs["x"], X)
 
 
 def test_mapping_gives_keywords_that_forward_takes():
@@ -92,7 +100,7 @@ def test_empty_data(data):
         record_calls(Masked(), data)
 
 
-@pytest.mark.parametrize("data", [3, "texts", {"x": X}, ["text"], [3]])
+@pytest.mark.parametrize("data", [3, "texts", {"x": [X]}, ["text"], [3]])
 def test_data_of_another_kind(data):
     with pytest.raises(ConfigTypeError, match="wanted a"):
         record_calls(Masked(), data)
@@ -124,6 +132,20 @@ def test_mask_of_padding(name, mask):
 
     kept = kept_positions(Model(), Call((X,), {name: mask}))
     assert kept.tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(
+    "hides",
+    [{"attention_mask": torch.zeros(1, 3)}, {"src_key_padding_mask": torch.ones(1, 3, dtype=torch.bool)}],
+)
+def test_a_mask_that_hides_everything(hides):
+    class Model(nn.Module):
+        def forward(self, x, attention_mask=None, src_key_padding_mask=None):
+            return x
+
+    shown = {name: 1 - mask.long() for name, mask in hides.items()}
+    with pytest.raises(DataError, match="batch 1 of the data: its mask hides every position"):
+        record_calls(Model(), [{"x": X, **shown}, {"x": X, **hides}])
 
 
 def test_mask_of_padding_among_features():
