@@ -18,6 +18,7 @@ _LENGTHS = (128, 64, 32, 16, 8, 4)  # of texts
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299, 256, 384, 192, 512)  # of images
 _CLIPS = (16, 32), (16, 64), (32, 128), (16, 112), (16, 224), (8, 16)  # frames and sizes of videos
 _FEW = 2  # videos of a batch
+_FASTEST = 2  # pixels that they move by, a frame
 _SAMPLES = 16000, 4000, 1024, 1000, 256
 _FRAMES, _MOST_SOUNDS = 32 * 1024, 32  # samples and sounds of a batch
 _MOST_CHANNELS = 2  # of a sound; more are features of one
@@ -107,9 +108,9 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
         )
         yield Form("vectors", _vectors(length, count), lambda series: with_others(series, others))
     elif main in ("input_values", "input_features"):
-        for shape in ((), (1,)) if main == "input_values" else ():
+        for channel in ((), (1,)) if main == "input_values" else ():
             for samples in _SAMPLES:
-                yield _sounds(lambda sounds: with_others(sounds, others), *shape, samples)
+                yield _sounds(lambda sounds: with_others(sounds, others), *channel, samples)
         for shape in _spectrograms(config):
             yield Form("sounds", _features_of_sounds(*shape), lambda sounds: with_others(sounds, others))
 
@@ -233,11 +234,16 @@ def _images(channels: int, size: int) -> Callable[[int, Generator], Tensor]:
 
 
 def _videos(channels: int, frames: int, size: int) -> Callable[[int, Generator], Tensor]:
-    """Images that move by a pixel from frame to frame."""
+    """Images that move from frame to frame, each in a direction of its own, by up to two pixels."""
 
     def made(count: int, drawn: Generator) -> Tensor:
-        image = natural_images(count, channels, size, drawn)
-        return torch.stack([image.roll(place, -1) for place in range(frames)], 2)
+        images = natural_images(count, channels, size, drawn)
+        steps = torch.randint(-_FASTEST, _FASTEST + 1, (count, 2), generator=drawn).tolist()
+        moved = [
+            torch.stack([image.roll((down * at, right * at), (-2, -1)) for at in range(frames)], 1)
+            for image, (down, right) in zip(images, steps, strict=True)
+        ]
+        return torch.stack(moved)
 
     return made
 

@@ -45,7 +45,8 @@ def match_batch_norms(
     Args:
         model: in eval mode.
         call: of images.
-        images: `(N, C, H, W)`, or sounds `(N, C, samples)` or `(N, samples)`; of mean 0 and variance 1.
+        images: `(N, C, H, W)`, or videos `(N, C, frames, H, W)`, or sounds `(N, C, samples)` or
+            `(N, samples)`; of mean 0 and variance 1.
 
     Returns:
         The images, and whether there were batch norms to go by; without they are as given.

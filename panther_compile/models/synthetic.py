@@ -13,8 +13,8 @@ than 4 x 4, if there is one.
     sounds   noise of the spectrum 1 / f
     vectors  normal numbers
 
-Texts that the model sampled or of words, and images, are near enough to what the model is used for to fit
-layers to; the other kinds show whether two models differ, and are no good for that.
+Texts that the model sampled or of words, images and videos are near enough to what the model is used for to
+fit layers to; the other kinds show whether two models differ, and are no good for that.
 """
 
 import math
@@ -101,6 +101,10 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
         many = matched_images(quiet, form.call, many, seed=seed, progress=progress)
         statistics = " that give the statistics of its batch norms" if matched else ""
         what, telling = f"made-up inputs (images of natural spectra{statistics})", True
+    elif form.kind == "videos" and sample:
+        many, matched = match_batch_norms(quiet, form.call, many)
+        colours = ", of the colours that its batch norms know" if matched else ""
+        what, telling = f"made-up inputs (images of natural spectra that move{colours})", True
     elif form.natural:
         many, telling = match_batch_norms(quiet, form.call, many)
         loud = ", as loud as its batch norms know them" if telling else ""
