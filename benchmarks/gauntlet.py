@@ -42,9 +42,9 @@ NOTES = """\
   crepe-trimmed at .66 stores what crepe-tiny does at .5. Since kernels share filters that gains nothing:
   .910 of the pitches and .912.
 - crepe-full (22 M numbers) is not measured: at .5 ours had no result after 50 processor minutes, as each
-  of its trials runs 1.5 billion multiplications a frame. Nor are MPIFA, KFAC-SVD and ZS-SVD on CREPE: as
-  written here they take moments of all that a kernel reads, 8,192 squared in crepe-tiny, where none of them
-  had a result after 12 processor minutes, and 65,536 in crepe-full.
+  of its trials runs 1.5 billion multiplications a frame. Nor are SVD-LLM, MPIFA, KFAC-SVD and ZS-SVD there:
+  as written here they take moments of all that a kernel reads, 65,536 squared. In crepe-tiny those are 8,192
+  squared, and take them 390 to 580 seconds a ratio: one ratio was measured.
 - ocr-rec at .75 was asked for a CER of .05 without data, which is reached, of .005 with it, and to be 1.2
   times as fast. It is not: about four fifths of its multiplications are in the layers replaced, so 1.26 is
   the most there can be if all are cut alike, and the cuts go to late layers, where maps are small. What was

@@ -157,7 +157,7 @@ def test_videos_series_and_sounds_with_channels_of_hugging_face():
     cases = {
         "videos at random": (
             VivitModel(VivitConfig(num_frames=4, image_size=32, **small)),
-            (2, 4, 3, 32, 32),
+            (1, 4, 3, 32, 32),
         ),
         "vectors at random": (
             PatchTSTModel(PatchTSTConfig(num_input_channels=3, context_length=24, **series)),
@@ -490,3 +490,18 @@ def test_layers_are_not_fitted_to_images_that_batch_norms_do_not_know(strength, 
         small = pc.sketchify(model.eval(), 0.5, **OPTIONS)
     report = pc.sketch_report(small)
     assert ("too far to fit layers to" in report.closeness.inputs) == bool(strength)
+
+
+def test_videos_move_and_are_fitted_to():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(3, 16, 3), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 16, 3)).eval()
+    found = make_inputs(model, 2, seed=0, sample=True, progress=False)
+    assert found.telling
+    assert found.what == (
+        "made-up inputs (images of natural spectra that move, of the colours that its batch norms know)"
+    )
+    video = found.calls[0].args[0]
+    assert video.shape == (1, 3, 16, 32, 32)
+    first, second = video[0, :, 0], video[0, :, 1]
+    moves = [(down, right) for down in range(-2, 3) for right in range(-2, 3)]
+    assert any(torch.equal(first.roll(move, (-2, -1)), second) for move in moves)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from panther_compile.models.batches import Call
 from panther_compile.models.half_products import half_products
 
-Norm = nn.BatchNorm1d | nn.BatchNorm2d
+Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 _SMALLEST, _LARGEST = 1e-6, 25.0
 

@@ -22,7 +22,7 @@ _SMALLEST = 1e-6
 
 def natural_images(count: int, channels: int, size: int, generator: Generator) -> Tensor:
     """Images (count, channels, size, size), each channel of mean 0 and variance 1 over all of them."""
-    half = count // 2
+    half = (count + 1) // 2
     pink, leaves = _pink_images(half, size, generator), _dead_leaves(count - half, size, generator)
     images = normalized(torch.cat([pink, leaves]), (0, 2, 3))
     contrasts = torch.rand(count, 1, 1, 1, generator=generator) + 0.5
