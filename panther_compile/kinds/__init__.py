@@ -9,7 +9,8 @@ attention   nn.MultiheadAttention
 embedding   nn.Embedding
 targets     the weights that data can fit, and copies of a model in which they are watched
 conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
-conv_transpose  nn.ConvTranspose1d and nn.ConvTranspose2d become SketchedConvTranspose1d and 2d
+conv_on_plane   nn.Conv1d and nn.Conv3d become SketchedConv1d and 3d
+conv_transpose  nn.ConvTranspose1d, 2d and 3d become SketchedConvTranspose1d, 2d and 3d
 experts         the experts of Hugging Face mixtures become SketchedExperts
 fit_conv2d      A sketched convolution from data
 kernel_metric   How much an error of a k x k kernel shows, by the data
