@@ -405,6 +405,16 @@ class Closeness:
         """A closeness of outputs that were not compared."""
         return cls("", "", 0.0, 0.0, None, reason)
 
+    @classmethod
+    def of_other_shapes(cls) -> Self:
+        """That of outputs of another shape than the dense model's, all of them: as far as can be."""
+        return cls("", "", 0.0, 1.0, None, "its results are of another shape, all of them")
+
+    @property
+    def is_of_other_shapes(self) -> bool:
+        """Whether all outputs are of another shape, so that nothing says how close they are."""
+        return not self.grade and self.share == 1.0
+
     def __str__(self) -> str:
         """One line, the grade first."""
         if not self.grade:

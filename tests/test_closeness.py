@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration.closeness import OTHER_SHAPES, compare_models, compare_outputs
+from panther_compile.calibration.closeness import compare_models, compare_outputs
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.models.batches import Call
 
@@ -197,7 +197,9 @@ def test_results_of_another_shape_are_counted():
     assert found.grade == "good"
     assert str(found).endswith("on 4 batches, but for 1 of 4 results, of another shape")
     none = compare_models(dense, all_of_them, calls[2:], logits=False, inputs="2 batches")
-    assert str(none) == f"outputs: not compared with the dense model's: {OTHER_SHAPES}"
+    said = "outputs: not compared with the dense model's: its results are of another shape, all of them"
+    assert str(none) == said
+    assert none.is_of_other_shapes
     assert none.share == 1.0  # so that what can be compared is taken before it
 
 
@@ -213,4 +215,4 @@ def test_a_sketch_whose_results_are_all_of_another_shape_is_warned_of():
 
     with pytest.warns(SketchQualityWarning, match=r"ratio 0\.5.*results are of another shape.*larger ratio"):
         small = pc.sketchify(Counts(), 0.5, data=batches(), progress=False, allow_slower=True)
-    assert pc.sketch_report(small).closeness.inputs == OTHER_SHAPES
+    assert pc.sketch_report(small).closeness.is_of_other_shapes

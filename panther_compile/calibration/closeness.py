@@ -8,7 +8,7 @@ models are equal and 1 where the sketched one tells nothing of the dense one's a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ MOST_CALLS = 8  # evenly spread over those given
 _MOST_ROWS = 1024  # of one tensor of one call
 _GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
 _GOOD_SHARE, _DESTROYED_SHARE = 0.05, 0.5
-OTHER_SHAPES = "its results are of another shape, all of them"
 
 
 def compare_outputs(
@@ -95,7 +94,7 @@ class OutputSums:
         if self._other:
             inputs = f"{inputs}, but for {self._other} of {self._seen} results, of another shape"
         if not sums and self._other:
-            return replace(Closeness.unknown(OTHER_SHAPES), share=1.0)  # as far as `outputs.distance` has it
+            return Closeness.of_other_shapes()  # as far as `outputs.distance` has it
         if not sums:
             return Closeness.unknown("the model's result holds no floating tensor")
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)

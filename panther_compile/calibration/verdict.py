@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from panther_compile.calibration.closeness import DESTROYED, OTHER_SHAPES
+from panther_compile.calibration.closeness import DESTROYED
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.records import RECORD_ATTRIBUTE, Closeness, SketchRecord, keep_record
 
@@ -42,7 +42,7 @@ def warn_if_destroyed(
     """
     if closeness.grade == DESTROYED:
         warnings.warn(_warning(record, closeness, fitted_to), SketchQualityWarning, stacklevel=stacklevel)
-    elif closeness.inputs == OTHER_SHAPES:
+    elif closeness.is_of_other_shapes:
         warnings.warn(
             f"the sketch of ratio {record.plan.ratio}: {closeness}, so nothing says how close they are; "
             "try it on inputs of your own, or a larger ratio",

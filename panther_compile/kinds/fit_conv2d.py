@@ -38,6 +38,7 @@ def fit_kernel(weight: Tensor, groups: int, name: str, choice: Choice, config: S
     )
 
 
+@torch.no_grad()
 def fit_conv2d_to(
     conv: nn.Conv2d,
     name: str,
