@@ -99,6 +99,7 @@ def pair_kernels(model: Model) -> Model:
 def _rewritten_kernel(layer: SketchedConv2d) -> nn.Module:
     """A pair, or a dense layer."""
     dense = layer.to_dense()
+    assert isinstance(dense, nn.Conv2d)
     left, right = from_pivoted(
         layer.up.weight.double().flatten(1), layer.down.weight.double().flatten(1), layer.start
     )

@@ -9,6 +9,7 @@ attention   nn.MultiheadAttention
 embedding   nn.Embedding
 targets     the weights that data can fit, and copies of a model in which they are watched
 conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
+conv_calls      The plain convolution that a functional call or an ONNX node computes
 conv_on_plane   nn.Conv1d and nn.Conv3d become SketchedConv1d and 3d
 conv_transpose  nn.ConvTranspose1d, 2d and 3d become SketchedConvTranspose1d, 2d and 3d
 experts         the experts of Hugging Face mixtures become SketchedExperts

@@ -6,8 +6,8 @@ After:
     %y : call_module[target=conv](args = (%x,))      conv: SketchedConv2d(down: Conv2d, up: Conv2d)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import conv_candidates, is_depthwise
 from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.base import Kind, OnnxForm
+from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to, fit_kernel
 from panther_compile.kinds.kernel_metric import KernelSums, channel_rows
 from panther_compile.kinds.match import computes_convolution, identities, why_not_plain
@@ -165,41 +166,6 @@ def why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, base: type[nn
     )
 
 
-def _from_call(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:
-    if weight.dim() != 4:
-        return None
-    groups = options.get("groups", 1)
-    given = {key: _pair(options[key]) for key in ("stride", "padding", "dilation") if key in options}
-    kernel = (weight.shape[2], weight.shape[3])
-    inputs = weight.shape[1] * groups
-    return nn.Conv2d(inputs, len(weight), kernel, groups=groups, bias=has_bias, device="meta", **given)
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) * (2 // len(value)) if isinstance(value, list | tuple) else value
-
-
-def _from_node(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module | str:
-    """The layer of a Conv node whose input is padded."""
-    outputs, inputs, *kernel = weight.shape
-    if tuple(kernel) == (1, 1) and any(attributes.get("pads", ())):
-        return "a 1 x 1 kernel with padding"
-    groups = attributes.get("group", 1)
-    layer = nn.Conv2d(
-        inputs * groups,
-        outputs,
-        (kernel[0], kernel[1]),
-        tuple(attributes.get("strides", (1, 1))),  # type: ignore[arg-type]
-        0,
-        tuple(attributes.get("dilations", (1, 1))),  # type: ignore[arg-type]
-        groups,
-        bias=False,
-        device="meta",
-    )
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
-
-
 def fit_node(
     dense: nn.Module,
     has_bias: bool,
@@ -239,11 +205,7 @@ def fit_node(
     return layer, None if found.up.bias is None else found.up.bias.detach(), error
 
 
-Conv2dKind.functionals = (
-    Functional(
-        (F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding),
-        ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-        _from_call,
-    ),
-)
-Conv2dKind.onnx = OnnxForm(("Conv",), 4, "a 2-D convolution", _from_node, fit=fit_node)
+_TARGETS = F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding
+_OF_NODE = partial(of_node, nn.Conv2d, "a 1 x 1 kernel")
+Conv2dKind.functionals = (functional(nn.Conv2d, 2, _TARGETS),)
+Conv2dKind.onnx = OnnxForm(("Conv",), 4, "a 2-D convolution", _OF_NODE, fit=fit_node)

@@ -9,11 +9,10 @@ A kernel of three axes, kd x kh x kw, is one of kd x (kh kw) that steps along it
 input in which the kh kw pixels that it reads at one position lie beside each other.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, fit_node, why_not_convolution
+from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.view import LinearView
@@ -40,11 +40,6 @@ from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice, Fitted, Unit
 
 _PLANE = Conv2dKind()
-_LAYERS: dict[type[nn.Module], type[SketchedOnPlane]] = {
-    one.dense_type: one for one in (SketchedConv1d, SketchedConv3d)
-}
-
-_AXES: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv3d: 3}
 
 
 def as_plane(conv: nn.Conv1d | nn.Conv3d) -> nn.Conv2d:
@@ -218,46 +213,12 @@ def _dense(module: nn.Module) -> nn.Conv1d | nn.Conv3d:
 
 def _layer_type(conv: nn.Conv1d | nn.Conv3d) -> type[SketchedOnPlane]:
     """That of its replacement."""
-    return next(layer for dense, layer in _LAYERS.items() if isinstance(conv, dense))
+    return SketchedConv1d if isinstance(conv, nn.Conv1d) else SketchedConv3d
 
 
 def _from_plane(plane: SketchedLayer, like: nn.Conv1d | nn.Conv3d) -> SketchedOnPlane:
     assert isinstance(plane, SketchedConv2d)
     return _layer_type(like).from_plane(plane, like)
-
-
-def _from_call(
-    dense_type: type[nn.Conv1d | nn.Conv3d], weight: Tensor, has_bias: bool, options: Mapping[str, Any]
-) -> nn.Module | None:
-    kernel = tuple(weight.shape[2:])
-    if len(kernel) != _AXES[dense_type]:
-        return None
-    groups = options.get("groups", 1)
-    given = {
-        name: _each(options[name], kernel) for name in ("stride", "padding", "dilation") if name in options
-    }
-    size = weight.shape[1] * groups, len(weight), kernel
-    return dense_type(*size, groups=groups, bias=has_bias, device="meta", **given)  # type: ignore[arg-type]
-
-
-def _each(value: Any, kernel: tuple[int, ...]) -> Any:
-    """An option for each axis of a kernel."""
-    return tuple(value) * (len(kernel) // len(value)) if isinstance(value, list | tuple) else value
-
-
-def _from_node(
-    dense_type: type[nn.Conv1d | nn.Conv3d], weight: Tensor, attributes: Mapping[str, Any]
-) -> nn.Module | str:
-    """The layer of a Conv node whose input is padded."""
-    outputs, inputs, *kernel = weight.shape
-    if math.prod(kernel) == 1 and any(attributes.get("pads", ())):
-        return "a kernel of 1 with padding"
-    groups = attributes.get("group", 1)
-    stride, dilation = (tuple(attributes.get(name, (1,) * len(kernel))) for name in ("strides", "dilations"))
-    size = inputs * groups, outputs, tuple(kernel)
-    layer = dense_type(*size, stride, 0, dilation, groups, bias=False, device="meta")  # type: ignore[arg-type]
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
 
 
 def _fit_node(
@@ -274,20 +235,9 @@ def _fit_node(
     return _from_plane(layer, conv), shift, error
 
 
-def _functional(
-    dense_type: type[nn.Conv1d | nn.Conv3d], targets: tuple[Callable[..., Any], ...]
-) -> Functional:
-    arguments = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return Functional(targets, arguments, partial(_from_call, dense_type))
-
-
-def _onnx(dense_type: type[nn.Conv1d | nn.Conv3d], wanted: str) -> OnnxForm:
-    build = partial(_from_node, dense_type)
-    return OnnxForm(("Conv",), 2 + _AXES[dense_type], wanted, build, fit=_fit_node)
-
-
 _ATEN = torch.ops.aten
-Conv1dKind.functionals = (_functional(nn.Conv1d, (F.conv1d, _ATEN.conv1d.default, _ATEN.conv1d.padding)),)
-Conv3dKind.functionals = (_functional(nn.Conv3d, (F.conv3d, _ATEN.conv3d.default, _ATEN.conv3d.padding)),)
-Conv1dKind.onnx = _onnx(nn.Conv1d, "a 1-D convolution")
-Conv3dKind.onnx = _onnx(nn.Conv3d, "a 3-D convolution")
+_of_node_1d, _of_node_3d = (partial(of_node, one, "a kernel of 1") for one in (nn.Conv1d, nn.Conv3d))
+Conv1dKind.functionals = (functional(nn.Conv1d, 1, (F.conv1d, _ATEN.conv1d.default, _ATEN.conv1d.padding)),)
+Conv3dKind.functionals = (functional(nn.Conv3d, 3, (F.conv3d, _ATEN.conv3d.default, _ATEN.conv3d.padding)),)
+Conv1dKind.onnx = OnnxForm(("Conv",), 3, "a 1-D convolution", _of_node_1d, fit=_fit_node)
+Conv3dKind.onnx = OnnxForm(("Conv",), 5, "a 3-D convolution", _of_node_3d, fit=_fit_node)

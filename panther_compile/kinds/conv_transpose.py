@@ -23,6 +23,7 @@ from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.moments import thinned
 from panther_compile.factorization.pivot import to_pivoted
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.conv_calls import each
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
@@ -218,15 +219,11 @@ def _from_call(dense_type: type[nn.Module], axes: int) -> _Build:
     def build(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:
         if weight.dim() != 2 + axes:
             return None
-        kernel, given = tuple(weight.shape[2:]), {k: _tuple(v, axes) for k, v in options.items()}
+        kernel, given = tuple(weight.shape[2:]), {k: each(v, axes) for k, v in options.items()}
         outputs = weight.shape[1] * options.get("groups", 1)
         return dense_type(len(weight), outputs, kernel, bias=has_bias, device="meta", **given)
 
     return build
-
-
-def _tuple(value: Any, axes: int) -> Any:
-    return tuple(value) * (axes // len(value)) if isinstance(value, list | tuple) else value
 
 
 def _from_node(dense_type: type[nn.Module]) -> _FromNode:

@@ -27,11 +27,10 @@ from panther_compile.factorization.conv2d import (
     conv_candidates,
     factorize_conv2d,
     is_depthwise,
-    multiply_out,
     tucker2_ranks,
 )
 from panther_compile.factorization.factorize import factorize
-from panther_compile.factorization.pivot import from_pivoted, to_pivoted
+from panther_compile.factorization.pivot import to_pivoted
 from panther_compile.kernels import reference
 from panther_compile.layers.base import (
     check_rank,
@@ -92,6 +91,7 @@ class SketchedConv2d(SketchedConvolution):
         ValueError: from `nn.Conv2d`, for what it refuses itself.
     """
 
+    dense_type = nn.Conv2d
     down: nn.Conv2d
     core: nn.Conv2d
     up: nn.Conv2d
@@ -359,35 +359,6 @@ class SketchedConv2d(SketchedConvolution):
     def kernel_axes(self, factor: str) -> tuple[int, ...]:
         """The axes, 0 height and 1 width, along which a factor has the dense kernel, stride and padding."""
         return _AXES[self.scheme][factor]
-
-    def _product(self) -> Tensor:
-        if self.scheme == "pivoted":
-            left, right = self.up.weight.flatten(1), self.down.weight.flatten(1)
-            left, right = from_pivoted(left, right, self.start)
-            return (left @ right)[..., None, None]
-        kernels = tuple(factor.weight for factor in self._factors())
-        return multiply_out(kernels, self.groups, self.scheme)
-
-    def to_dense(self) -> nn.Conv2d:
-        """An `nn.Conv2d` with the factors multiplied out."""
-        like = self.up.weight
-        dense = nn.utils.skip_init(
-            nn.Conv2d,
-            **_geometry(self),
-            bias=self.bias is not None,
-            device=like.device,
-            dtype=like.dtype,
-        )
-        double = SketchedConv2d(**self.sketch_spec(), device=like.device, dtype=torch.float64)
-        double.load_state_dict(self.state_dict())
-        copy_into(dense.weight, double._product())
-        if self.bias is not None:
-            copy_into(dense.bias, self.bias)
-        take_over(dense, self, self.down.weight.requires_grad)
-        return dense
-
-    def _weight_shape(self) -> tuple[int, ...]:
-        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def _geometry(self) -> dict[str, Any]:
         return _geometry(self)

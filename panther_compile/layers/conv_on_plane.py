@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.errors import LayerError
-from panther_compile.factorization.conv2d import multiply_out
-from panther_compile.factorization.pivot import from_pivoted, split_at
+from panther_compile.factorization.pivot import split_at
 from panther_compile.layers.base import copy_into, take_over
 from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
 from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
@@ -188,38 +187,6 @@ class _SketchedOnPlane(SketchedConvolution):
             return {"down": axes[:1], "up": axes[1:]}[factor]
         long = {"channel": "down", "basis": "down", "tucker2": "core"}
         return axes if long.get(self.scheme) == factor else ()
-
-    def _kernels(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The weights of the factors on the plane, first factor first."""
-        names = ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
-        weights = [getattr(self, name).weight.to(dtype) for name in names]
-        return tuple(weight.unsqueeze(-1).flatten(3) for weight in weights)
-
-    def _multiplied(self, dtype: torch.dtype) -> Tensor:
-        """The dense weight, computed in a type; differentiable."""
-        kernels = self._kernels(dtype)
-        if self.scheme == "pivoted":
-            left, right = from_pivoted(kernels[1].flatten(1), kernels[0].flatten(1), self.start)
-            return (left @ right).reshape(self._weight_shape())
-        return multiply_out(kernels, self.groups, self.scheme).reshape(self._weight_shape())
-
-    def _product(self) -> Tensor:
-        return self._multiplied(self.up.weight.dtype)
-
-    def to_dense(self) -> nn.Module:
-        """The ordinary layer with the factors multiplied out."""
-        like = self.up.weight
-        dense: Any = nn.utils.skip_init(
-            self.dense_type, **geometry(self), device=like.device, dtype=like.dtype
-        )
-        copy_into(dense.weight, self._multiplied(torch.float64))
-        if self.bias is not None:
-            copy_into(dense.bias, self.bias)
-        take_over(dense, self, self.down.weight.requires_grad)
-        return dense
-
-    def _weight_shape(self) -> tuple[int, ...]:
-        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def _geometry(self) -> dict[str, Any]:
         return geometry(self)

@@ -60,7 +60,6 @@ class _SketchedConvTranspose(SketchedConvolution):
 
     rank_first = True
     rank: int
-    dense_type: ClassVar[type[nn.Module]]
     _pixel_type: ClassVar[type[nn.Module]]
     _axes: ClassVar[int]
 
@@ -164,30 +163,19 @@ class _SketchedConvTranspose(SketchedConvolution):
         """The axes along which a factor has the dense kernel, stride and padding."""
         return tuple(range(self._axes)) if factor == "up" else ()
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
+    def matrices(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The factors left (G, O / G K, r) and right (G, r, I / G) of the weight, differentiable."""
-        left = self.up.weight.reshape(self.groups, self.rank, -1).transpose(1, 2)
-        right = self.down.weight.reshape(self.groups, self.rank, -1)
+        up, down = (factor.weight.to(dtype or factor.weight.dtype) for factor in (self.up, self.down))
+        left = up.reshape(self.groups, self.rank, -1).transpose(1, 2)
+        right = down.reshape(self.groups, self.rank, -1)
         if self.scheme == "pivoted":
             one, other = from_pivoted(left[0], right[0], self.start)
             left, right = one.unsqueeze(0), other.unsqueeze(0)
         return left, right
 
-    def _product(self) -> Tensor:
-        left, right = self.matrices()
+    def _product(self, dtype: torch.dtype | None = None) -> Tensor:
+        left, right = self.matrices(dtype)
         return (left @ right).transpose(1, 2).reshape(self._weight_shape())
-
-    def to_dense(self) -> nn.Module:
-        """The ordinary layer with the factors multiplied out."""
-        like = self.up.weight
-        options = geometry(self) | {"bias": self.bias is not None}
-        dense: Any = nn.utils.skip_init(self.dense_type, **options, device=like.device, dtype=like.dtype)
-        left, right = (factor.detach().double() for factor in self.matrices())
-        copy_into(dense.weight, (left @ right).transpose(1, 2).reshape(self._weight_shape()))
-        if self.bias is not None:
-            copy_into(dense.bias, self.bias)
-        take_over(dense, self, self.down.weight.requires_grad)
-        return dense
 
     def _weight_shape(self) -> tuple[int, ...]:
         return (self.in_channels, self.out_channels // self.groups, *self.up.kernel_size)

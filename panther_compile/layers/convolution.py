@@ -2,13 +2,22 @@
 
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.factorization.conv2d import BasisCandidate, is_multiplied_out
-from panther_compile.layers.base import SketchedLayer, Spec, is_called_plainly, is_plain
+from panther_compile.factorization.conv2d import BasisCandidate, is_multiplied_out, multiply_out
+from panther_compile.factorization.pivot import from_pivoted
+from panther_compile.layers.base import (
+    SketchedLayer,
+    Spec,
+    copy_into,
+    is_called_plainly,
+    is_plain,
+    take_over,
+)
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.lazy_weight import lazy_weight
 
@@ -19,15 +28,19 @@ class SketchedConvolution(SketchedLayer):
     Attributes:
         in_channels: I.
         out_channels: O.
+        kernel_size: of the dense layer.
         groups: G.
         scheme: name of the scheme.
         rank: r per group, or several.
         ranks: of the factors.
         start: first channel of the pivot slice ("pivoted" only).
+        dense_type: torch's class of the dense layer.
     """
 
+    dense_type: ClassVar[type[nn.Module]]
     in_channels: int
     out_channels: int
+    kernel_size: tuple[int, ...]
     groups: int
     scheme: str
     rank: int | tuple[int, ...]
@@ -35,13 +48,22 @@ class SketchedConvolution(SketchedLayer):
     down: nn.modules.conv._ConvNd
     up: nn.modules.conv._ConvNd
 
-    @abstractmethod
     def _weight_shape(self) -> tuple[int, ...]:
         """The shape of the dense weight."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
-    @abstractmethod
-    def _product(self) -> Tensor:
-        """The dense weight, from the factors."""
+    def _product(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight, from the factors, in their type or in another one; differentiable."""
+        names = ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
+        weights = [getattr(self, name).weight for name in names]
+        if dtype is not None:
+            weights = [weight.to(dtype) for weight in weights]
+        if self.scheme == "pivoted":
+            left, right = from_pivoted(weights[1].flatten(1), weights[0].flatten(1), self.start)
+            return (left @ right).reshape(self._weight_shape())
+        # Of one axis and of three the kernels are laid on a plane, where the schemes are at home.
+        kernels = tuple(weight.unsqueeze(-1).flatten(3) for weight in weights)
+        return multiply_out(kernels, self.groups, self.scheme).reshape(self._weight_shape())
 
     @abstractmethod
     def _geometry(self) -> dict[str, Any]:
@@ -64,6 +86,17 @@ class SketchedConvolution(SketchedLayer):
             return super().macs
         outputs, inputs, *kernel = self._weight_shape()
         return BasisCandidate((outputs, inputs, math.prod(kernel), 1), self.groups).macs(self.ranks[0])
+
+    def to_dense(self) -> nn.Module:
+        """The ordinary layer with the factors multiplied out."""
+        like = self.up.weight
+        options = self._geometry() | {"bias": self.bias is not None}
+        dense: Any = nn.utils.skip_init(self.dense_type, **options, device=like.device, dtype=like.dtype)
+        copy_into(dense.weight, self._product(torch.float64))
+        if self.bias is not None:
+            copy_into(dense.bias, self.bias)
+        take_over(dense, self, self.down.weight.requires_grad)
+        return dense
 
     @property
     def multiplies_out(self) -> bool:

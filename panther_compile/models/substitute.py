@@ -81,15 +81,13 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
 
 
-def written_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Those that a run may write into, as a cache or a count of its calls.
+def may_be_written(tensor: Tensor) -> bool:
+    """Whether a run may write into a tensor that a module holds, as a cache or a count of its calls.
 
-    That is all but the parameters and packed weights, as many integers of one tensor are taken for.
+    Parameters are not, nor are packed weights, as many integers of one tensor are taken for.
     """
-    for tensor in held_tensors(model):
-        floats = tensor.is_floating_point() or tensor.is_complex()
-        if not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED):
-            yield tensor
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED)
 
 
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.errors import ConfigTypeError
-from panther_compile.models.substitute import copied, held_tensors, written_tensors
+from panther_compile.models.substitute import copied, held_tensors, may_be_written
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor], Tensor]
@@ -87,7 +87,7 @@ class Side:
 def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of the module tree in eval mode that shares what no run changes, with modules replaced.
 
-    Tensors that a run may write into, see `written_tensors`, are the copy's own.
+    Tensors that a run may write into, see `may_be_written`, are the copy's own.
 
     Args:
         model: is not changed.
@@ -102,7 +102,8 @@ def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Mod
             f"{type(model).__name__} has lazy layers, whose sizes a run of its copy would decide: run one "
             "batch through the model first"
         )
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
-    memo |= {id(tensor): tensor.detach().clone() for tensor in written_tensors(model)}
+    memo: dict[int, Any] = {
+        id(tensor): tensor.detach().clone() if may_be_written(tensor) else tensor for tensor in held
+    }
     memo |= {id(old): replacement for old, replacement in new.items()}
     return copied(lambda given: copy.deepcopy(given, memo).eval(), model, ", which data= needs")

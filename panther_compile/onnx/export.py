@@ -227,10 +227,9 @@ def _result(model: nn.Module, call: Call) -> object:
         raise
     # The model's own code runs here, and may raise anything.
     except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
         raise OnnxExportError(
             f"{type(model).__name__}, with plain attention and no cache, was given {described(call)} and "
-            f"raised {said}"
+            f"raised {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
