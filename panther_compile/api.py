@@ -144,6 +144,8 @@ def plan_sketch(
 def densify(model: Model, *, inplace: bool = False) -> Model:
     """Multiply the factors out: ordinary layers again, with the outputs of the sketched ones.
 
+    A layer that made its weight in each call, as weight norm does, becomes a plain one.
+
     Args:
         model: a model with sketched layers.
         inplace: change the model given, in place of a copy.

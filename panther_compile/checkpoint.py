@@ -28,6 +28,7 @@ from panther_compile.errors import (
     ConfigTypeError,
     NoTargetError,
 )
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
@@ -394,10 +395,11 @@ _GEOMETRY = (
 
 def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path: str | Path) -> None:
     """Raise CheckpointMismatchError unless `new` stands for a layer of the size of `old`."""
-    numbers = sum(tensor.numel() for tensor in (*old.parameters(), *old.buffers()))
+    plain = plain_form(old)
+    numbers = sum(tensor.numel() for tensor in (*plain.parameters(), *plain.buffers()))
     if isinstance(old, SketchedLayer):
         numbers = old.dense_numbers
-    old_weight, new_weight = getattr(old, "weight", None), getattr(new, "weight", None)
+    old_weight, new_weight = getattr(plain, "weight", None), getattr(new, "weight", None)
     found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
     if numbers != new.dense_numbers or found != wanted:
         raise CheckpointMismatchError(
@@ -406,7 +408,7 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
             + (f" (weights {tuple(wanted)} and {tuple(found)})" if wanted and found else "")
         )
     for option in _GEOMETRY:
-        given, asked = getattr(new, option, None), getattr(old, option, None)
+        given, asked = getattr(new, option, None), getattr(plain, option, None)
         if given is not None and asked is not None and given != asked:
             raise CheckpointMismatchError(
                 f"{path} is a sketch of a {model} with another {name!r}: its {option} is {given}, "

@@ -207,22 +207,22 @@ def learn(
     """
     inputs = read_inputs(prepared.model, prepared.found, data, config)
     calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
-    first, unused = calls[:1], ""
-    if inputs.source == "data" and prepared.recipe is None:
-        unused = _why_unused(prepared, calls)
+    first = calls[:1]
+    unused = _why_unused(prepared, calls) if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
         inputs, resume = read_inputs(prepared.model, prepared.found, None, config), None
         calls = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    if inputs.doubt:
+        warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
     prepared = replace(prepared, found=found)
-    doubted, fitted = inputs.source == "data", calls
-    if doubted and calls:
+    fitted = calls
+    if (doubted := inputs.source == "data") and calls:
         fitted, beside = with_texts_beside(prepared.model, prepared.found, calls, config)
         inputs = replace(inputs, what=inputs.what + beside)
     studied = _study(prepared, config, fitted, resume, doubted=doubted, shelf=shelf) if calls else None
-    if studied is not None:
-        prepared = replace(prepared, found=studied.found)
+    prepared = prepared if studied is None else replace(prepared, found=studied.found)
     if first and config.objective == "latency" and example is None:
         prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
     if config.objective == "cache" and studied is None:

@@ -1,6 +1,5 @@
 """What layers are fitted to, and what a sketch is compared with its model on: data, or inputs made up."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.unlike import MADE_UP_UNLIKE, UNLIKE, off_batch_norms
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning, first_line
+from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import NAMED, recognize_output
@@ -37,12 +36,14 @@ class Inputs:
         judge: the calls on which the sketch is compared with the dense model; empty for those of `fit`.
         what: they are, in words; where there are none, why.
         optional: whether nobody asked for the fit, which is then taken only if it does better than none.
+        doubt: what whoever takes them must be warned of; empty if there is nothing.
     """
 
     fit: Any
     judge: tuple[Call, ...]
     what: str
     optional: bool = False
+    doubt: str = ""
 
     @property
     def source(self) -> str:
@@ -100,23 +101,19 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         if asked:
             raise
         why = f"no data was given, and {error}"
-        warnings.warn(
-            f"layers are fitted to their weights alone, and nothing says how close the sketch is: {why}; "
-            "give data",
-            SketchQualityWarning,
-            stacklevel=4,
-        )
-        return Inputs(None, (), why)
+        doubt = f"layers are fitted to their weights alone, and nothing says how close the sketch is: {why}"
+        return Inputs(None, (), why, doubt=f"{doubt}; give data")
     dense = all(ratio == 1.0 for _, ratio in config.ratios())
-    what, telling = made.what, made.telling and fits and not dense
+    what, telling, doubt = made.what, made.telling and fits and not dense, ""
     off = off_batch_norms(copy_sharing(model, {}), made.calls) if telling and not asked else 0.0
     if off > MADE_UP_UNLIKE:
         what, telling = f"{what}, which are off them by {off:.2g}, too far to fit layers to", False
     elif off > UNLIKE:
         what = f"{what}, which are off them by {off:.2g}: outputs may be further off on real ones"
-        warnings.warn(f"layers are fitted to {what}; give data", SketchQualityWarning, stacklevel=4)
+        doubt = f"layers are fitted to {what}; give data"
     fit = made.calls[_JUDGE:] if asked or telling else None
-    return Inputs(fit, made.calls[:_JUDGE], what, optional=fit is not None and not asked)
+    optional = fit is not None and not asked
+    return Inputs(fit, made.calls[:_JUDGE], what, optional=optional, doubt=doubt)
 
 
 def with_texts_beside(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.watched import Arrival
@@ -107,7 +108,7 @@ class Kind(ABC):
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         """The dense layers of one weight each that the module is made of, by a suffix of its name."""
-        return {"": module}
+        return {"": plain_form(module)}
 
     def assemble(
         self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None

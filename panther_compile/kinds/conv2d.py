@@ -21,7 +21,8 @@ from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to, fit_kernel
 from panther_compile.kinds.kernel_metric import KernelSums, channel_rows
-from panther_compile.kinds.match import computes_convolution, identities, why_not_plain
+from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
 from panther_compile.layers.base import SketchedLayer, copy_into
@@ -155,13 +156,11 @@ def why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, base: type[nn
     """Why a convolution must be left alone, or None; see `why_not_plain` for the base."""
     if is_depthwise(module.in_channels // module.groups, module.groups):
         return "depthwise: each filter sees one channel, a low rank has nothing to share"
-    own = isinstance(module, nn.Conv2d) and computes_convolution(module)
     return why_not_plain(
-        module,
+        plain_form(module),
         base,
         tensors=frozenset({"weight", "bias"}),
-        children=identities(module) if own else frozenset(),
-        methods=("_conv_forward",) if own else ("forward", "_conv_forward"),
+        methods=("forward", "_conv_forward"),
         sizes=(1, 1, 1),
     )
 

@@ -25,6 +25,7 @@ from panther_compile.factorization.pivot import to_pivoted
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.conv_calls import each
 from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
 from panther_compile.layers.base import SketchedLayer
@@ -124,7 +125,7 @@ class _ConvTransposeKind(Kind):
         if dense.groups > 1 and dense.in_channels == dense.groups:
             return "depthwise: each filter sees one channel, a low rank has nothing to share"
         tensors = frozenset({"weight", "bias"})
-        return why_not_plain(module, self._dense_type, tensors=tensors, sizes=(1, 1, 1))
+        return why_not_plain(plain_form(module), self._dense_type, tensors=tensors, sizes=(1, 1, 1))
 
     def view(self, module: nn.Module) -> ConvTransposeView | str:
         """See `Kind.view`."""

@@ -19,6 +19,7 @@ from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.shared_basis import shared_factors
 from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.match import computes_linear, why_not_plain
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import fit_matrix, generator_for, matrix_unit
 from panther_compile.layers.base import SketchedLayer, take_over
@@ -76,8 +77,10 @@ class LinearKind(Kind):
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`; a forward of its own that computes the same is no reason."""
         assert isinstance(module, nn.Linear)
-        methods = () if computes_linear(module) else ("forward",)
-        return why_not_plain(module, nn.Linear, tensors=_TENSORS, methods=methods, sizes=(1, 1))
+        plain = plain_form(module)
+        assert isinstance(plain, nn.Linear)
+        methods = () if computes_linear(plain) else ("forward",)
+        return why_not_plain(plain, nn.Linear, tensors=_TENSORS, methods=methods, sizes=(1, 1))
 
     def view(self, module: nn.Module) -> MatrixView:
         """See `Kind.view`."""

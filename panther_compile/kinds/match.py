@@ -65,7 +65,7 @@ def why_not_plain(
         reason = _why_not_tensor(name, tensor)
         if reason is not None:
             return reason
-    added = _added_by_subclass(type(module), base) or _added_to_instance(module, base, sizes)
+    added = added_by_subclass(type(module), base) or _added_to_instance(module, base, sizes)
     return f"carries more than {base.__name__} does: {', '.join(added)}" if added else None
 
 
@@ -85,7 +85,7 @@ def computes_linear(module: nn.Linear) -> bool:
     cls = type(module)
     if cls.forward is nn.Linear.forward or "forward" in vars(module):
         return False
-    graph = _read_forward(module)
+    graph = read_forward(module)
     if graph is None or not all(_is_product_or_sum(node) for node in graph.nodes):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -95,10 +95,20 @@ def computes_linear(module: nn.Linear) -> bool:
     return _gives(graph, held, x, F.linear(x, weight, bias))
 
 
-def _read_forward(module: nn.Module) -> fx.Graph | None:
-    """The graph of a forward of one input; None if it has none."""
+def read_forward(module: nn.Module, *, training: bool | None = None) -> fx.Graph | None:
+    """The graph of a forward of one input; None if it has none.
+
+    What the forward writes into its module as it is read is written into a shallow copy.
+
+    Args:
+        module: whose forward is read.
+        training: the mode in which it is read; None for the module's own.
+    """
+    shadow: nn.Module = type(module).__new__(type(module))
+    vars(shadow).update(vars(module))
+    shadow.training = module.training if training is None else training
     try:
-        graph = fx.Tracer().trace(module)
+        graph = fx.Tracer().trace(shadow)
     # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
     except Exception:
         return None
@@ -130,33 +140,6 @@ def _is_product_or_sum(node: fx.Node) -> bool:
     return node.op == "call_function" and (turned or node.target in _PRODUCTS_AND_SUMS)
 
 
-def computes_convolution(module: nn.Conv2d) -> bool:
-    """Whether a subclass of `nn.Conv2d` with a forward of its own computes what the class itself does.
-
-    So do layers that pad as TensorFlow does, where there is nothing to pad. The forward is read as a graph,
-    in which only submodules that change nothing and one convolution may stand; the graph is then held
-    against the layer's own geometry on random numbers.
-    """
-    changed = {"forward", "_conv_forward"} & set(vars(module))
-    if changed or type(module).forward is nn.Conv2d.forward or module.padding_mode != "zeros":
-        return False
-    graph, idle = _read_forward(module), identities(module)
-    if graph is None or not all(_is_of_convolution(node, idle) for node in graph.nodes):
-        return False
-    if [node.target for node in graph.nodes if node.op == "call_function"] != [torch.conv2d]:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    reach = [d * (k - 1) + 1 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    x, weight = (
-        torch.randn(shape, generator=generator)
-        for shape in ((1, module.in_channels, *(size + 3 for size in reach)), module.weight.shape)
-    )
-    bias = None if module.bias is None else torch.randn(len(weight), generator=generator)
-    held: dict[str, Any] = {"weight": weight, "bias": bias} | {name: nn.Identity() for name in idle}
-    wanted = F.conv2d(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
-    return _gives(graph, held, x, wanted)
-
-
 def identities(module: nn.Module) -> frozenset[str]:
     """The names of the submodules that give back what they are given."""
     return frozenset(name for name, child in module.named_children() if _gives_back(child))
@@ -165,17 +148,9 @@ def identities(module: nn.Module) -> frozenset[str]:
 def _gives_back(module: nn.Module) -> bool:
     if isinstance(module, nn.Identity) or next(module.children(), None) is not None:
         return isinstance(module, nn.Identity)
-    graph = _read_forward(module)
+    graph = read_forward(module)
     nodes = [] if graph is None else list(graph.nodes)
     return [node.op for node in nodes] == ["placeholder", "output"] and nodes[1].args == (nodes[0],)
-
-
-def _is_of_convolution(node: fx.Node, idle: frozenset[str]) -> bool:
-    if node.op == "get_attr":
-        return node.target in ("weight", "bias")
-    if node.op == "call_module":
-        return node.target in idle
-    return node.op in ("placeholder", "output", "call_function")
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -187,7 +162,7 @@ def is_adapter(module: nn.Module) -> bool:
     return any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds)
 
 
-def _added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
+def added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
     """Public names that a subclass adds, which callers may use and the replacement would lack.
 
     A static method is none of them: it says something of the class, and is asked for there.

@@ -31,6 +31,7 @@ from panther_compile.onnx.int8 import (
 )
 from panther_compile.onnx.lowering import GraphWriter, shift_bias
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
+from panther_compile.onnx.made_weights import fold_made_weights
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
@@ -201,6 +202,7 @@ def sketch_onnx(
     source, target = checked_path(source, "source"), checked_path(target, "target")
     model = read_model(source)
     before = stored_bytes(model, source)
+    fold_made_weights(model)
     model = for_int8(model) if then == "int8" else model
     sites = find_onnx_sites(model, config)
 

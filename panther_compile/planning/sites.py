@@ -12,6 +12,7 @@ from panther_compile.config import Selector, SketchConfig, selectors, selects
 from panther_compile.errors import ConfigTypeError, SelectorError, WeightError, WrappedModelError
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import is_adapter
+from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.planning.trace import Reading
@@ -320,7 +321,7 @@ def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
     parents = last.name.split(".")[:-1]
     prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
     in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
-    weight = last.module.weight
+    weight = plain_form(last.module).weight
     assert isinstance(weight, Tensor)
     vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
@@ -342,7 +343,8 @@ def _tied_groups(matches: list[_Match]) -> list[list[_Match]]:
     groups: dict[int, list[_Match]] = {}
     for match in matches:
         weight = match.module._parameters.get("weight")
-        groups.setdefault(id(match.module if weight is None else weight), []).append(match)
+        own = weight is None or plain_form(match.module)._parameters["weight"] is not weight  # made of it
+        groups.setdefault(id(match.module if own else weight), []).append(match)
     return list(groups.values())
 
 

@@ -64,14 +64,23 @@ def replaced_forward(module):
     return module
 
 
+class Symmetric(nn.Module):
+    """As in the tutorial of torch's parametrizations."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(module):
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
 ODD_LAYERS = {
     "overriding": (lambda: Overriding(48, 48), "Overriding overrides Linear.forward"),
     "lora": (lambda: LoraLinear(48), "LoraLinear overrides Linear.forward"),
     "instance": (lambda: replaced_forward(nn.Linear(48, 48)), "its forward was replaced on the instance"),
-    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(48, 48)), "parametrized"),
-    "spectral": (lambda: parametrizations.spectral_norm(nn.Linear(48, 48)), "parametrized"),
-    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(48, 48)), "parametrized"),
-    "old spectral": (lambda: nn.utils.spectral_norm(nn.Linear(48, 48)), "has hooks"),
+    "parametrized": (lambda: symmetric(nn.Linear(48, 48)), "parametrized"),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(48, 48), "weight", 0.5), "has hooks"),
     "complex": (lambda: nn.Linear(48, 48, dtype=torch.complex64), "its weight is torch.complex64, wanted"),
     "qat": (

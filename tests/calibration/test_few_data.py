@@ -64,6 +64,15 @@ def test_the_report_says_that_data_were_too_few():
     assert all("data too few" in row.note for row in report.sketched)
 
 
+def test_who_gave_few_data_is_not_told_that_none_was_given(recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose1d(24, 24, 4, stride=2), nn.Tanh()).eval()  # inputs not made up
+    pc.sketchify(model, 0.9, data=[torch.randn(40, 24, 9)], progress=False, **OPTIONS)
+    assert not [one for one in recwarn if "no data was given" in str(one.message)]
+    pc.sketchify(model, 0.9, progress=False, **OPTIONS)
+    assert [one for one in recwarn if "no data was given" in str(one.message)]
+
+
 def test_weights_alone_are_compared_with_a_fit_to_all_that_is_learnt_from():
     """Few batches try the plans, and fewer rows would make data look worse than it is."""
     torch.manual_seed(0)

@@ -4,13 +4,10 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-import panther_compile as pc
-from panther_compile.kinds.match import computes_convolution, why_not_plain
-from panther_compile.kinds.registry import find_kind
+from panther_compile.kinds.match import why_not_plain
 
 TENSORS = frozenset({"weight", "bias"})
 
@@ -241,60 +238,3 @@ def test_weight_that_is_neither_parameter_nor_buffer():
     del module.weight
     module.register_buffer("weight", weight)
     assert why_not(module) is None
-
-
-class PadsAsTensorFlow(nn.Conv2d):
-    """As in EfficientNets: a forward of its own, which pads where the kernel is larger than one pixel."""
-
-    def __init__(self, *sizes, **options):
-        super().__init__(*sizes, **options)
-        self.stride = list(self.stride)
-        self.static_padding = nn.Identity() if self.kernel_size == (1, 1) else nn.ZeroPad2d((0, 1, 0, 1))
-
-    def forward(self, x):
-        x = self.static_padding(x)
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-class Scales(nn.Conv2d):
-    def forward(self, x):
-        return F.conv2d(x, 2 * self.weight, self.bias)
-
-
-class OtherStride(nn.Conv2d):
-    def forward(self, x):
-        return F.conv2d(x, self.weight, self.bias, stride=2)
-
-
-class Asks(nn.Conv2d):
-    def forward(self, x):
-        return F.conv2d(x, self.weight, self.bias) if x.sum() > 0 else x
-
-
-@pytest.mark.parametrize(
-    ("layer", "same"),
-    [
-        (PadsAsTensorFlow(4, 6, 1), True),
-        (PadsAsTensorFlow(4, 6, 1, stride=2, bias=False), True),
-        (PadsAsTensorFlow(4, 6, 3), False),
-        (Scales(4, 6, 1), False),
-        (OtherStride(4, 6, 1), False),
-        (Asks(4, 6, 1), False),
-        (nn.Conv2d(4, 6, 1), False),  # has no forward of its own
-    ],
-)
-def test_forwards_that_are_the_convolution_itself(layer, same):
-    assert computes_convolution(layer) is same
-    reason = find_kind(layer).why_not(layer)
-    assert (reason is None) == (same or type(layer) is nn.Conv2d)
-
-
-def test_a_forward_that_is_the_convolution_itself_is_sketched():
-    torch.manual_seed(0)
-    model = nn.Sequential(PadsAsTensorFlow(64, 64, 1, stride=2)).eval()
-    with torch.no_grad():
-        model[0].weight.copy_((torch.randn(64, 8) @ torch.randn(8, 64))[..., None, None])
-    small = pc.sketchify(model, ratio=0.5, min_params=0, allow_slower=True, progress=False)
-    x = torch.randn(2, 64, 9, 9)
-    assert type(small[0]) is pc.SketchedConv2d
-    assert torch.allclose(small(x), model(x), atol=1e-3)

@@ -1,0 +1,111 @@
+"""Weights that nodes make of constants in each run, as weight norm does, become constants of an ONNX graph.
+
+Before:
+    norm = ReduceL2(v);  unit = Div(v, norm);  weight = Mul(g, unit);  y = Conv(x, weight, b)
+After:
+    y = Conv(x, weight, b)      weight: a constant
+
+Products of constants, gathered rows, casts and what dequantizes are left as they are: those are weights of
+fewer numbers or bytes than the constant would have.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+from panther_compile.kinds.registry import onnx_operators
+from panther_compile.onnx.files import WEIGHTS_APART
+from panther_compile.onnx.patterns import is_onnx
+
+_MAKERS = (
+    *("Abs", "Add", "Clip", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sigmoid"),
+    *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh"),
+    *("LpNormalization", "BatchNormalization", "InstanceNormalization", "LayerNormalization"),
+    *("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare"),
+)
+_AS_THEY_ARE = ("Constant", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+
+
+def fold_made_weights(model: ir.Model) -> int:
+    """Fold them in place, in subgraphs too; counts them. Files in which weights are inputs have none."""
+    if model.ir_version < WEIGHTS_APART:
+        return 0
+    products = [node for node in model.graph.all_nodes() if is_onnx(node, *onnx_operators())]
+    values = dict.fromkeys(value for node in products for value in _operands(node))
+    return sum(_fold(value, model) for value in values)
+
+
+def _operands(node: ir.Node) -> Iterator[ir.Value]:
+    """What may be the weight of a node."""
+    for index in (1,) if node.op_type in onnx_operators(flat=False) else (0, 1):
+        value = node.inputs[index]
+        if value is not None:
+            yield value
+
+
+def _chain(value: ir.Value) -> list[ir.Node] | None:
+    """The nodes that make a value of constants, in their order; None if it is none to be folded."""
+    found: dict[ir.Node, None] = {}
+
+    def reach(one: ir.Value | None) -> bool:
+        node = None if one is None else one.producer()
+        if one is None or node in found:
+            return True
+        if node is None:
+            return one.const_value is not None and not one.is_graph_input()
+        known = is_onnx(node, *_MAKERS, *_AS_THEY_ARE) and node.graph is value.graph
+        if not known or any(output.is_graph_output() for output in node.outputs):
+            return False
+        if not all(reach(given) for given in node.inputs):
+            return False
+        found[node] = None
+        return True
+
+    return list(found) if reach(value) and any(is_onnx(node, *_MAKERS) for node in found) else None
+
+
+def _fold(value: ir.Value, model: ir.Model) -> bool:
+    """Put a constant in the place of what makes it, unless it holds more numbers than all that does."""
+    chain, graph = _chain(value), value.graph
+    if chain is None or not isinstance(graph, ir.Graph):
+        return False
+    constants = {
+        str(given.name): given
+        for node in chain
+        for given in node.inputs
+        if given is not None and given.producer() is None
+    }
+    held = {name: one.const_value for name, one in constants.items() if one.const_value is not None}
+    tensor = _made(str(value.name), chain, held, model)
+    written = [ir.convenience.get_const_tensor(node.outputs[0]) for node in chain if not node.inputs]
+    if tensor.size > sum(one.size for one in (*held.values(), *written) if one is not None):
+        return False
+    made = ir.Value(name=value.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    ir.convenience.replace_all_uses_with(value, made)
+    for node in reversed(chain):
+        if not any(output.consumers() for output in node.outputs):
+            graph.remove(node, safe=True)
+    for name, given in constants.items():
+        owner = given.graph
+        unread = not given.consumers() and not given.is_graph_output()
+        if isinstance(owner, ir.Graph) and name in owner.initializers and unread:
+            del owner.initializers[name]
+    graph.register_initializer(made)
+    return True
+
+
+def _made(
+    name: str, chain: list[ir.Node], constants: Mapping[str, ir.TensorProtocol], model: ir.Model
+) -> ir.Tensor[np.ndarray]:
+    """What the nodes make of the constants."""
+    given = [helper.make_tensor_value_info(one, int(held.dtype), None) for one, held in constants.items()]
+    wanted = helper.make_tensor_value_info(name, onnx.TensorProto.UNDEFINED, None)
+    graph = helper.make_graph([ir.to_proto(node) for node in chain], "made", given, [wanted])
+    imports = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    part = helper.make_model(graph, ir_version=model.ir_version, opset_imports=imports)
+    (array,) = ReferenceEvaluator(part).run(None, {one: held.numpy() for one, held in constants.items()})
+    return ir.Tensor(np.asarray(array), name=name)
