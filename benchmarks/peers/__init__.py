@@ -8,6 +8,7 @@ from torch import nn
 from peers import (
     aa_svd,
     asvd,
+    basis_sharing,
     corp,
     fwsvd,
     int8,
@@ -16,6 +17,7 @@ from peers import (
     mpifa,
     panther_copy,
     rocket,
+    sola,
     svd,
     svd_llm,
     svd_llm_v2,
@@ -63,6 +65,8 @@ PEERS = {
     "kfac-svd-lems": Peer("KFAC-SVD with LEMS", kfac_svd.compress, calibrated=True),
     "zs-svd": Peer("ZS-SVD", zs_svd.compress, calibrated=True),
     "mpifa": Peer("MPIFA", mpifa.compress, calibrated=True),
+    "basis-sharing": Peer("Basis Sharing", basis_sharing.compress, calibrated=True),
+    "sola": Peer("SoLA", sola.compress, calibrated=True),
     "rocket": Peer("ROCKET", rocket.compress, calibrated=True),
     "corp": Peer("CORP", corp.compress, calibrated=True),
 }
