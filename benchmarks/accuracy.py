@@ -25,7 +25,7 @@ from accuracy_models.subject import Subject
 from accuracy_report import Result, Store, draw, report
 from peers import PEERS
 from peers.budget import count_numbers
-from peers.int8_weights import quantize_weights
+from peers.int_weights import quantize_weights
 from peers.job import Job, NotDefinedError
 from torch import nn
 

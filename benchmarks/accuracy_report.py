@@ -17,10 +17,14 @@ buffers, biases included; all methods replace the same layers and are held to th
 it, which is asserted (2:4 and int8 store what their rows say, int8 a scale a row besides). Peers are written
 from their equations, `benchmarks/peers/`, and keep the same ratio in every layer, unless they allocate.
 Calibration data comes from the model's own domain ("in") or from another one ("off"), never from the data
-that the model is judged on. The best of a column is bold, int8 aside; of a peer that beats ours of the same
-domain by more than the digits shown there is a line below the table."""
-_APART = "int8"  # in the names of methods that store other types, and are not compared by their ratio
+that the model is judged on. The best of a column is bold, int8 and int4 aside; of a peer that beats ours of
+the same domain by more than the digits shown there is a line below the table."""
+_APART = ("int8", "int4")  # in the names of methods of other types, which are not compared by their ratio
 _OURS = "ours"
+
+
+def _is_apart(method: str) -> bool:
+    return any(kind in method for kind in _APART)
 
 
 @dataclass(frozen=True)
@@ -150,13 +154,13 @@ def section(description: Mapping[str, Any], rows: Rows, titles: Mapping[str, str
 def beaten(rows: Rows, metrics: Mapping[str, bool], titles: Mapping[str, str]) -> Iterator[str]:
     """Where a peer is better than the best of ours that saw data of the same domain, or no data."""
     for (method, domain), row in rows.items():
-        if method.startswith(_OURS) or _APART in method:
+        if method.startswith(_OURS) or _is_apart(method):
             continue
         for ratio, found in sorted(row.items(), reverse=True):
             ours = [
                 other[ratio]
                 for (name, theirs), other in rows.items()
-                if name.startswith(_OURS) and _APART not in name and theirs == domain and ratio in other
+                if name.startswith(_OURS) and not _is_apart(name) and theirs == domain and ratio in other
             ]
             for metric, higher in metrics.items() if ours else ():
                 theirs_is = mean(f[metric] for f in found)
@@ -173,7 +177,7 @@ def beaten(rows: Rows, metrics: Mapping[str, bool], titles: Mapping[str, str]) -
 def _best(rows: Rows, metrics: Mapping[str, bool]) -> dict[float, dict[str, float]]:
     best: dict[float, dict[str, float]] = defaultdict(dict)
     for (method, _), row in rows.items():
-        for ratio, found in row.items() if _APART not in method else ():
+        for ratio, found in row.items() if not _is_apart(method) else ():
             for metric, higher in metrics.items():
                 value = mean(f[metric] for f in found)
                 old = best[ratio].get(metric, value)
@@ -228,7 +232,7 @@ def draw(store: Store, models: Sequence[str], titles: Mapping[str, str], path: P
             values = [mean(found[metric] for found in row[ratio]) for ratio in ratios]
             ours = method.startswith("ours")
             style = {"linewidth": 2.4 if ours else 1.2, "zorder": 3 if ours else 2, "markersize": 4}
-            marker = {"int8": "*", "int8-weights": "*", "2:4": "s"}.get(method, "o")
+            marker = {"int8": "*", "int8-weights": "*", "int4-weights": "*", "2:4": "s"}.get(method, "o")
             (line,) = axis.plot(ratios, values, marker=marker, color=colours[method], **style)
             handles[titles[method].strip("*")] = line
         axis.axhline(description["dense"][metric], color="black", linewidth=0.8, linestyle=":")

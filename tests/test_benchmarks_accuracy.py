@@ -401,7 +401,7 @@ def test_corp_asks_for_whole_blocks(mixed_job):
         PEERS["corp"].compress(mixed_job, 0.5)
 
 
-@pytest.mark.parametrize("name", ["2:4", "int8", "int8-weights"])
+@pytest.mark.parametrize("name", ["2:4", "int8", "int8-weights", "int4-weights"])
 def test_fixed_ratios_are_skipped_elsewhere(name, mixed_job):
     with pytest.raises(NotDefinedError, match="no other ratio"):
         PEERS[name].compress(mixed_job, 0.75)

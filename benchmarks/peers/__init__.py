@@ -12,7 +12,7 @@ from peers import (
     corp,
     fwsvd,
     int8,
-    int8_weights,
+    int_weights,
     kfac_svd,
     mpifa,
     panther_copy,
@@ -52,7 +52,13 @@ PEERS = {
     "2:4": Peer("2:4 by magnitude (.53 stored)", two_four.compress, calibrated=False, counted=False),
     "int8": Peer("dynamic int8 (.25 of the bytes)", int8.compress, calibrated=False, counted=False),
     "int8-weights": Peer(
-        "int8 weights by torchao (.25 of the bytes)", int8_weights.compress, calibrated=False, counted=False
+        "int8 weights by torchao (.25 of the bytes)", int_weights.compress, calibrated=False, counted=False
+    ),
+    "int4-weights": Peer(
+        "int4 weights by torchao, a scale for 32 (.16 of the bytes)",
+        int_weights.compress_to_int4,
+        calibrated=False,
+        counted=False,
     ),
     "fwsvd": Peer("FWSVD", nested("fwsvd", fwsvd.decompose), calibrated=True),
     "asvd": Peer("ASVD", nested("asvd", asvd.decompose), calibrated=True),
