@@ -16,7 +16,8 @@ experts         the experts of Hugging Face mixtures become SketchedExperts
 fit_conv2d      A sketched convolution from data
 kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
-recurrent       nn.LSTM and nn.GRU become SketchedLSTM and SketchedGRU
+plain_form      layers that make their weight in each call, and the plain ones that they stand for
+recurrent       nn.LSTM, nn.GRU, nn.LSTMCell and nn.GRUCell become SketchedLSTM, ...
 view            What data sees of a dense layer, whatever its kind
 weights         What kinds have in common
 """

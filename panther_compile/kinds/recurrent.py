@@ -1,4 +1,4 @@
-"""nn.LSTM and nn.GRU become SketchedLSTM and SketchedGRU: each of their weights is a linear layer.
+"""nn.LSTM, nn.GRU and their cells become sketched ones: each of their weights is a linear layer.
 
 Before:
     %y : call_module[target=lstm](args = (%x,))      lstm: LSTM(I, H)
@@ -16,6 +16,7 @@ from panther_compile.kinds.base import CompositeKind
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.layers.attention import dense_projection
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
+from panther_compile.layers.recurrent_cell import SketchedGRUCell, SketchedLSTMCell
 
 
 class _RecurrentKind(CompositeKind):
@@ -64,3 +65,46 @@ class GRUKind(_RecurrentKind):
     """See the module's docstring."""
 
     wanted, layers, _layer_type = "nn.GRU", (SketchedGRU,), SketchedGRU
+
+
+class _CellKind(CompositeKind):
+    """A cell is called step by step by the model itself, sketched or not, and so is no exception."""
+
+    _layer_type: ClassVar[type[SketchedLSTMCell] | type[SketchedGRUCell]]
+
+    def matches(self, module: nn.Module) -> str | None:
+        """Called by the name of torch's class."""
+        dense_type = self._layer_type.dense_type
+        return dense_type.__name__ if isinstance(module, dense_type) else None
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """See `Kind.why_not`."""
+        tensors = frozenset(f"{kind}_{part}" for kind in ("weight", "bias") for part in ("ih", "hh"))
+        return why_not_plain(module, self._layer_type.dense_type, tensors=tensors, sizes=(1, 1))
+
+    def parts(self, module: nn.Module) -> dict[str, nn.Module]:
+        """A linear layer for each weight, with copies of it and of its bias."""
+        assert isinstance(module, nn.RNNCellBase)
+        return {
+            "ih": dense_projection(module.weight_ih, module.bias_ih),
+            "hh": dense_projection(module.weight_hh, module.bias_hh),
+        }
+
+    def assemble(
+        self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None
+    ) -> nn.Module:
+        """See `Kind.assemble`."""
+        assert isinstance(module, nn.RNNCellBase)
+        return self._layer_type.from_parts(module, parts)
+
+
+class LSTMCellKind(_CellKind):
+    """See the module's docstring."""
+
+    wanted, layers, _layer_type = "nn.LSTMCell", (SketchedLSTMCell,), SketchedLSTMCell
+
+
+class GRUCellKind(_CellKind):
+    """See the module's docstring."""
+
+    wanted, layers, _layer_type = "nn.GRUCell", (SketchedGRUCell,), SketchedGRUCell

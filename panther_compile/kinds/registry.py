@@ -15,7 +15,7 @@ from panther_compile.kinds.conv_transpose import ConvTranspose1dKind, ConvTransp
 from panther_compile.kinds.embedding import EmbeddingKind
 from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
-from panther_compile.kinds.recurrent import GRUKind, LSTMKind
+from panther_compile.kinds.recurrent import GRUCellKind, GRUKind, LSTMCellKind, LSTMKind
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.typed_json import read_arguments
 
@@ -32,6 +32,8 @@ KINDS: tuple[Kind, ...] = (
     HuggingFaceConv1DKind(),
     LSTMKind(),
     GRUKind(),
+    LSTMCellKind(),
+    GRUCellKind(),
     EmbeddingKind(),
     ExpertsKind(),
 )

@@ -18,6 +18,7 @@ narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
 parts            Layers that hold a linear layer for each of their weights
 recurrent        SketchedLSTM and SketchedGRU
+recurrent_cell   SketchedLSTMCell and SketchedGRUCell
 residual         ResidualLinear: a quantized layer and a low-rank branch beside it
 """
 
@@ -35,6 +36,7 @@ from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
+from panther_compile.layers.recurrent_cell import SketchedGRUCell, SketchedLSTMCell
 from panther_compile.layers.residual import ResidualLinear
 
 __all__ = [
@@ -51,7 +53,9 @@ __all__ = [
     "SketchedEmbedding",
     "SketchedExperts",
     "SketchedGRU",
+    "SketchedGRUCell",
     "SketchedLSTM",
+    "SketchedLSTMCell",
     "SketchedLayer",
     "SketchedLinear",
     "SketchedMultiheadAttention",

@@ -246,9 +246,7 @@ class SketchedLSTM(_SketchedRecurrent):
     def _step(
         self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
     ) -> list[Tensor]:
-        i, f, g, o = (given + recurrent).chunk(4, dim=-1)
-        cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-        hidden = o.sigmoid() * cell.tanh()
+        hidden, cell = lstm_step(given, recurrent, state[1])
         return [hidden if project is None else project(hidden), cell]
 
 
@@ -263,10 +261,22 @@ class SketchedGRU(_SketchedRecurrent):
     def _step(
         self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
     ) -> list[Tensor]:
-        (rx, zx, nx), (rh, zh, nh) = given.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
-        update = (zx + zh).sigmoid()
-        new = (nx + (rx + rh).sigmoid() * nh).tanh()
-        return [torch.lerp(new, state[0], update)]
+        return [gru_step(given, recurrent, state[0])]
+
+
+def lstm_step(given: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """The next state and cell (N, H) from W_ih x and W_hh h (N, 4 H), biases included."""
+    i, f, g, o = (given + recurrent).chunk(4, dim=-1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def gru_step(given: Tensor, recurrent: Tensor, state: Tensor) -> Tensor:
+    """The next state (N, H) from W_ih x and W_hh h (N, 3 H), biases included."""
+    (rx, zx, nx), (rh, zh, nh) = given.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
+    update = (zx + zh).sigmoid()
+    new = (nx + (rx + rh).sigmoid() * nh).tanh()
+    return torch.lerp(new, state, update)
 
 
 def options_of(layer: nn.Module) -> dict[str, Any]:
