@@ -29,7 +29,8 @@ def quantize_weights(model: nn.Module, names: Collection[str], *, bits: int = 8)
     """Quantise the linear layers at some names, or within what stands there; in place.
 
     Raises:
-        NotDefinedError: torchao is not installed, or there are convolutions under the names.
+        NotDefinedError: torchao is not installed, there are convolutions under the names, or inputs that
+            cannot be divided.
     """
     if importlib.util.find_spec("torchao") is None:
         raise NotDefinedError("torchao is not installed: pip install torchao")
@@ -43,6 +44,9 @@ def quantize_weights(model: nn.Module, names: Collection[str], *, bits: int = 8)
     inside = {part for one in found for part in one.modules()}
     if any(isinstance(part, nn.Conv2d) for part in inside):
         raise NotDefinedError("torchao has such weights for linear layers only, this model has convolutions")
+    odd = [part for part in inside if isinstance(part, nn.Linear) and part.in_features % GROUP]
+    if bits == 4 and odd:
+        raise NotDefinedError(f"int4 with a scale for {GROUP} inputs, of a layer of {odd[0].in_features}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # A factor that several layers share comes up again as an int8 tensor, which torchao would not take.
