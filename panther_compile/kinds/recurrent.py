@@ -6,7 +6,7 @@ After:
     %y : call_module[target=lstm](args = (%x,))      lstm: SketchedLSTM(ih_l0, hh_l0)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import nn
@@ -22,8 +22,10 @@ from panther_compile.layers.recurrent_cell import SketchedGRUCell, SketchedLSTMC
 class _RecurrentKind(CompositeKind):
     """See the module's docstring."""
 
-    unless_included = "recurrent: its sketch runs step by step in Python; left alone unless included"
-    _layer_type: ClassVar[type[SketchedLSTM] | type[SketchedGRU]]
+    unless_included: ClassVar[str | None] = (
+        "recurrent: its sketch runs step by step in Python; left alone unless included"
+    )
+    _layer_type: ClassVar[type[SketchedLSTM | SketchedGRU | SketchedLSTMCell | SketchedGRUCell]]
 
     def matches(self, module: nn.Module) -> str | None:
         """Called by the name of torch's class."""
@@ -32,15 +34,13 @@ class _RecurrentKind(CompositeKind):
 
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`."""
-        assert isinstance(module, nn.RNNBase)
-        tensors = frozenset(module._flat_weights_names)
+        tensors = frozenset(self._names(module))
         return why_not_plain(module, self._layer_type.dense_type, tensors=tensors, sizes=(1, 1))
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         """A linear layer for each weight, with copies of it and of its bias."""
-        assert isinstance(module, nn.RNNBase)
         found: dict[str, nn.Module] = {}
-        for name in module._flat_weights_names:
+        for name in self._names(module):
             kind, _, part = name.partition("_")
             if kind == "weight":
                 bias = getattr(module, f"bias_{part}", None)
@@ -51,8 +51,12 @@ class _RecurrentKind(CompositeKind):
         self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None
     ) -> nn.Module:
         """See `Kind.assemble`."""
-        assert isinstance(module, nn.RNNBase)
         return self._layer_type.from_parts(module, parts)
+
+    def _names(self, module: nn.Module) -> Sequence[str]:
+        """The names of the weights and biases."""
+        assert isinstance(module, nn.RNNBase)
+        return module._flat_weights_names
 
 
 class LSTMKind(_RecurrentKind):
@@ -67,35 +71,13 @@ class GRUKind(_RecurrentKind):
     wanted, layers, _layer_type = "nn.GRU", (SketchedGRU,), SketchedGRU
 
 
-class _CellKind(CompositeKind):
+class _CellKind(_RecurrentKind):
     """A cell is called step by step by the model itself, sketched or not, and so is no exception."""
 
-    _layer_type: ClassVar[type[SketchedLSTMCell] | type[SketchedGRUCell]]
+    unless_included = None
 
-    def matches(self, module: nn.Module) -> str | None:
-        """Called by the name of torch's class."""
-        dense_type = self._layer_type.dense_type
-        return dense_type.__name__ if isinstance(module, dense_type) else None
-
-    def why_not(self, module: nn.Module) -> str | None:
-        """See `Kind.why_not`."""
-        tensors = frozenset(f"{kind}_{part}" for kind in ("weight", "bias") for part in ("ih", "hh"))
-        return why_not_plain(module, self._layer_type.dense_type, tensors=tensors, sizes=(1, 1))
-
-    def parts(self, module: nn.Module) -> dict[str, nn.Module]:
-        """A linear layer for each weight, with copies of it and of its bias."""
-        assert isinstance(module, nn.RNNCellBase)
-        return {
-            "ih": dense_projection(module.weight_ih, module.bias_ih),
-            "hh": dense_projection(module.weight_hh, module.bias_hh),
-        }
-
-    def assemble(
-        self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None
-    ) -> nn.Module:
-        """See `Kind.assemble`."""
-        assert isinstance(module, nn.RNNCellBase)
-        return self._layer_type.from_parts(module, parts)
+    def _names(self, module: nn.Module) -> Sequence[str]:
+        return "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class LSTMCellKind(_CellKind):

@@ -19,6 +19,7 @@ nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, 
 parts            Layers that hold a linear layer for each of their weights
 recurrent        SketchedLSTM and SketchedGRU
 recurrent_cell   SketchedLSTMCell and SketchedGRUCell
+recurrent_parts  RecurrentParts: what those have in common, and one step of each
 residual         ResidualLinear: a quantized layer and a low-rank branch beside it
 """
 

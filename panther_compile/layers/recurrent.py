@@ -8,17 +8,15 @@ W_hr is there with projections alone. The products with x are made for all steps
 
 # L steps, N batch, I input_size, H hidden_size, P proj_size or H, D directions
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from panther_compile.errors import ConfigError
-from panther_compile.layers.base import Spec, copy_into
-from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
+from panther_compile.layers.base import Spec
+from panther_compile.layers.recurrent_parts import RecurrentParts, gru_step, lstm_step
 
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _OPTIONS = (
@@ -32,7 +30,7 @@ _OPTIONS = (
 )
 
 
-class _SketchedRecurrent(LayerOfParts):
+class _SketchedRecurrent(RecurrentParts):
     """A replacement of `nn.LSTM` or `nn.GRU` whose weights are linear layers of low rank, or dense ones.
 
     Inputs, states, packed sequences and results are those of torch's layer. Dropout between layers draws
@@ -56,9 +54,6 @@ class _SketchedRecurrent(LayerOfParts):
         ConfigError: parts names what is no weight.
     """
 
-    dense_type: ClassVar[type[nn.RNNBase]]
-    gates: ClassVar[int]
-
     def __init__(
         self,
         input_size: int,
@@ -78,14 +73,7 @@ class _SketchedRecurrent(LayerOfParts):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
         self.bidirectional, self.proj_size = bidirectional, proj_size
-        sizes = self.part_sizes()
-        given = dict(parts or {})
-        if not set(given) <= set(sizes):
-            raise ConfigError(f"{type(self).__name__}: parts={sorted(given)}, wanted some of {list(sizes)}")
-        for name, (inputs, outputs) in sizes.items():
-            own = bias and not name.startswith("hr")
-            part = part_of_spec(given.get(name), inputs, outputs, bias=own, device=device, dtype=dtype)
-            self.add_module(name, part)
+        self._add_parts(parts, bias=bias, device=device, dtype=dtype)
 
     def part_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each weight, by name."""
@@ -102,12 +90,10 @@ class _SketchedRecurrent(LayerOfParts):
         return sizes
 
     @classmethod
-    def from_parts(cls, layer: nn.RNNBase, parts: Mapping[str, nn.Module]) -> Self:
-        """The replacement of a layer with weights made elsewhere, which are not copied."""
-        new = cls(**options_of(layer), device="meta")
-        for name in new.part_sizes():
-            setattr(new, name, parts[name])
-        return new.train(layer.training)
+    def options_of(cls, layer: nn.Module) -> dict[str, Any]:
+        """See `RecurrentParts`; a GRU has no projections."""
+        found = {name: getattr(layer, name) for name in _OPTIONS}
+        return found | ({"proj_size": layer.proj_size} if layer.proj_size else {})
 
     def flatten_parameters(self) -> None:
         """Do nothing: the weights of torch's layer are one buffer for cuDNN, these are layers."""
@@ -196,42 +182,6 @@ class _SketchedRecurrent(LayerOfParts):
     def _state(self, last: list[Tensor]) -> State:
         return last[0] if len(last) == 1 else (last[0], last[1])
 
-    def to_dense(self) -> nn.RNNBase:
-        """Torch's layer with the factors multiplied out."""
-        like = next(self.parameters())
-        dense = self.dense_type(**options_of(self), device=like.device, dtype=like.dtype)
-        for name, part in self.named_children():
-            plain: Any = part.to_dense() if isinstance(part, SketchedLinear) else part
-            for kind in ("weight", "bias"):
-                found = getattr(plain, kind)
-                if found is not None:
-                    parameter = dense.get_parameter(f"{kind}_{name}")
-                    copy_into(parameter, found)
-                    parameter.requires_grad_(found.requires_grad)
-        return dense.train(self.training)
-
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        sizes = self.part_sizes().items()
-        biases = sum(out for name, (_, out) in sizes if self.bias and not name.startswith("hr"))
-        return self.dense_macs + biases
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`; per step and sequence."""
-        return sum(inputs * outputs for inputs, outputs in self.part_sizes().values())
-
-    def sketch_spec(self) -> Spec:
-        """See `SketchedLayer.sketch_spec`."""
-        parts = {name: spec_of_part(part) for name, part in self.named_children()}
-        return {**options_of(self), "parts": parts}
-
-    def extra_repr(self) -> str:
-        """The options and the stored share; the parts show themselves."""
-        shown = [f"{name}={value}" for name, value in options_of(self).items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
-
 
 class SketchedLSTM(_SketchedRecurrent):
     """A low-rank replacement of `nn.LSTM`, projections included; see its base."""
@@ -262,27 +212,6 @@ class SketchedGRU(_SketchedRecurrent):
         self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
     ) -> list[Tensor]:
         return [gru_step(given, recurrent, state[0])]
-
-
-def lstm_step(given: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """The next state and cell (N, H) from W_ih x and W_hh h (N, 4 H), biases included."""
-    i, f, g, o = (given + recurrent).chunk(4, dim=-1)
-    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-    return o.sigmoid() * cell.tanh(), cell
-
-
-def gru_step(given: Tensor, recurrent: Tensor, state: Tensor) -> Tensor:
-    """The next state (N, H) from W_ih x and W_hh h (N, 3 H), biases included."""
-    (rx, zx, nx), (rh, zh, nh) = given.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
-    update = (zx + zh).sigmoid()
-    new = (nx + (rx + rh).sigmoid() * nh).tanh()
-    return torch.lerp(new, state, update)
-
-
-def options_of(layer: nn.Module) -> dict[str, Any]:
-    """What torch's layer and its replacement are built with; a GRU has no projections."""
-    found = {name: getattr(layer, name) for name in _OPTIONS}
-    return found | ({"proj_size": layer.proj_size} if layer.proj_size else {})
 
 
 def _listed(hx: State) -> list[Tensor]:

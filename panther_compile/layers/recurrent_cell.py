@@ -2,21 +2,16 @@
 
 # N batch, I input_size, H hidden_size
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError
-from panther_compile.layers.base import Spec, copy_into
-from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
-from panther_compile.layers.recurrent import gru_step, lstm_step
-
-_OPTIONS = ("input_size", "hidden_size", "bias")
+from panther_compile.layers.base import Spec
+from panther_compile.layers.recurrent_parts import RecurrentParts, gru_step, lstm_step
 
 
-class _SketchedCell(LayerOfParts):
+class _SketchedCell(RecurrentParts):
     """A replacement of `nn.LSTMCell` or `nn.GRUCell` whose weights are linear layers, of low rank or dense.
 
     Args:
@@ -31,8 +26,6 @@ class _SketchedCell(LayerOfParts):
         ConfigError: parts names what is no weight.
     """
 
-    dense_type: ClassVar[type[nn.RNNCellBase]]
-    gates: ClassVar[int]
     ih: nn.Module
     hh: nn.Module
 
@@ -48,20 +41,17 @@ class _SketchedCell(LayerOfParts):
     ) -> None:
         super().__init__()
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
-        given = dict(parts or {})
-        if not set(given) <= {"ih", "hh"}:
-            raise ConfigError(f"{type(self).__name__}: parts={sorted(given)}, wanted some of ['ih', 'hh']")
-        for name, inputs in (("ih", input_size), ("hh", hidden_size)):
-            outputs = self.gates * hidden_size
-            part = part_of_spec(given.get(name), inputs, outputs, bias=bias, device=device, dtype=dtype)
-            self.add_module(name, part)
+        self._add_parts(parts, bias=bias, device=device, dtype=dtype)
+
+    def part_sizes(self) -> dict[str, tuple[int, int]]:
+        """See `RecurrentParts`."""
+        outputs = self.gates * self.hidden_size
+        return {"ih": (self.input_size, outputs), "hh": (self.hidden_size, outputs)}
 
     @classmethod
-    def from_parts(cls, layer: nn.RNNCellBase, parts: Mapping[str, nn.Module]) -> Self:
-        """The replacement of a cell with weights made elsewhere, which are not copied."""
-        new = cls(**_options_of(layer), device="meta")
-        new.ih, new.hh = parts["ih"], parts["hh"]
-        return new.train(layer.training)
+    def options_of(cls, layer: nn.Module) -> dict[str, Any]:
+        """See `RecurrentParts`."""
+        return {name: getattr(layer, name) for name in ("input_size", "hidden_size", "bias")}
 
     def _check(self, input: Tensor, *states: Tensor) -> None:
         """Refuse what torch's cells refuse, with the errors that they raise."""
@@ -71,40 +61,6 @@ class _SketchedCell(LayerOfParts):
                 raise ValueError(f"{given}, wanted one or two dimensions")
             if one.shape[-1] != width:
                 raise RuntimeError(f"{given}, wanted {width} features")
-
-    def to_dense(self) -> nn.RNNCellBase:
-        """Torch's cell with the factors multiplied out."""
-        like = next(self.parameters())
-        dense = self.dense_type(**_options_of(self), device=like.device, dtype=like.dtype)
-        for name, part in self.named_children():
-            plain: Any = part.to_dense() if isinstance(part, SketchedLinear) else part
-            for kind in ("weight", "bias"):
-                found = getattr(plain, kind)
-                if found is not None:
-                    parameter = dense.get_parameter(f"{kind}_{name}")
-                    copy_into(parameter, found)
-                    parameter.requires_grad_(found.requires_grad)
-        return dense.train(self.training)
-
-    @property
-    def dense_numbers(self) -> int:
-        """See `SketchedLayer.dense_numbers`."""
-        return self.dense_macs + (2 * self.gates * self.hidden_size if self.bias else 0)
-
-    @property
-    def dense_macs(self) -> int:
-        """See `SketchedLayer.dense_macs`; per call and sample."""
-        return self.gates * self.hidden_size * (self.input_size + self.hidden_size)
-
-    def sketch_spec(self) -> Spec:
-        """See `SketchedLayer.sketch_spec`."""
-        parts = {name: spec_of_part(part) for name, part in self.named_children()}
-        return {**_options_of(self), "parts": parts}
-
-    def extra_repr(self) -> str:
-        """The options and the stored share; the parts show themselves."""
-        shown = [f"{name}={value}" for name, value in _options_of(self).items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
 
 
 class SketchedLSTMCell(_SketchedCell):
@@ -156,8 +112,3 @@ class SketchedGRUCell(_SketchedCell):
         state = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
         self._check(input, state)
         return gru_step(self.ih(input), self.hh(state), state)
-
-
-def _options_of(layer: nn.Module) -> dict[str, Any]:
-    """What torch's cell and its replacement are built with."""
-    return {name: getattr(layer, name) for name in _OPTIONS}
