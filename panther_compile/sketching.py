@@ -211,8 +211,8 @@ def learn(
     unused = _why_unused(prepared, calls) if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
-        inputs, resume = read_inputs(prepared.model, prepared.found, None, config), None
-        calls = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+        inputs = read_inputs(prepared.model, prepared.found, None, config, "the data is not used")
+        calls, resume = () if inputs.fit is None else record_calls(prepared.model, inputs.fit), None
     if inputs.doubt:
         warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)

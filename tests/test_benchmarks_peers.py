@@ -137,6 +137,10 @@ def test_ranks_keep_the_most_energy_for_what_they_store(job):
 def test_what_they_are_not_defined_for():
     with pytest.raises(NotDefinedError, match="chain of blocks"):
         basis_sharing.compress(replace(job_of(2), blocks=()), 0.5)
+    with pytest.raises(NotDefinedError, match="in blocks"):
+        sola.compress(replace(job_of(2), blocks=()), 0.5)
+    with pytest.raises(NotDefinedError, match="has 2"):
+        sola.compress(replace(job_of(2), blocks=("layers",)), 0.5)
     with pytest.raises(NotDefinedError, match="prime neurons alone"):
         sola.compress(job_of(2), 0.05)
     conv = Job(nn.Sequential(nn.Conv2d(8, 8, 3)), ("0",), [torch.randn(2, 8, 6, 6)], (), "values", 0)

@@ -76,10 +76,12 @@ def compress(job: Job, ratio: float) -> nn.Module:
     """Keep the prime neurons, cut the rest.
 
     Raises:
-        NotDefinedError: the layers are not all linear, or the prime neurons alone store more than asked.
+        NotDefinedError: the layers are not all linear, in blocks of one feed-forward part, or the prime
+            neurons alone store more than asked.
     """
-    if any(type(job.dense.get_submodule(name)) is not nn.Linear for name in job.names):
-        raise NotDefinedError("SoLA is written for linear layers")
+    linear = all(type(job.dense.get_submodule(name)) is nn.Linear for name in job.names)
+    if not linear or not job.blocks:
+        raise NotDefinedError("SoLA is written for linear layers in blocks")
     if "sola" not in job.memory:
         job.memory["sola"] = _parts(job)
     parts: dict[str, _Part] = job.memory["sola"]
@@ -98,12 +100,20 @@ def _parts(job: Job) -> dict[str, _Part]:
     orders: dict[str, tuple[Tensor, bool]] = {}
     for block in job.blocks:
         inside = [name for name in job.names if name.startswith(f"{block}.")]
-        for reader in inside:
-            outputs, inputs = job.shapes[reader]
-            writers = [n for n in inside if inputs > outputs and job.shapes[n] == (inputs, outputs)]
-            if writers:
-                order = job.statistics[reader].magnitude.argsort(descending=True)
-                orders |= {reader: (order, False)} | dict.fromkeys(writers, (order, True))
+        found = {
+            reader: [name for name in inside if job.shapes[name] == (inputs, outputs)]
+            for reader in inside
+            for outputs, inputs in [job.shapes[reader]]
+            if inputs > outputs
+        }
+        pairs = [(reader, writers) for reader, writers in found.items() if writers]
+        if len(pairs) != 1:
+            raise NotDefinedError(
+                f"SoLA is written for one feed-forward part a block, {block} has {len(pairs)}"
+            )
+        reader, writers = pairs[0]
+        order = job.statistics[reader].magnitude.argsort(descending=True)
+        orders |= {reader: (order, False)} | dict.fromkeys(writers, (order, True))
     return {name: _part(job, name, *orders.get(name, (None, False))) for name in job.names}
 
 

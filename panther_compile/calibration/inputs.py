@@ -74,7 +74,9 @@ class Inputs:
         return compare_outputs(model, new, calls, logits=config.logits, inputs=what)
 
 
-def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig) -> Inputs:
+def read_inputs(
+    model: nn.Module, found: Found, data: Any, config: SketchConfig, absent: str = "no data was given"
+) -> Inputs:
     """The data, or where there is none, or `data="model"`, inputs that are made up.
 
     Args:
@@ -82,6 +84,7 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
         found: its sites.
         data: see `sketchify`.
         config: the options.
+        absent: why there is no data, in words.
 
     Raises:
         DataError: inputs were asked for by `data="model"`, and cannot be made up.
@@ -91,8 +94,8 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     if data is not None and not asked:
         return Inputs(data, (), "the data it was fitted to")
     if not asked and not config.synthetic:
-        return Inputs(None, (), "no data was given, and synthetic=False")
-    numbers = _numbers(found)
+        return Inputs(None, (), f"{absent}, and synthetic=False")
+    numbers, dense = _numbers(found), all(ratio == 1.0 for _, ratio in config.ratios())
     fits = asked or SMALLEST <= numbers <= LARGEST
     batches = _FIT + _JUDGE if fits else _JUDGE
     try:
@@ -100,10 +103,9 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig)
     except (DataError, ConfigTypeError) as error:
         if asked:
             raise
-        why = f"no data was given, and {error}"
+        why = f"{absent}, and {error}"
         doubt = f"layers are fitted to their weights alone, and nothing says how close the sketch is: {why}"
-        return Inputs(None, (), why, doubt=f"{doubt}; give data")
-    dense = all(ratio == 1.0 for _, ratio in config.ratios())
+        return Inputs(None, (), why, doubt="" if dense else f"{doubt}; give data")
     what, telling, doubt = made.what, made.telling and fits and not dense, ""
     off = off_batch_norms(copy_sharing(model, {}), made.calls) if telling and not asked else 0.0
     if off > MADE_UP_UNLIKE:

@@ -1,5 +1,6 @@
 """Checks that all kinds share: is this module really the plain layer it looks like?"""
 
+import copy
 import operator
 from functools import cache
 from typing import Any, TypeGuard
@@ -95,20 +96,27 @@ def computes_linear(module: nn.Linear) -> bool:
     return _gives(graph, held, x, F.linear(x, weight, bias))
 
 
+class _Reader(fx.Tracer):
+    """Buffers too are read as nodes, so that what a forward writes into them is not written."""
+
+    proxy_buffer_attributes = True
+
+
 def read_forward(module: nn.Module, *, training: bool | None = None) -> fx.Graph | None:
     """The graph of a forward of one input; None if it has none.
 
-    What the forward writes into its module as it is read is written into a shallow copy.
+    What the forward writes into its module as it is read is written into a copy.
 
     Args:
         module: whose forward is read.
         training: the mode in which it is read; None for the module's own.
     """
-    shadow: nn.Module = type(module).__new__(type(module))
-    vars(shadow).update(vars(module))
+    shadow: nn.Module = object.__new__(type(module))
+    held = vars(module).items()
+    vars(shadow).update((k, copy.copy(v) if isinstance(v, dict | list | set) else v) for k, v in held)
     shadow.training = module.training if training is None else training
     try:
-        graph = fx.Tracer().trace(shadow)
+        graph = _Reader().trace(shadow)
     # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
     except Exception:
         return None
@@ -146,6 +154,8 @@ def identities(module: nn.Module) -> frozenset[str]:
 
 
 def _gives_back(module: nn.Module) -> bool:
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return False
     if isinstance(module, nn.Identity) or next(module.children(), None) is not None:
         return isinstance(module, nn.Identity)
     graph = read_forward(module)

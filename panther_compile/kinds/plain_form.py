@@ -27,7 +27,7 @@ _BASES = (*_CALLS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _GEOMETRY = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _PURE = frozenset(
     """
-    add sub mul div truediv pow neg abs sign square sqrt rsqrt reciprocal exp log sigmoid tanh softplus clamp
+    add sub mul div truediv pow neg abs square sqrt rsqrt reciprocal exp log sigmoid tanh softplus clamp
     mean sum var std var_mean std_mean norm vector_norm amax amin batch_norm layer_norm group_norm
     instance_norm normalize reshape reshape_as view view_as flatten unflatten transpose t permute unsqueeze
     squeeze expand expand_as contiguous type_as to float getitem size
@@ -59,10 +59,15 @@ def _without_parametrizations(module: nn.Module) -> nn.Module:
     known = (_WeightNorm, _SpectralNorm, _Orthogonal)
     if not all(isinstance(step, known) for steps in lists.values() for step in steps.children()):
         return module
-    with eval_mode(module), torch.no_grad():
-        tensors = {name: getattr(module, name) for name in lists}
+    parameters = dict(module._parameters)
+    try:
+        with eval_mode(module), torch.no_grad():
+            for name, steps in lists.items():
+                parameters[name] = _parameter(getattr(module, name), steps.parameters())
+    except RuntimeError:  # of an operator that its dtype or device lacks
+        return module
     children = {name: child for name, child in module._modules.items() if name != "parametrizations"}
-    return _stand_in(module, type(module).__mro__[1], module._parameters | tensors, children)
+    return _stand_in(module, type(module).__mro__[1], parameters, children)
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
@@ -73,10 +78,12 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     used = {"weight_g", "weight_v", "weight_orig", "weight_u"}
     with torch.no_grad():
         if isinstance(hook, WeightNorm):
-            weight = hook.compute_weight(module)
+            made = hook.compute_weight(module)
         else:
-            weight = hook.compute_weight(module, do_power_iteration=False)
-    kept = {name: one for name, one in module._parameters.items() if name not in used}
+            made = hook.compute_weight(module, do_power_iteration=False)
+    own = module._parameters.items()
+    weight = _parameter(made, (one for name, one in own if name in used and one is not None))
+    kept = {name: one for name, one in own if name not in used}
     plain = _stand_in(module, type(module), {"weight": weight} | kept, module._modules)
     plain._buffers = {name: one for name, one in module._buffers.items() if name not in used}
     plain._forward_pre_hooks = type(module._forward_pre_hooks)()
@@ -93,11 +100,9 @@ def _without_own_forward(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     in_training, graph = (read_forward(module, training=training) for training in (True, False))
     if in_training is None or graph is None or str(in_training) != str(graph):
         return module
-    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    unread = set(tensors) - {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     idle = identities(module)
-    made = None if unread else _made_in(module, graph, base, idle)
-    if made is None:
+    made = _made_in(module, graph, base, idle)
+    if made is None or not _is_as_the_weight(made, module):
         return module
     plain = _stand_in(module, base, made, {k: v for k, v in module._modules.items() if k not in idle})
     plain._buffers = {}
@@ -105,17 +110,16 @@ def _without_own_forward(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     for name, held in list(vars(plain).items()):
         if name not in usual:
             del vars(plain)[name]  # a setting of the forward that is taken off
-        elif isinstance(usual[name], tuple):
-            vars(plain)[name] = tuple(held)
+        elif isinstance(usual[name], tuple) and not isinstance(held, str):
+            vars(plain)[name] = (held,) * len(usual[name]) if isinstance(held, int) else tuple(held)
     return plain
 
 
 def _made_in(
     module: nn.Module, graph: fx.Graph, base: type[nn.Module], idle: frozenset[str]
-) -> dict[str, Tensor | None] | None:
+) -> dict[str, nn.Parameter | None] | None:
     """The weight and bias that a forward gives its one call; None if there is anything else to it."""
-    x = next(iter(graph.nodes))
-    last = _before(graph.output_node().args[0], idle)
+    x, last = next(iter(graph.nodes)), _before(graph.output_node().args[0], idle)
     if not isinstance(last, fx.Node) or last.op != "call_function" or last.target is not _CALLS[base]:
         return None
     options = () if base is nn.Linear else tuple(_GEOMETRY)
@@ -127,22 +131,61 @@ def _made_in(
         return None
     if not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node | None):
         return None
-    behind = _behind((weight, bias))
-    if not all(_is_pure(node) for node in behind):
+    behind = {node: _behind(node) for node in (weight, bias) if node is not None}
+    makers = set().union(*behind.values())
+    if not all(_is_maker(node, module) for node in makers):
+        return None
+    around = (x, last, graph.output_node())
+    if not all(node in makers or node in around or _is_idle(node, idle) for node in graph.nodes):
+        return None  # it does more than it gives back
+    if set(_tensors(module)) - {str(node.target) for node in makers}:
         return None
     fixed, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        if node in behind:
+        if node in makers:
             copies[node] = fixed.node_copy(node, copies.__getitem__)
     fixed.output((copies[weight], None if bias is None else copies[bias]))
-    with eval_mode(module), torch.no_grad():  # a norm may note what it has seen
-        tensors = fx.GraphModule(module, fixed)()
-    return dict(zip(("weight", "bias"), tensors, strict=True))
+    try:
+        with eval_mode(module), torch.no_grad():  # a norm may note what it has seen
+            tensors = fx.GraphModule(module, fixed)()
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it does not run, here or anywhere
+        return None
+    read = _tensors(module)
+    return {
+        name: _parameter(tensor, (read[str(one.target)] for one in behind[node] if one.op == "get_attr"))
+        for name, node, tensor in zip(("weight", "bias"), (weight, bias), tensors, strict=True)
+        if node is not None
+    } | ({} if bias is not None else {"bias": None})
+
+
+def _is_as_the_weight(made: Mapping[str, nn.Parameter | None], module: nn.Module) -> bool:
+    """Whether what is made stands for the module's own weight: no mask, no other shape, no more numbers."""
+    weight, own = made["weight"], module._parameters.get("weight")
+    assert weight is not None
+    if own is None or weight.shape != own.shape:
+        return False
+    numbers = sum(one.numel() for one in made.values() if one is not None)
+    if numbers > sum(one.numel() for one in _tensors(module).values()):
+        return False
+    masked = not own.is_meta and bool(((weight == 0) & (own != 0)).any())
+    return not masked
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers, by name."""
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+
+
+def _parameter(tensor: Tensor, makers: Iterable[Tensor]) -> nn.Parameter:
+    """What was made as a parameter, trained if what it was made of is; itself if it is one."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach(), any(one.requires_grad for one in makers))
 
 
 def _before(node: Any, idle: frozenset[str]) -> Any:
     """What reaches a node through submodules that give back what they are given."""
-    while isinstance(node, fx.Node) and node.op == "call_module" and node.target in idle:
+    while isinstance(node, fx.Node) and _is_idle(node, idle):
         node = node.args[0]
     return node
 
@@ -153,22 +196,29 @@ def _spread(value: Any) -> Any:
     return value[0] if alike else tuple(value) if isinstance(value, list) else value
 
 
-def _behind(nodes: Iterable[fx.Node | None]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it is computed from."""
     found: set[fx.Node] = set()
-    waiting = [node for node in nodes if node is not None]
+    waiting = [node]
     while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting.extend(one.all_input_nodes)
     return found
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether a node reads a tensor of the module, or gives the same for the same and writes nothing."""
+def _is_idle(node: fx.Node, idle: frozenset[str]) -> bool:
+    return node.op == "call_module" and node.target in idle
+
+
+def _is_maker(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a node reads a parameter, or gives the same for the same and writes nothing.
+
+    Buffers are no parameters: a mask is one, which training does not change.
+    """
     if node.op == "get_attr":
-        return "." not in str(node.target)
+        return node.target in module._parameters
     if node.op == "call_method":
         return node.target in _PURE
     if node.op != "call_function":
@@ -182,17 +232,13 @@ def _is_pure(node: fx.Node) -> bool:
 def _stand_in(
     module: nn.Module,
     cls: type[nn.Module],
-    parameters: Mapping[str, Tensor | None],
+    parameters: Mapping[str, nn.Parameter | None],
     children: Mapping[str, nn.Module | None],
 ) -> nn.Module:
     """A module of a class that holds what another does, but for its parameters and submodules."""
-    trained = any(parameter.requires_grad for parameter in module.parameters())
-    plain: nn.Module = cls.__new__(cls)
+    plain: nn.Module = object.__new__(cls)
     plain.__dict__.update(vars(module))
-    plain._parameters = {
-        name: one if one is None or isinstance(one, nn.Parameter) else nn.Parameter(one.detach(), trained)
-        for name, one in parameters.items()
-    }
+    plain._parameters = dict(parameters)
     plain._modules = dict(children)
     for name in parameters:
         vars(plain).pop(name, None)  # a weight that a hook set

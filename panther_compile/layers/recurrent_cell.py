@@ -53,14 +53,15 @@ class _SketchedCell(RecurrentParts):
         """See `RecurrentParts`."""
         return {name: getattr(layer, name) for name in ("input_size", "hidden_size", "bias")}
 
-    def _check(self, input: Tensor, *states: Tensor) -> None:
-        """Refuse what torch's cells refuse, with the errors that they raise."""
+    def _products(self, input: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """W_ih x and W_hh h, of the first state; refuses what torch's cells refuse, with their errors."""
         for one, width in ((input, self.input_size), *((state, self.hidden_size) for state in states)):
             given = f"{type(self).__name__}: got a tensor of shape {tuple(one.shape)}"
             if one.dim() not in (1, 2):
                 raise ValueError(f"{given}, wanted one or two dimensions")
-            if one.shape[-1] != width:
-                raise RuntimeError(f"{given}, wanted {width} features")
+            if one.shape != (*input.shape[:-1], width):
+                raise RuntimeError(f"{given}, wanted {(*input.shape[:-1], width)}")
+        return self.ih(input), self.hh(states[0])
 
 
 class SketchedLSTMCell(_SketchedCell):
@@ -80,14 +81,14 @@ class SketchedLSTMCell(_SketchedCell):
 
         Raises:
             ValueError: a tensor has more than two dimensions, or none.
-            RuntimeError: a tensor has another number of features.
+            RuntimeError: a tensor has another shape.
         """
         zeros = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else None
         state, cell = (zeros, zeros) if hx is None else hx
         assert state is not None
         assert cell is not None
-        self._check(input, state, cell)
-        return lstm_step(self.ih(input), self.hh(state), cell)
+        given, recurrent = self._products(input, state, cell)
+        return lstm_step(given, recurrent, cell.to(given.dtype))
 
 
 class SketchedGRUCell(_SketchedCell):
@@ -107,8 +108,8 @@ class SketchedGRUCell(_SketchedCell):
 
         Raises:
             ValueError: a tensor has more than two dimensions, or none.
-            RuntimeError: a tensor has another number of features.
+            RuntimeError: a tensor has another shape.
         """
         state = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
-        self._check(input, state)
-        return gru_step(self.ih(input), self.hh(state), state)
+        given, recurrent = self._products(input, state)
+        return gru_step(given, recurrent, state.to(given.dtype))

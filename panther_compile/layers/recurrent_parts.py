@@ -110,4 +110,4 @@ def gru_step(given: Tensor, recurrent: Tensor, state: Tensor) -> Tensor:
     (rx, zx, nx), (rh, zh, nh) = given.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
     update = (zx + zh).sigmoid()
     new = (nx + (rx + rh).sigmoid() * nh).tanh()
-    return torch.lerp(new, state, update)
+    return new + update * (state - new)  # not torch.lerp, which refuses a state of another type

@@ -91,10 +91,12 @@ def may_be_written(tensor: Tensor) -> bool:
 
 
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:
-    """(old bias, new bias, replacement) wherever both have one."""
+    """(old bias, new bias, replacement) wherever both have one, of one type."""
     for old, replacement in new.items():
         old_bias, new_bias = getattr(old, "bias", None), getattr(replacement, "bias", None)
-        if isinstance(old_bias, nn.Parameter) and isinstance(new_bias, nn.Parameter):
+        if not isinstance(old_bias, nn.Parameter) or not isinstance(new_bias, nn.Parameter):
+            continue
+        if old_bias.dtype == new_bias.dtype:
             yield old_bias, new_bias, replacement
 
 

@@ -27,6 +27,8 @@ _MAKERS = (
     *("LpNormalization", "BatchNormalization", "InstanceNormalization", "LayerNormalization"),
     *("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare"),
 )
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_NORMED = 14  # the opset from which on the reference normalizes by the statistics given
 _AS_THEY_ARE = ("Constant", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
@@ -47,7 +49,7 @@ def _operands(node: ir.Node) -> Iterator[ir.Value]:
             yield value
 
 
-def _chain(value: ir.Value) -> list[ir.Node] | None:
+def _chain(value: ir.Value, opset: int) -> list[ir.Node] | None:
     """The nodes that make a value of constants, in their order; None if it is none to be folded."""
     found: dict[ir.Node, None] = {}
 
@@ -58,6 +60,7 @@ def _chain(value: ir.Value) -> list[ir.Node] | None:
         if node is None:
             return one.const_value is not None and not one.is_graph_input()
         known = is_onnx(node, *_MAKERS, *_AS_THEY_ARE) and node.graph is value.graph
+        known = known and (node.op_type != "BatchNormalization" or opset >= _NORMED)
         if not known or any(output.is_graph_output() for output in node.outputs):
             return False
         if not all(reach(given) for given in node.inputs):
@@ -70,7 +73,7 @@ def _chain(value: ir.Value) -> list[ir.Node] | None:
 
 def _fold(value: ir.Value, model: ir.Model) -> bool:
     """Put a constant in the place of what makes it, unless it holds more numbers than all that does."""
-    chain, graph = _chain(value), value.graph
+    chain, graph = _chain(value, model.opset_imports.get("", 0)), value.graph
     if chain is None or not isinstance(graph, ir.Graph):
         return False
     constants = {
@@ -81,8 +84,10 @@ def _fold(value: ir.Value, model: ir.Model) -> bool:
     }
     held = {name: one.const_value for name, one in constants.items() if one.const_value is not None}
     tensor = _made(str(value.name), chain, held, model)
-    written = [ir.convenience.get_const_tensor(node.outputs[0]) for node in chain if not node.inputs]
-    if tensor.size > sum(one.size for one in (*held.values(), *written) if one is not None):
+    gone = _unread_without(value, chain)
+    freed = [held[name].size for name, one in constants.items() if gone.issuperset(one.consumers())]
+    written = [ir.convenience.get_const_tensor(node.outputs[0]) for node in gone if not node.inputs]
+    if tensor.size > sum(freed) + sum(one.size for one in written if one is not None):
         return False
     made = ir.Value(name=value.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     ir.convenience.replace_all_uses_with(value, made)
@@ -98,6 +103,15 @@ def _fold(value: ir.Value, model: ir.Model) -> bool:
     return True
 
 
+def _unread_without(value: ir.Value, chain: list[ir.Node]) -> set[ir.Node]:
+    """The nodes that nothing reads once the value is a constant."""
+    gone: set[ir.Node] = set()
+    for node in reversed(chain):
+        if all(output is value or gone.issuperset(output.consumers()) for output in node.outputs):
+            gone.add(node)
+    return gone
+
+
 def _made(
     name: str, chain: list[ir.Node], constants: Mapping[str, ir.TensorProtocol], model: ir.Model
 ) -> ir.Tensor[np.ndarray]:
@@ -107,5 +121,11 @@ def _made(
     graph = helper.make_graph([ir.to_proto(node) for node in chain], "made", given, [wanted])
     imports = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     part = helper.make_model(graph, ir_version=model.ir_version, opset_imports=imports)
-    (array,) = ReferenceEvaluator(part).run(None, {one: held.numpy() for one, held in constants.items()})
-    return ir.Tensor(np.asarray(array), name=name)
+    halves = {held.numpy().dtype for held in constants.values() if held.dtype in _HALVES}
+    feeds = {one: _wide(held) for one, held in constants.items()}  # as kernels add up half types
+    array = np.asarray(ReferenceEvaluator(part).run(None, feeds)[0])
+    return ir.Tensor(array.astype(halves.pop()) if halves and array.dtype == np.float32 else array, name=name)
+
+
+def _wide(tensor: ir.TensorProtocol) -> np.ndarray:
+    return tensor.numpy().astype(np.float32) if tensor.dtype in _HALVES else tensor.numpy()

@@ -369,6 +369,11 @@ def _unsafe_tie(
             for user, module in users[id(parameter)]:
                 if id(module) not in parts:
                     return f"its {name} is shared with {user or 'the model itself'}, which stays dense"
+    bias = match.module._parameters.get("bias")
+    if bias is not None and plain_form(match.module)._parameters.get("bias") is not bias:
+        others = [user for user, module in users[id(bias)] if id(module) not in parts]
+        if others:
+            return f"the bias that it makes is of one that {others[0] or 'the model itself'} has too"
     for other in group:
         if other is match:
             continue

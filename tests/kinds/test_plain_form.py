@@ -108,6 +108,86 @@ class Observed(nn.Linear):
         return F.linear(x, self.rounded(self.weight), self.bias)
 
 
+class BoundsItself(nn.Linear):
+    """As in EEGNet: rows are no longer than 1, and stay so."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return super().forward(x)
+
+
+class Copies(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(self.weight / 2)
+        return super().forward(x)
+
+
+class Masked(nn.Linear):
+    """As in MADE: features see only those before them."""
+
+    def __init__(self, *sizes, trained=None):
+        super().__init__(*sizes)
+        mask = torch.ones_like(self.weight).tril()
+        if trained is None:
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = nn.Parameter(mask, trained)
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class MasksItself(Masked):
+    def forward(self, x):
+        self.weight.data *= self.mask
+        return super(Masked, self).forward(x)
+
+
+class HoldsTensor(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * torch.tensor(2.0), self.bias)
+
+
+class Turned(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight.transpose(0, 1))
+
+
+class Outer(nn.Linear):
+    """Stores less than its weight."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.rows = nn.Parameter(torch.randn(self.out_features, 1))
+        self.columns = nn.Parameter(torch.randn(1, self.in_features))
+        del self.weight
+        self.weight = None
+
+    def forward(self, x):
+        return F.linear(x, self.rows * self.columns, self.bias)
+
+
+class Prepared(nn.Conv2d):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.before = nn.Identity()
+        self.before.register_forward_hook(lambda module, given, result: result * 2)
+
+    def forward(self, x):
+        return F.conv2d(self.before(x), self.weight, self.bias)
+
+
+class CannotRun(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.view(3, 3), self.bias)
+
+
+class Plainly(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight * 2, self.bias, self.stride, self.padding)
+
+
 class Counts(Equalized):
     def count(self):
         return self.weight.numel()
@@ -206,6 +286,16 @@ def test_is_sketched_saved_and_made_dense(name, data, tmp_path):
         lambda: Relu(8, 8),
         lambda: Observed(8, 8),
         lambda: Counts(8, 8),
+        lambda: BoundsItself(8, 8),
+        lambda: Copies(8, 8),
+        lambda: Masked(8, 8),
+        lambda: Masked(8, 8, trained=False),
+        lambda: Masked(8, 8, trained=True),
+        lambda: MasksItself(8, 8),
+        lambda: HoldsTensor(8, 8),
+        lambda: Turned(4, 6, 3, bias=False),
+        lambda: Prepared(4, 6, 1),
+        lambda: CannotRun(8, 8),
         lambda: Scales(4, 6, 3, padding_mode="circular"),
         lambda: parametrize.register_parametrization(nn.Linear(8, 8), "weight", Halves()) or None,
         lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
@@ -233,6 +323,85 @@ def test_reading_a_forward_writes_nothing_into_the_module():
     layer = Remembers(8, 8)
     assert find_kind(layer).why_not(layer) is None
     assert layer._calls == 0
+
+
+def test_a_weight_of_more_numbers_than_make_it_is_left_alone():
+    layer = Outer(8, 8)
+    assert plain_form(layer) is layer
+
+
+@pytest.mark.parametrize("options", [{"padding": "same"}, {"padding": "valid"}, {}])
+def test_a_geometry_in_other_words(options):
+    layer = Plainly(16, 16, 3, **options).eval()
+    if not options:
+        layer.stride = 1
+    small = pc.sketchify(
+        nn.Sequential(layer), 0.9, min_params=0, allow_slower=True, progress=False, synthetic=False
+    )
+    x = torch.randn(2, 16, 8, 8)
+    assert isinstance(small[0], pc.SketchedConv2d)
+    assert small(x).shape == layer(x).shape
+
+
+def test_buffers_and_lists_are_not_written_as_a_forward_is_read():
+    class Writes(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("calls", torch.zeros(()))
+            self._seen = []
+
+        def forward(self, x):
+            self.calls.add_(1)
+            self._seen.append(1)
+            return F.linear(x, self.weight * 2, self.bias)
+
+    layer = Writes(8, 8)
+    assert find_kind(layer).why_not(layer) is not None
+    assert layer.calls == 0
+    assert layer._seen == []
+
+
+def test_a_weight_that_cannot_be_made_is_a_reason():
+    layer = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley").half()
+    assert plain_form(layer) is layer
+    assert "parametrized" in find_kind(layer).why_not(layer)
+
+
+def test_frozen_stays_frozen():
+    layer = parametrizations.weight_norm(nn.Linear(8, 8))
+    layer.parametrizations.requires_grad_(False)
+    plain = plain_form(layer)
+    assert not plain.weight.requires_grad
+    assert plain.bias.requires_grad
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_bias_that_another_layer_has_too(inplace):
+    torch.manual_seed(0)
+    model = nn.Sequential(Equalized(48, 48), nn.Linear(48, 48), nn.Linear(48, 48)).eval()
+    model[1].bias = model[0].bias
+    bias = model[1].bias.detach().clone()
+    reasons = {
+        line.name: line.reason for line in pc.plan_sketch(model, 0.5, min_params=0, allow_slower=True).layers
+    }
+    assert "is of one that 1 has too" in reasons["0"]
+    small = pc.sketchify(
+        model, 0.5, min_params=0, allow_slower=True, progress=False, synthetic=False, inplace=inplace
+    )
+    assert torch.equal(small[0].bias, bias)
+
+
+def test_a_bias_made_of_another_type_is_not_written_back():
+    class Widened(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight.float(), self.bias.float())
+
+    model = nn.Sequential(Widened(48, 48)).half().eval()
+    small = pc.sketchify(
+        model, 0.5, min_params=0, allow_slower=True, progress=False, synthetic=False, inplace=True
+    )
+    assert isinstance(small[0], pc.SketchedLinear)
+    assert small(torch.randn(2, 48)).dtype == torch.float32
 
 
 def test_other_hooks_beside_weight_norm_are_a_reason():

@@ -44,6 +44,26 @@ def test_other_shapes_are_refused_as_torch_refuses_them(make):
                 cell(x)
 
 
+@pytest.mark.parametrize("state", [(1, 9), (9,)])
+def test_states_are_not_spread_over_a_batch(state):
+    for dense in (nn.LSTMCell(7, 9), nn.GRUCell(7, 9)):
+        given = torch.randn(state)
+        for cell in (dense, opened(dense)):
+            with pytest.raises((RuntimeError, ValueError)):
+                cell(torch.randn(3, 7), (given, given) if isinstance(dense, nn.LSTMCell) else given)
+
+
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell])
+def test_under_autocast(make):
+    dense, x = make(7, 9), torch.randn(3, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = opened(dense)(x)
+        again = opened(dense)(x, first)
+    wanted = dense(x, dense(x))
+    for found, one in zip(states(again), states(wanted), strict=True):
+        torch.testing.assert_close(found.float(), one, rtol=0.05, atol=0.05)
+
+
 class Reader(nn.Module):
     """Reads a sequence step by step, with attention to nothing."""
 
