@@ -286,7 +286,9 @@ def _part_of_adapter(match: _Match, adapters: Sequence[str]) -> str | None:
 def _read_directly(match: _Match, reading: Reading) -> str | None:
     if not match.name:
         return None  # the model is the layer itself, and its own forward was read
-    for name in weight_names(match.module):
+    made = plain_form(match.module) is not match.module
+    names = [name for name, _ in match.module.named_parameters()] if made else weight_names(match.module)
+    for name in names:
         full = f"{match.name}.{name}"
         if full in reading.direct:
             if full in reading.opaque:

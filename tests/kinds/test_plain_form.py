@@ -310,6 +310,21 @@ def test_what_is_more_than_that_is_left_alone(make):
     assert torch.equal(layer.weight, weight)
 
 
+def test_a_size_that_the_model_reads_itself_is_a_reason():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = Standardized(16, 16, 3)
+
+        def forward(self, x):
+            return self.conv(x) * self.conv.gain.mean()
+
+    plan = pc.plan_sketch(nn.Sequential(Model(), nn.Conv2d(16, 16, 3)), 0.5, min_params=0, allow_slower=True)
+    reasons = {line.name: line.reason for line in plan.layers}
+    assert "forward uses its gain directly" in reasons["0.conv"]
+    assert [line.name for line in plan.sketched] == ["1"]
+
+
 def test_reading_a_forward_writes_nothing_into_the_module():
     class Remembers(nn.Linear):
         def __init__(self, *sizes):
