@@ -4,8 +4,8 @@
     weight standardization, equalized learning rates  a subclass whose own forward makes the weight
 
 Each is taken off, in this order, from a stand-in that holds the weight as it comes out in eval mode; the
-module itself is left as it is. Masks of pruning and fake quantization are not taken off: a sketch would lose
-what they are for.
+module itself is left as it is. Masks, as of pruning, and fake quantization are not taken off: a sketch would
+lose what they are for.
 """
 
 from collections.abc import Iterable, Mapping
@@ -119,43 +119,56 @@ def _made_in(
     module: nn.Module, graph: fx.Graph, base: type[nn.Module], idle: frozenset[str]
 ) -> dict[str, nn.Parameter | None] | None:
     """The weight and bias that a forward gives its one call; None if there is anything else to it."""
-    x, last = next(iter(graph.nodes)), _before(graph.output_node().args[0], idle)
-    if not isinstance(last, fx.Node) or last.op != "call_function" or last.target is not _CALLS[base]:
+    last = _before(graph.output_node().args[0], idle)
+    call = _arguments(last, module, base)
+    x, around = next(iter(graph.nodes)), (last, graph.output_node())
+    if call is None or _before(call["input"], idle) is not x:
         return None
-    options = () if base is nn.Linear else tuple(_GEOMETRY)
-    call = dict(zip(("input", "weight", "bias", *options), last.args, strict=False)) | dict(last.kwargs)
-    weight, bias = call["weight"], call.get("bias")
-    if _before(call["input"], idle) is not x or getattr(module, "padding_mode", "zeros") != "zeros":
-        return None
-    if any(_spread(call.get(name, _GEOMETRY[name])) != _spread(getattr(module, name)) for name in options):
-        return None
-    if not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node | None):
-        return None
-    behind = {node: _behind(node) for node in (weight, bias) if node is not None}
+    made = {name: call.get(name) for name in ("weight", "bias")}
+    behind = {name: _behind(node) for name, node in made.items() if isinstance(node, fx.Node)}
     makers = set().union(*behind.values())
     if not all(_is_maker(node, module) for node in makers):
         return None
-    around = (x, last, graph.output_node())
-    if not all(node in makers or node in around or _is_idle(node, idle) for node in graph.nodes):
+    if not all(node is x or node in makers or node in around or _is_idle(node, idle) for node in graph.nodes):
         return None  # it does more than it gives back
-    if set(_tensors(module)) - {str(node.target) for node in makers}:
+    read, tensors = _tensors(module), _run(module, graph, makers, made)
+    if tensors is None or set(read) - {str(node.target) for node in makers}:
         return None
+    found: dict[str, nn.Parameter | None] = {"bias": None}
+    for name, nodes in behind.items():
+        held = (read[str(node.target)] for node in nodes if node.op == "get_attr")
+        found[name] = _parameter(tensors[name], held)
+    return found
+
+
+def _arguments(node: Any, module: nn.Module, base: type[nn.Module]) -> dict[str, Any] | None:
+    """The arguments of a node, by name, if it calls the base class's function, of the module's geometry."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not _CALLS[base]:
+        return None
+    options = () if base is nn.Linear else tuple(_GEOMETRY)
+    call = dict(zip(("input", "weight", "bias", *options), node.args, strict=False)) | dict(node.kwargs)
+    alike = (_spread(call.get(name, _GEOMETRY[name])) == _spread(getattr(module, name)) for name in options)
+    if getattr(module, "padding_mode", "zeros") != "zeros" or not all(alike):
+        return None
+    known = isinstance(call["weight"], fx.Node) and isinstance(call.get("bias"), fx.Node | None)
+    return call if known else None
+
+
+def _run(
+    module: nn.Module, graph: fx.Graph, makers: set[fx.Node], made: Mapping[str, fx.Node | None]
+) -> dict[str, Tensor] | None:
+    """What some nodes make, by name; None if they do not run."""
     fixed, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node in makers:
             copies[node] = fixed.node_copy(node, copies.__getitem__)
-    fixed.output((copies[weight], None if bias is None else copies[bias]))
+    fixed.output({name: copies[node] for name, node in made.items() if node is not None})
     try:
         with eval_mode(module), torch.no_grad():  # a norm may note what it has seen
-            tensors = fx.GraphModule(module, fixed)()
+            found: dict[str, Tensor] = fx.GraphModule(module, fixed)()
     except (RuntimeError, TypeError, ValueError, IndexError):  # it does not run, here or anywhere
         return None
-    read = _tensors(module)
-    return {
-        name: _parameter(tensor, (read[str(one.target)] for one in behind[node] if one.op == "get_attr"))
-        for name, node, tensor in zip(("weight", "bias"), (weight, bias), tensors, strict=True)
-        if node is not None
-    } | ({} if bias is not None else {"bias": None})
+    return found
 
 
 def _is_as_the_weight(made: Mapping[str, nn.Parameter | None], module: nn.Module) -> bool:
