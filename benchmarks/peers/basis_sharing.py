@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from peers.budget import spend
 from peers.calibration import DAMPING, call, input_groups, listening, square_root
 from peers.job import Job, NotDefinedError
-from peers.layers import Factored, first_layer, linear_layer
+from peers.layers import Factored, balanced, first_layer, linear_layer
 from peers.nested import Factors
 from peers.svd import decompose_matrix
 
@@ -48,8 +48,7 @@ def compress(job: Job, ratio: float) -> nn.Module:
 def _groups(job: Job) -> list[Group]:
     """The layers of the same name in neighbouring blocks where they read the stream, others alone."""
     inside = [[name for name in job.names if name.startswith(f"{block}.")] for block in job.blocks]
-    linear = all(type(job.dense.get_submodule(name)) is nn.Linear for name in job.names)
-    if not linear or not job.blocks or sum(map(len, inside)) != len(job.names):
+    if not job.is_linear or not job.blocks or sum(map(len, inside)) != len(job.names):
         raise NotDefinedError("Basis Sharing is written for linear layers in a chain of blocks")
     groups: list[Group] = []
     for start in range(0, len(inside), TOGETHER):
@@ -74,18 +73,17 @@ def _ranks(job: Job, groups: Sequence[Group], ratio: float) -> dict[str, int]:
     """The rank of each group, by its first layer."""
     shapes, biases = {}, {}
     for group in groups:
-        layers = [job.dense.get_submodule(name) for name in group]
         shapes[group[0]] = sum(job.shapes[name][0] for name in group), job.shapes[group[0]][1]
-        biases[group[0]] = sum(layer.bias.numel() for layer in layers if layer.bias is not None)
+        biases[group[0]] = sum(job.biases[name] for name in group)
     return spend(shapes, biases, ratio)
 
 
 def _put(job: Job, small: nn.Module, group: Group, left: Tensor, right: Tensor) -> None:
     """Layers with one first factor; each side of it gets half of every singular value."""
-    balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-    first = first_layer(job.dense.get_submodule(group[0]), right * balance[:, None])
+    left, right = balanced(left, right)
+    first = first_layer(job.dense.get_submodule(group[0]), right)
     for name, rows in zip(group, left.split([job.shapes[name][0] for name in group]), strict=True):
-        second = linear_layer(rows / balance, job.dense.get_submodule(name).bias)
+        second = linear_layer(rows, job.dense.get_submodule(name).bias)
         small.set_submodule(name, Factored(first, second))
 
 

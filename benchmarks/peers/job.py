@@ -72,8 +72,23 @@ class Job:
         """(O, I) of each layer."""
         return {name: (self.weight(name).shape[0], self.weight(name).shape[1]) for name in self.names}
 
+    @cached_property
+    def biases(self) -> dict[str, int]:
+        """How many numbers the bias of each layer has."""
+        layers = {name: self.dense.get_submodule(name) for name in self.names}
+        return {name: 0 if layer.bias is None else layer.bias.numel() for name, layer in layers.items()}
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether all layers are linear ones."""
+        return all(type(self.dense.get_submodule(name)) is nn.Linear for name in self.names)
+
+    def budget(self, ratio: float) -> float:
+        """The numbers that all weights may store at a ratio; biases count, and stay."""
+        weights = sum(outputs * inputs for outputs, inputs in self.shapes.values())
+        biases = sum(self.biases.values())
+        return ratio * (weights + biases) - biases
+
     def ranks(self, ratio: float | Mapping[str, float], stored: Stored = pair_numbers) -> dict[str, int]:
         """See `budget.spend`."""
-        layers = {name: self.dense.get_submodule(name) for name in self.names}
-        biases = {name: 0 if layer.bias is None else layer.bias.numel() for name, layer in layers.items()}
-        return spend(self.shapes, biases, ratio, stored)
+        return spend(self.shapes, self.biases, ratio, stored)

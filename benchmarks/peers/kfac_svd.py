@@ -166,9 +166,8 @@ def _depth(job: Job, alpha: float, gamma: float, vision: bool) -> dict[str, floa
 
 def _choose(job: Job, ratio: float, errors: Mapping[str, Tensor]) -> dict[str, int | None]:
     """The ranks of least error in the budget, None for a layer that stays dense; by an integer program."""
-    biases = {name: _bias(job, name) for name in job.names}
     dense = {name: job.shapes[name][0] * job.shapes[name][1] for name in job.names}
-    budget = ratio * sum(dense[n] + biases[n] for n in job.names) - sum(biases.values())
+    budget = job.budget(ratio)
     least = LEAST if ratio >= 0.5 else LEAST_BELOW_HALF
     columns: list[tuple[str, int | None, float, float]] = []
     for name in job.names:
@@ -194,11 +193,6 @@ def _choose(job: Job, ratio: float, errors: Mapping[str, Tensor]) -> dict[str, i
     if solved.x is None:
         raise ValueError(f"no ranks fit {ratio=}: {solved.message}")
     return {column[0]: column[1] for column, taken in zip(columns, solved.x, strict=True) if taken > 0.5}
-
-
-def _bias(job: Job, name: str) -> int:
-    bias = job.dense.get_submodule(name).bias
-    return 0 if bias is None else bias.numel()
 
 
 def _replaced(job: Job, ranks: Mapping[str, int | None]) -> nn.Module:

@@ -117,9 +117,14 @@ def check_layers(model: nn.Module, names: Iterable[str]) -> None:
 
 def factored(layer: nn.Module, left_Or: Tensor, right_rI: Tensor) -> nn.Module:
     """The layer with the matrix left right, stored as the two; each gets half of every singular value."""
+    left, right = balanced(left_Or, right_rI)
+    return Factored(first_layer(layer, right), _tail(layer, left, layer.bias))
+
+
+def balanced(left_Or: Tensor, right_rI: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product, half of every singular value in each factor."""
     balance = (left_Or.norm(dim=0) / right_rI.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-    first = first_layer(layer, right_rI * balance[:, None])
-    return Factored(first, _tail(layer, left_Or / balance, layer.bias))
+    return left_Or / balance, right_rI * balance[:, None]
 
 
 def pivoted(layer: nn.Module, left_Or: Tensor, right_rI: Tensor) -> nn.Module:

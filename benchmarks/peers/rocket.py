@@ -132,9 +132,7 @@ def compress(job: Job, ratio: float) -> nn.Module:
 
 def _choose(job: Job, layers: dict[str, _Layer], ratio: float) -> dict[str, tuple[int, int]]:
     """(r, s) of each layer."""
-    biases = [job.dense.get_submodule(name).bias for name in job.names]
-    fixed = sum(bias.numel() for bias in biases if bias is not None)
-    budget = ratio * (sum(o * i for o, i in job.shapes.values()) + fixed) - fixed
+    budget = job.budget(ratio)
     columns = [
         (name, choice, error, stored(*job.shapes[name], *choice))
         for name, layer in layers.items()

@@ -79,17 +79,13 @@ def compress(job: Job, ratio: float) -> nn.Module:
         NotDefinedError: the layers are not all linear, in blocks of one feed-forward part, or the prime
             neurons alone store more than asked.
     """
-    linear = all(type(job.dense.get_submodule(name)) is nn.Linear for name in job.names)
-    if not linear or not job.blocks:
+    if not job.is_linear or not job.blocks:
         raise NotDefinedError("SoLA is written for linear layers in blocks")
     if "sola" not in job.memory:
         job.memory["sola"] = _parts(job)
     parts: dict[str, _Part] = job.memory["sola"]
-    total = sum(outputs * inputs for outputs, inputs in job.shapes.values())
-    layers = [job.dense.get_submodule(name) for name in job.names]
-    biases = sum(layer.bias.numel() for layer in layers if layer.bias is not None)
-    kept = total - sum(part.matrix.numel() for part in parts.values())
-    ranks = _ranks(parts, ratio * (total + biases) - biases - kept)
+    cut = sum(part.matrix.numel() for part in parts.values())
+    ranks = _ranks(parts, job.budget(ratio) - (job.budget(1.0) - cut))
     small = job.copy()
     for name, part in parts.items():
         small.set_submodule(name, _replacement(job.dense.get_submodule(name), part, ranks[name]))

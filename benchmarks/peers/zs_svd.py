@@ -41,9 +41,8 @@ class _Layer:
 
 def compress(job: Job, ratio: float) -> nn.Module:
     """Truncate and correct by turns; the last turn truncates."""
-    biases = sum(p.numel() for name, p in job.dense.named_parameters() if name in _bias_names(job))
     total = sum(outputs * inputs for outputs, inputs in job.shapes.values())
-    budget = ratio * (total + biases) - biases
+    budget = job.budget(ratio)
     model = job.copy()
     for stage in range(1, STAGES + 1):
         layers = _layers(job, model)
@@ -65,10 +64,6 @@ def compress(job: Job, ratio: float) -> nn.Module:
             cut = left[:, : layer.kept], right[: layer.kept]
             small.set_submodule(name, factored(small.get_submodule(name), *cut))
     return small
-
-
-def _bias_names(job: Job) -> set[str]:
-    return {f"{name}.bias" for name in job.names}
 
 
 def _layers(job: Job, model: nn.Module) -> dict[str, _Layer]:

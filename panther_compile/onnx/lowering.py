@@ -21,7 +21,7 @@ from torch import Tensor
 
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import is_onnx, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
 
 # From this opset on, Split takes the sizes as an input.
@@ -168,7 +168,7 @@ def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None
             _lower_conv(use.node, layer, factors, writer)
         else:
             _lower_matrix(use, layer, factors, writer)
-    _remove_unused(weight.value)
+    _remove_weight(weight.value)
 
 
 def shift_bias(use: Use, shift: Tensor, writer: GraphWriter) -> None:
@@ -187,7 +187,7 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
     graph = old.graph if producer is None else producer.graph
     assert isinstance(graph, ir.Graph)
     bias.node.replace_input_with(bias.index, writer.weight(graph, f"{old.name or 'bias'}.shifted", moved))
-    _remove_unused(old)
+    _remove_weight(old)
 
 
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
@@ -300,16 +300,9 @@ def _set_geometry(node: ir.Node, layer: SketchedLayer, name: str, dense: dict[st
         node.attributes["pads"] = ir.AttrInt64s("pads", pads)
 
 
-def _remove_unused(value: ir.Value) -> None:
+def _remove_weight(value: ir.Value) -> None:
     """Take a weight away, and the Transpose nodes that nothing reads any more."""
     for node in set(value.consumers()):
         if node.op_type == "Transpose":
-            _remove_unused(node.outputs[0])
-    if value.consumers() or value.is_graph_output():
-        return
-    producer = value.producer()
-    if producer is not None:
-        assert producer.graph is not None
-        producer.graph.remove(producer, safe=True)
-    elif value.graph is not None and value.name is not None:
-        del value.graph.initializers[value.name]
+            _remove_weight(node.outputs[0])
+    remove_unread(value)

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from panther_compile.kinds.registry import onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import is_onnx, remove_unread
 
 _MAKERS = (
     *("Abs", "Add", "Clip", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sigmoid"),
@@ -91,14 +91,7 @@ def _fold(value: ir.Value, model: ir.Model) -> bool:
         return False
     made = ir.Value(name=value.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     ir.convenience.replace_all_uses_with(value, made)
-    for node in reversed(chain):
-        if not any(output.consumers() for output in node.outputs):
-            graph.remove(node, safe=True)
-    for name, given in constants.items():
-        owner = given.graph
-        unread = not given.consumers() and not given.is_graph_output()
-        if isinstance(owner, ir.Graph) and name in owner.initializers and unread:
-            del owner.initializers[name]
+    remove_unread(value)
     graph.register_initializer(made)
     return True
 

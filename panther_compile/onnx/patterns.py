@@ -36,6 +36,23 @@ def holds_graph(node: ir.Node) -> bool:
     return bool(kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS})
 
 
+def remove_unread(value: ir.Value) -> None:
+    """Take a value away that nothing reads, with what makes it, and what only that reads."""
+    producer = value.producer()
+    for output in (value,) if producer is None else producer.outputs:
+        if output.consumers() or output.is_graph_output():
+            return
+    if producer is None:
+        held = value.graph.initializers if isinstance(value.graph, ir.Graph) else {}
+        held.pop(str(value.name), None)
+        return
+    assert producer.graph is not None
+    read = [given for given in producer.inputs if given is not None]
+    producer.graph.remove(producer, safe=True)
+    for given in read:
+        remove_unread(given)
+
+
 def factored_weights(model: ir.Model) -> set[ir.Value]:
     """The weights of products that feed straight into a product, narrower between than at both ends.
 

@@ -38,6 +38,7 @@ class _Match:
     kind: str
     owner: Kind
     aliases: tuple[str, ...]
+    plain: nn.Module  # what it stands for: itself, or a layer of the weight that it makes
 
 
 def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Found:
@@ -65,7 +66,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
         match.name: _not_selected(match, config)
         or _part_of_adapter(match, adapters)
         or _left_alone_by_default(match, head, config)
-        or match.owner.why_not(match.module)
+        or match.owner.why_not(match.plain)
         or _read_directly(match, reading)
         for match in matches
     }
@@ -232,7 +233,7 @@ def _matches(
     if owner is not None:
         seen.update(id(part) for part in module.modules())
         aliases = tuple(alias for alias in names.all(module) if alias != name)
-        yield _Match(name, module, owner.matches(module) or "", owner, aliases)
+        yield _Match(name, module, owner.matches(module) or "", owner, aliases, plain_form(module))
         return
     for child_name, child in module.named_children():
         yield from _matches(child, names, f"{name}.{child_name}" if name else child_name, seen)
@@ -286,7 +287,7 @@ def _part_of_adapter(match: _Match, adapters: Sequence[str]) -> str | None:
 def _read_directly(match: _Match, reading: Reading) -> str | None:
     if not match.name:
         return None  # the model is the layer itself, and its own forward was read
-    made = plain_form(match.module) is not match.module
+    made = match.plain is not match.module
     names = [name for name, _ in match.module.named_parameters()] if made else weight_names(match.module)
     for name in names:
         full = f"{match.name}.{name}"
@@ -323,7 +324,7 @@ def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
     parents = last.name.split(".")[:-1]
     prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
     in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
-    weight = plain_form(last.module).weight
+    weight = last.plain.weight
     assert isinstance(weight, Tensor)
     vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
@@ -345,7 +346,7 @@ def _tied_groups(matches: list[_Match]) -> list[list[_Match]]:
     groups: dict[int, list[_Match]] = {}
     for match in matches:
         weight = match.module._parameters.get("weight")
-        own = weight is None or plain_form(match.module)._parameters["weight"] is not weight  # made of it
+        own = weight is None or match.plain._parameters["weight"] is not weight  # made of it
         groups.setdefault(id(match.module if own else weight), []).append(match)
     return list(groups.values())
 
@@ -372,7 +373,7 @@ def _unsafe_tie(
                 if id(module) not in parts:
                     return f"its {name} is shared with {user or 'the model itself'}, which stays dense"
     bias = match.module._parameters.get("bias")
-    if bias is not None and plain_form(match.module)._parameters.get("bias") is not bias:
+    if bias is not None and match.plain._parameters.get("bias") is not bias:
         others = [user for user, module in users[id(bias)] if id(module) not in parts]
         if others:
             return f"the bias that it makes is of one that {others[0] or 'the model itself'} has too"

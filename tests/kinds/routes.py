@@ -11,6 +11,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.errors import NoTargetError
+from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.planning import timing
 from panther_compile.planning.plan import PAYS
@@ -27,6 +28,12 @@ def sketched_layers(model, layer_types):
     found = [layer for layer in outermost(model) if isinstance(layer, layer_types)]
     assert found, "no layer of the kind was sketched"
     return found
+
+
+def opened(layer):
+    """The replacement with dense parts: torch's arithmetic, weight by weight."""
+    kind = kind_of(layer)
+    return kind.assemble(layer, kind.parts(layer))
 
 
 def by_weights(model, x, layer_types):

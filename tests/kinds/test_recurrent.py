@@ -1,4 +1,4 @@
-"""nn.LSTM and nn.GRU: the same as torch's at full rank, and through every route when included."""
+"""nn.LSTM and nn.GRU: the same as torch's at full rank; with cells, through every route."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import panther_compile as pc
-from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
 
 OPTIONS = {
@@ -21,12 +20,6 @@ CASES = [(make, name) for make in (nn.LSTM, nn.GRU) for name in OPTIONS]
 CASES.remove((nn.GRU, "projected"))
 
 
-def opened(layer):
-    """The replacement with dense parts: torch's arithmetic, weight by weight."""
-    kind = kind_of(layer)
-    return kind.assemble(layer, kind.parts(layer))
-
-
 def assert_same(found, wanted):
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
     for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found[1], wanted[1])), strict=True):
@@ -36,7 +29,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_parts_compute_what_torch_computes(make, name):
     dense = make(7, 9, **OPTIONS[name])
-    layer = opened(dense)
+    layer = routes.opened(dense)
     shape = (3, 6, 7) if dense.batch_first else (6, 3, 7)
     x = torch.randn(shape)
     assert_same(layer(x), dense(x))
@@ -52,7 +45,7 @@ def test_parts_compute_what_torch_computes(make, name):
 @pytest.mark.parametrize("given", [True, False])
 def test_packed_sequences(make, name, given):
     dense = make(7, 9, **OPTIONS[name])
-    layer = opened(dense)
+    layer = routes.opened(dense)
     x = torch.randn(5, 4, 7)
     packed = pack_padded_sequence(x, torch.tensor([2, 5, 1, 4]), enforce_sorted=False)
     state = dense(x.transpose(0, 1) if dense.batch_first else x)[1] if given else None
@@ -70,17 +63,40 @@ class Tagger(nn.Module):
         return self.out(self.recurrent(x)[0])
 
 
+class Reader(nn.Module):
+    """Reads a sequence step by step, with attention to nothing."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.cell, self.out = make(24, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        state, outs = None, []
+        for step in range(6):
+            state = self.cell(x[:, step], state)
+            outs.append(state if isinstance(self.cell, nn.GRUCell | pc.SketchedGRUCell) else state[0])
+        return self.out(torch.stack(outs, 1))
+
+
 @pytest.fixture(
-    params=[
-        pytest.param((nn.LSTM, 1, SketchedLSTM), id="LSTM"),
-        pytest.param((nn.GRU, 2, SketchedGRU), id="GRU", marks=pytest.mark.slow),
+    params=[  # the model, what it becomes, one of its weights, and steps few enough to be written out
+        pytest.param((lambda: Tagger(nn.LSTM, 1), SketchedLSTM, "recurrent.hh_l0_reverse", 2), id="LSTM"),
+        pytest.param(
+            (lambda: Tagger(nn.GRU, 2), SketchedGRU, "recurrent.hh_l0_reverse", 2),
+            id="GRU",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((lambda: Reader(nn.LSTMCell), pc.SketchedLSTMCell, "cell.hh", 6), id="LSTMCell"),
+        pytest.param((lambda: Reader(nn.GRUCell), pc.SketchedGRUCell, "cell.hh", 6), id="GRUCell"),
     ]
 )
 def case(request, monkeypatch):
-    make, layers, layer_type = request.param
-    monkeypatch.setitem(routes.OPTIONS, "include", ["recurrent"])
+    build, layer_type, weight, few = request.param
+    if layer_type in (SketchedLSTM, SketchedGRU):
+        monkeypatch.setitem(routes.OPTIONS, "include", ["recurrent"])
+    torch.manual_seed(0)
     mixing = torch.randn(4, 24)
-    return lambda: Tagger(make, layers), [torch.randn(8, 6, 4) @ mixing for _ in range(3)], layer_type
+    return build, [torch.randn(8, 6, 4) @ mixing for _ in range(3)], layer_type, weight, few
 
 
 def test_left_alone_unless_included():
@@ -89,9 +105,9 @@ def test_left_alone_unless_included():
 
 
 def test_weights_alone_saved_skeleton_and_partition(case, tmp_path):
-    build, batches, layer_type = case
+    build, batches, layer_type, weight, _ = case
     small = routes.by_weights(build(), batches[0], layer_type)
-    assert isinstance(small.recurrent.hh_l0_reverse, pc.SketchedLinear)
+    assert isinstance(small.get_submodule(weight), pc.SketchedLinear)
     routes.saved_and_loaded(small, build(), batches[0], tmp_path / "saved")
     routes.as_skeleton(build, small)
     routes.traced(build(), batches[0], layer_type)
@@ -99,22 +115,20 @@ def test_weights_alone_saved_skeleton_and_partition(case, tmp_path):
 
 
 def test_data_and_healing(case):
-    build, batches, layer_type = case
+    build, batches, layer_type, *_ = case
     model = build()
     routes.by_data(model, batches, batches[0], layer_type)
     routes.healed(model, batches, batches[0])
 
 
 def test_exported(case, tmp_path):
-    build, batches, layer_type = case
+    build, batches, layer_type, _, few = case
     small = routes.by_weights(build(), batches[0], layer_type)
-    few_steps = batches[0][:, :2]  # each is written out
-    routes.exported(small, few_steps, tmp_path / "small.onnx")
+    routes.exported(small, batches[0][:, :few], tmp_path / "small.onnx")
 
 
-@pytest.mark.slow
 def test_compiled(case):
-    build, batches, _ = case
+    build, batches, *_ = case
     small = pc.sketchify(build(), 0.6, **routes.OPTIONS).eval()
     with torch.no_grad():
         torch._dynamo.reset()
