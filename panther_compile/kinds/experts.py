@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.base import CompositeKind
 from panther_compile.kinds.match import why_not_plain
-from panther_compile.layers.experts import (
-    SketchedExperts,
-    copied_part,
-    expert_parts,
-    has_bias,
-    part_name,
-    projections,
-)
+from panther_compile.layers.experts import SketchedExperts, expert_parts, has_bias, projections
+from panther_compile.layers.matrix_stacks import copied_part, sharing_sets
 from panther_compile.models.rows import with_tokens
-
-# Experts that may share a factor: it is a small part of theirs then, and a plan names them all for each.
-MOST_SHARING = 32
 
 
 class ExpertsKind(CompositeKind):
@@ -37,16 +28,11 @@ class ExpertsKind(CompositeKind):
     layers = (SketchedExperts,)
 
     def matches(self, module: nn.Module) -> str | None:
-        """Called "Experts", also where all are in one parameter of a class of the user's own."""
-        return "Experts" if projections(module) or _holds_stacked_matrices(module) else None
+        """Called "Experts"."""
+        return "Experts" if _is_of_interface(module) else None
 
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`."""
-        if not _is_of_interface(module):
-            return (
-                f"the forward of {type(module).__name__} uses a 3-D parameter itself: of mixtures, those are "
-                "sketched that transformers runs through its experts interface, or that hold nn.Linear layers"
-            )
         if getattr(module, "_is_expert_parallel", False):
             return "its experts are divided among devices (expert parallelism): sketch the model before that"
         names = projections(module)
@@ -67,13 +53,8 @@ class ExpertsKind(CompositeKind):
 
     def may_share(self, module: nn.Module) -> Sequence[tuple[str, ...]]:
         """The experts of each projection."""
-        names = projections(module)
-        experts = range(len(module.get_parameter(names[0])))
-        return [
-            tuple(part_name(name, expert) for expert in experts[first : first + MOST_SHARING])
-            for name in names
-            for first in experts[::MOST_SHARING]
-        ]
+        experts = len(module.get_parameter("down_proj"))
+        return sharing_sets(projections(module), experts)
 
     def assemble(
         self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None
@@ -101,11 +82,3 @@ def _is_of_interface(module: nn.Module) -> bool:
     """Whether transformers decides how the experts run, told without importing it."""
     known = all(hasattr(module, name) for name in ("is_transposed", "has_bias", "num_experts", "_apply_gate"))
     return known and bool(projections(module)) and hasattr(type(module).forward, "__wrapped__")
-
-
-def _holds_stacked_matrices(module: nn.Module) -> bool:
-    """Whether a module that is no layer of torch, nor made of layers, holds several matrices as one."""
-    if type(module).__module__.startswith("torch.") or next(module.children(), None) is not None:
-        return False
-    own = module._parameters.values()
-    return any(one is not None and one.dim() == 3 and min(one.shape) > 1 for one in own)

@@ -25,6 +25,7 @@ def why_not_plain(
     base: type[nn.Module],
     *,
     tensors: frozenset[str],
+    besides: frozenset[str] = frozenset(),
     children: frozenset[str] = frozenset(),
     methods: tuple[str, ...] = ("forward",),
     sizes: tuple[int, ...] | None = None,
@@ -35,6 +36,7 @@ def why_not_plain(
         module: of type `base` or a subclass.
         base: `nn.Linear`, `nn.Conv2d`, ...
         tensors: names of the parameters and buffers that the base class has.
+        besides: names of those that stay as they are, whatever they are.
         children: names of the submodules that the base class has.
         methods: those that define what the base class computes.
         sizes: arguments that the base class can be made with, to know the attributes of its instances; None:
@@ -54,6 +56,7 @@ def why_not_plain(
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
         return "lazy: run one batch through the model first"
+    own = {name: tensor for name, tensor in own.items() if name not in besides}
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "has hooks, which expect the dense layer (pruning and weight_norm use them too)"
     extra = sorted(set(own) - tensors) + sorted(set(dict(module.named_children())) - children)

@@ -16,6 +16,7 @@ from panther_compile.kinds.embedding import EmbeddingKind
 from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
 from panther_compile.kinds.recurrent import GRUCellKind, GRUKind, LSTMCellKind, LSTMKind
+from panther_compile.kinds.stack import StackKind
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.typed_json import read_arguments
 
@@ -36,6 +37,7 @@ KINDS: tuple[Kind, ...] = (
     GRUCellKind(),
     EmbeddingKind(),
     ExpertsKind(),
+    StackKind(),
 )
 
 

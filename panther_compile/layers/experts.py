@@ -9,7 +9,6 @@ those of the module that it replaces.
 """
 
 # T tokens, K experts of a token, S = T K pairs, E experts, O out_features, I in_features, R rank
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -19,9 +18,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from panther_compile.errors import CheckpointMismatchError, ConfigError, LayerError
-from panther_compile.layers.base import Spec, copy_into
+from panther_compile.layers.base import Spec
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.matrix_stacks import (
+    part_name,
+    parts_of_stack,
+    stack_of_parts,
+    without_parameters,
+)
 from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
@@ -198,18 +203,14 @@ class SketchedExperts(LayerOfParts):
 
     def to_dense(self) -> nn.Module:
         """The module that it replaces, of its own class, with the factors multiplied out."""
-        dense = _without_projections(self.rest)
+        dense = without_parameters(self.rest, ())
         vars(dense).pop("_is_hf_initialized", None)
         for name in self.sizes:
             parts = [self.part(name, expert) for expert in range(self.experts)]
-            plain: list[Any] = [p.to_dense() if isinstance(p, SketchedLinear) else p for p in parts]
-            weights = [one.weight.detach().t() if self.transposed else one.weight.detach() for one in plain]
-            trainable = any(one.weight.requires_grad for one in plain)
-            setattr(dense, name, nn.Parameter(torch.stack(weights), trainable))
-            if self.bias:
-                biases = torch.stack([one.bias.detach() for one in plain])
-                trainable = any(one.bias.requires_grad for one in plain)
-                setattr(dense, f"{name}_bias", nn.Parameter(biases, trainable))
+            weights, biases = stack_of_parts(parts, transposed=self.transposed)
+            setattr(dense, name, weights)
+            if biases is not None:
+                setattr(dense, f"{name}_bias", biases)
         return dense.train(self.training)
 
     @property
@@ -273,38 +274,14 @@ def has_bias(module: nn.Module) -> bool:
     return bool(getattr(module, "has_bias", False))
 
 
-def part_name(projection: str, expert: int) -> str:
-    """What the linear layer of an expert is called."""
-    return f"{projection.removesuffix('_proj')}_{expert}"
-
-
 def expert_parts(module: nn.Module) -> dict[str, nn.Module]:
     """A linear layer for each expert of each projection, whose parameters are views of the module's."""
     found: dict[str, nn.Module] = {}
     for name in projections(module):
-        weights = module.get_parameter(name)
         biases = module.get_parameter(f"{name}_bias") if has_bias(module) else None
-        for expert, weight in enumerate(weights.detach()):
-            weight = weight.t() if is_transposed(module) else weight
-            outputs, inputs = weight.shape
-            linear = nn.Linear(inputs, outputs, bias=biases is not None, device="meta")
-            linear.weight = nn.Parameter(weight, weights.requires_grad)
-            if biases is not None:
-                linear.bias = nn.Parameter(biases.detach()[expert], biases.requires_grad)
-            found[part_name(name, expert)] = linear
+        parts = parts_of_stack(module.get_parameter(name), biases, transposed=is_transposed(module))
+        found |= {part_name(name, expert): part for expert, part in enumerate(parts)}
     return found
-
-
-def copied_part(part: nn.Module) -> nn.Module:
-    """A dense part with parameters of its own; others as they are."""
-    if type(part) is not nn.Linear:
-        return part
-    new = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device="meta")
-    new.to_empty(device=part.weight.device).to(part.weight.dtype)
-    for mine, theirs in zip(new.parameters(), part.parameters(), strict=True):
-        copy_into(mine, theirs)
-        mine.requires_grad_(theirs.requires_grad)
-    return new
 
 
 def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -315,17 +292,9 @@ def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _without_projections(module: nn.Module) -> nn.Module:
-    """A module of the same class and attributes, with copies of all tensors and parts but the projections."""
+    """See `without_parameters`."""
     names = projections(module)
-    gone = {*names, *(f"{name}_bias" for name in names)}
-    new = type(module).__new__(type(module))
-    new.__dict__.update(module.__dict__)
-    new._parameters = {
-        name: copy.deepcopy(held) for name, held in module._parameters.items() if name not in gone
-    }
-    new._buffers = copy.deepcopy(module._buffers)
-    new._modules = copy.deepcopy(module._modules)
-    return new
+    return without_parameters(module, {*names, *(f"{name}_bias" for name in names)})
 
 
 def _stacked_factors(parts: list[nn.Module]) -> tuple[Tensor, ...]:

@@ -1,0 +1,283 @@
+"""How a module's own code uses its 3-D parameters: as stacks of matrices that rows are multiplied by, or not.
+
+    gate = torch.bmm(x, self.w1)              w1 (n, I, O)
+    h = F.linear(x[rows], self.w2[expert])    w2 (n, O, I)
+    y = torch.einsum("ebo,ero->ebr", h, self.w3)
+    self.w1.shape, self.w1.dtype              either
+
+The text of the forward is read, and that of the methods that it calls; nothing is run.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from panther_compile.layers.stack_product import read_product
+
+_QUESTIONS = ("shape", "dtype", "device", "ndim")
+_ASKED = ("size", "dim")  # methods
+_KEEPING = ("to", "contiguous", "type_as")
+_PRODUCTS = ("matmul", "bmm", "mm")
+_SUMS = ("baddbmm", "addmm")
+_PLACES = (ast.Name, ast.Constant, ast.UnaryOp, ast.BinOp, ast.Call, ast.Subscript, ast.Attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A 3-D parameter or, of it, one matrix."""
+
+    name: str
+    turned: bool = False
+    is_one: bool = False
+
+
+class _UnknownUseError(Exception):
+    """A parameter is used in a way that is no product, or in two."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackUses:
+    """What the forward of a class does with 3-D parameters.
+
+    Attributes:
+        stacks: names of those that rows are multiplied by, and whether each is (n, I, O), as `x @ P` takes
+            it, not (n, O, I).
+        reasons: why the others are not.
+        read: the attributes of itself that it reads.
+        asks_above: whether it calls a method of the class above by `super`.
+    """
+
+    stacks: dict[str, bool]
+    reasons: dict[str, str]
+    read: frozenset[str] = frozenset()
+    asks_above: bool = False
+
+
+@cache
+def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
+    """What the forward of a class, and the methods that it calls, do with 3-D parameters.
+
+    Args:
+        cls: of a module.
+        names: of its 3-D parameters.
+    """
+    what = f"the forward of {cls.__name__}"
+    try:
+        functions = list(_reached(cls))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or in C
+        return StackUses({}, dict.fromkeys(names, f"{what} uses 3-D parameters, and cannot be read"))
+    stacks: dict[str, bool] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            uses = set().union(*(_Reader(name, function).uses() for function in functions))
+        except _UnknownUseError as error:
+            reasons[name] = f"{what} uses its 3-D parameter {name} itself: {error}"
+            continue
+        if len(uses) == 1:
+            stacks[name] = uses.pop()
+        else:
+            by = f"by {name} and by its transpose" if uses else f"nothing by its 3-D parameter {name}"
+            reasons[name] = f"{what} multiplies {by}"
+    nodes = [node for function in functions for node in ast.walk(function)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    above = any(isinstance(node, ast.Name) and node.id in ("super", "__class__") for node in nodes)
+    return StackUses(stacks, reasons, frozenset(read), above)
+
+
+def _reached(cls: type[Any]) -> Iterator[ast.FunctionDef]:
+    """The text of the forward and of the class's own methods that it names, each once.
+
+    Raises:
+        OSError, TypeError, SyntaxError: one cannot be read.
+    """
+    waiting, seen = ["forward"], {"forward"}
+    while waiting:
+        held = inspect.getattr_static(cls, waiting.pop())
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(held))))
+        function = tree.body[0]
+        if not isinstance(function, ast.FunctionDef) or not function.args.args:
+            raise TypeError
+        own = function.args.args[0].arg
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id == own:
+                node.id = "self"  # as most call it
+        yield function
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr not in seen:
+                seen.add(node.attr)
+                method = inspect.getattr_static(cls, node.attr, None)
+                if isinstance(method, FunctionType) and not hasattr(nn.Module, node.attr):
+                    waiting.append(node.attr)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+class _Reader:
+    """One parameter in one function.
+
+    Attributes:
+        name: of the parameter.
+        function: its text.
+    """
+
+    def __init__(self, name: str, function: ast.FunctionDef) -> None:
+        self.name, self.function = name, function
+        self._held: dict[str, _Stack] = {}  # by local name
+        self._found: set[bool] = set()
+        self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
+
+    def uses(self) -> set[bool]:
+        """Whether rows are multiplied by (n, I, O), for each product.
+
+        Raises:
+            _UnknownUseError: anything else is done with it.
+        """
+        for node in _in_order(self.function):
+            if isinstance(node, ast.Assign):
+                self._assign(node)
+            self._use(node)
+        for node in ast.walk(self.function):
+            if self._stack(node) is not None and node not in self._known:
+                raise _UnknownUseError(f"{ast.unparse(node)} is in no product that is known")
+        return self._found
+
+    def _assign(self, node: ast.Assign) -> None:
+        if len(node.targets) != 1:
+            return
+        pairs = [(node.targets[0], node.value)]
+        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+        for target, value in pairs:
+            stack = self._stack(value)
+            if not isinstance(target, ast.Name):
+                continue
+            if target.id in self._held and self._held[target.id] != stack:
+                raise _UnknownUseError(f"{target.id} stands for two things")
+            if stack is not None:
+                if self._writes(target.id) > 1:
+                    raise _UnknownUseError(f"{target.id} stands for two things")
+                self._held[target.id] = stack
+                self._known |= {value, target}
+
+    def _writes(self, name: str) -> int:
+        """How often a local name is written."""
+        nodes = ast.walk(self.function)
+        arguments = any(one.arg == name for one in ast.walk(self.function.args) if isinstance(one, ast.arg))
+        stores = (n for n in nodes if isinstance(n, ast.Name) and n.id == name)
+        return arguments + sum(not isinstance(one.ctx, ast.Load) for one in stores)
+
+    def _use(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            self._passes_on(node)
+        elif isinstance(node, ast.Compare):
+            if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+                self._known |= {node.left, *node.comparators}
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            self._product(node.left, node.right, matrix_only=False)
+        elif isinstance(node, ast.Call):
+            self._call(node)
+
+    def _passes_on(self, node: ast.Attribute | ast.Subscript) -> None:
+        """A part or a view of the stack, or a question about it."""
+        if self._stack(node.value) is None:
+            return
+        asks = isinstance(node, ast.Attribute) and node.attr in (*_QUESTIONS, *_ASKED)
+        if asks or self._stack(node) is not None:
+            self._known.add(node.value)
+
+    def _call(self, node: ast.Call) -> None:
+        function, args = node.func, node.args
+        if isinstance(function, ast.Attribute) and self._stack(node) is not None:
+            self._known |= {function, function.value}  # a view
+            return
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if isinstance(function, ast.Name) and name == "len" and len(args) == 1:
+            self._known.add(args[0])
+        elif name in _PRODUCTS and len(args) == 2 and not node.keywords:
+            self._product(*args, matrix_only=name == "mm")
+        elif name in _PRODUCTS and len(args) == 1 and isinstance(function, ast.Attribute):
+            self._product(function.value, args[0], matrix_only=name == "mm")
+        elif name in _SUMS and len(args) == 3 and not node.keywords:
+            self._product(args[1], args[2], matrix_only=name == "addmm")
+        elif name in _SUMS and len(args) == 2 and isinstance(function, ast.Attribute) and not node.keywords:
+            self._product(args[0], args[1], matrix_only=name == "addmm")
+        elif name == "linear":
+            self._linear(args, node.keywords)
+        elif name == "einsum" and len(args) == 3 and isinstance(args[0], ast.Constant):
+            self._einsum(str(args[0].value), args[1], args[2])
+
+    def _product(self, left: ast.expr, right: ast.expr, *, matrix_only: bool) -> None:
+        stack = self._stack(right)
+        if stack is not None and self._stack(left) is None and (stack.is_one or not matrix_only):
+            self._known.add(right)
+            self._found.add(not stack.turned)
+
+    def _linear(self, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> None:
+        given = args[1] if len(args) > 1 else next((k.value for k in keywords if k.arg == "weight"), None)
+        stack = None if given is None else self._stack(given)
+        if stack is not None and stack.is_one:
+            assert given is not None
+            self._known.add(given)
+            self._found.add(stack.turned)
+
+    def _einsum(self, equation: str, rows: ast.expr, matrices: ast.expr) -> None:
+        stack, read = self._stack(matrices), read_product(equation)
+        if stack is not None and read is not None and not stack.is_one and self._stack(rows) is None:
+            self._known.add(matrices)
+            self._found.add(read.multiplies_rows != stack.turned)
+
+    def _stack(self, node: ast.AST) -> _Stack | None:
+        """What of the parameter an expression is."""
+        if isinstance(node, ast.Name):
+            return self._held.get(node.id)
+        if isinstance(node, ast.Attribute):
+            if _is_self(node.value):
+                return _Stack(self.name) if node.attr == self.name else None
+            held = self._stack(node.value)
+            turns = node.attr == "mT" or (node.attr == "T" and held is not None and held.is_one)
+            return replace(held, turned=not held.turned) if held is not None and turns else None
+        if isinstance(node, ast.Subscript):
+            held = self._stack(node.value)
+            one = isinstance(
+                node.slice, ast.Name | ast.Constant | ast.BinOp | ast.Call | ast.Subscript | ast.Attribute
+            )
+            return replace(held, is_one=True) if held is not None and one and not held.is_one else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return self._viewed(node.func, node.args)
+        return None
+
+    def _viewed(self, method: ast.Attribute, args: Sequence[ast.expr]) -> _Stack | None:
+        held = self._stack(method.value)
+        if held is None:
+            return None
+        if method.attr in _KEEPING:
+            return held
+        if method.attr == "t" and held.is_one:
+            return replace(held, turned=not held.turned)
+        if method.attr == "transpose":
+            sizes = {ast.unparse(one) for one in args}
+            ways: tuple[set[str], ...] = ({"-1", "-2"}, {"0", "1"} if held.is_one else {"1", "2"})
+            return replace(held, turned=not held.turned) if sizes in ways else None
+        return None
+
+
+def _in_order(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Every node, in the order of the text: a name is assigned before it is read."""
+    for statement in function.body:
+        yield from _below(statement)
+
+
+def _below(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _below(child)
