@@ -45,7 +45,6 @@ __all__ = [
     "SketchedLSTMCell",
     "SketchedLinear",
     "SketchedMultiheadAttention",
-    "SketchedStack",
     "TrainingCheckpoints",
     "TrainingMetrics",
     "add_residual",
@@ -106,7 +105,6 @@ _HOME_OF = {
     "SketchedLSTMCell": "panther_compile.layers",
     "SketchedLinear": "panther_compile.layers",
     "SketchedMultiheadAttention": "panther_compile.layers",
-    "SketchedStack": "panther_compile.layers",
     "TrainingCheckpoints": "panther_compile.parallel",
     "TrainingMetrics": "panther_compile.parallel",
     "add_residual": "panther_compile.residual",
@@ -174,7 +172,6 @@ if TYPE_CHECKING:
         SketchedLSTM,
         SketchedLSTMCell,
         SketchedMultiheadAttention,
-        SketchedStack,
     )
     from panther_compile.onnx.export import export_onnx
     from panther_compile.onnx.residual import add_residual_onnx

@@ -20,6 +20,7 @@ from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.names import owner_of
+from panther_compile.planning.own_weights import lower_own_weights
 from panther_compile.planning.ratio_search import Evaluate, check_search, measured
 from panther_compile.planning.recipe import check_recipe
 from panther_compile.planning.sites import check_module
@@ -165,6 +166,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
             raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
         _tie_again(dense)
         result = replace_inside(model, dense) if inplace else copy_model(model, dense)
+        lower_own_weights(result)
     turn_on_nested_tensors(result)
     keep_record(result, None)
     return result  # type: ignore[return-value]

@@ -36,6 +36,7 @@ from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
 from panther_compile.names import is_persistent, owner_of
 from panther_compile.passes.lift_functional import lift_functional
+from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.trace import clone_structure
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -185,7 +186,10 @@ def load_sketched(
     if isinstance(skeleton, fx.GraphModule):
         base = clone_structure(skeleton)
         lift_functional(base)  # type: ignore[arg-type]
+    else:
+        base = lifted(base)
     model = copy_with(base, empty_layers(base, document.layers, document.model, path))
+    lower_own_weights(model)
     _fill(model, tensors, document, path)
     turn_off_nested_tensors(model)
     keep_record(model, document.record)

@@ -11,6 +11,7 @@ from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
 from panther_compile.kinds.parts import empty_site, replacements_of
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
+from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.plan import make_plan
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.trace import read_graph
@@ -45,8 +46,9 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
             )
     config = SketchConfig(ratio=ratio, **options)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        reading = read_graph(model)
-        found = find_sites(model, config, reading)
+        dense = lifted(model)
+        reading = read_graph(dense)
+        found = find_sites(dense, config, reading)
         plan = make_plan(found, config, reading.route)
         choices = plan.choices
         if not choices:
@@ -56,6 +58,7 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
             layer = empty_site(site, owner, choices, config)
             if layer is not None:
                 new |= replacements_of(site, owner, layer)
-        made = copy_with(model, new)
+        made = copy_with(dense, new)
+        lower_own_weights(made)
     turn_off_nested_tensors(made)
     return made  # type: ignore[return-value]

@@ -34,6 +34,7 @@ from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.fastest import fastest
+from panther_compile.planning.own_weights import lift_own_weights, lifted, lower_own_weights
 from panther_compile.planning.plan import TIMED, TimedSites, hides_progress
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
 from panther_compile.planning.recipe import follow, options_of
@@ -159,6 +160,8 @@ def prepare(
     if isinstance(model, fx.GraphModule):
         model = copied(clone_structure, model)
         lift_functional(model)  # type: ignore[arg-type]
+    else:
+        model = lifted(model)
     reading = read_graph(model)
     found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
     check_weights(found, meta_allowed=meta_allowed)
@@ -444,6 +447,7 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
             result = _replace_in_place(model, prepared, made.new)
         else:
             result = copy_model(prepared.model, made.new) if made.small is None else made.small
+        lower_own_weights(result)
     turn_off_nested_tensors(result)
     earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
     fitted = {name: replace(one, note=learnt.unused or one.note) for name, one in made.fitted.items()}
@@ -480,9 +484,12 @@ def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
 
 def _replace_in_place(model: nn.Module, prepared: Prepared, new: dict[nn.Module, nn.Module]) -> nn.Module:
     """The last step, so that whatever fails before leaves the model as it was."""
-    if prepared.model is not model:  # a graph: its clone was lifted, and the layers are the clone's
+    if prepared.model is not model:  # its clone was lifted, and the layers are the clone's
         names = {module: name for name, module in prepared.model.named_modules()}
-        lift_functional(model)  # type: ignore[arg-type]
+        if isinstance(model, fx.GraphModule):
+            lift_functional(model)
+        else:
+            lift_own_weights(model, {names[old].rpartition(".")[0] for old in new})
         new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
     return replace_inside(model, new)
 

@@ -28,6 +28,7 @@ from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed
+from panther_compile.planning.own_weights import lifted
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
 from panther_compile.reporting.progress import ProgressBar
 
@@ -301,8 +302,10 @@ def _check_pair(small: object, teacher: object) -> None:
     ours, its = device_of(small), device_of(teacher)
     if ours != its:
         raise TeacherMismatchError(f"small is on {ours}, the teacher on {its}, wanted one device")
-    inside = tuple(f"{name}." for name, module in small.named_modules() if module in sketched)
-    theirs = {name: p.shape for name, p in teacher.named_parameters(remove_duplicate=False)}
+    inside = tuple(f"{name}." if name else "" for name, module in small.named_modules() if module in sketched)
+    dense = lifted(teacher)  # where layers stand for its parameters, as in a sketch of it
+    named = [one.named_parameters(remove_duplicate=False) for one in (teacher, dense)]
+    theirs = {name: parameter.shape for each in named for name, parameter in each}
     for name, parameter in small.named_parameters(remove_duplicate=False):
         if not name.startswith(inside) and theirs.get(name) != parameter.shape:
             there = f"of shape {tuple(theirs[name])}" if name in theirs else "missing"
@@ -311,7 +314,7 @@ def _check_pair(small: object, teacher: object) -> None:
                 f"{type(teacher).__name__}: wanted the dense model that was sketched"
             )
     graphs = isinstance(small, fx.GraphModule)  # whose functional calls were made into layers
-    known = {name for name, _ in teacher.named_modules()}
+    known = {name for name, _ in dense.named_modules()}
     for name in inside:
         if not graphs and name[:-1] not in known:
             raise TeacherMismatchError(

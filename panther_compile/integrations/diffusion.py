@@ -24,6 +24,7 @@ from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.layers.base import outermost
 from panther_compile.models.substitute import replace_inside
 from panther_compile.names import owner_of
+from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.records import keep_record, on_record_change
 from panther_compile.typed_json import read_record
 
@@ -109,7 +110,9 @@ class DiffusionSketchQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         sketch: Any = self.quantization_config
         where = f"config.json of {type(model).__name__}"
         saved = [read_record(SavedLayer, entry, where) for entry in sketch.layers]
+        lift_own_weights(model)
         replace_inside(model, empty_layers(model, saved, sketch.model, where))
+        lower_own_weights(model)
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         """Tie what was tied, and leave a model that can be trained, cast and moved as any other."""

@@ -43,6 +43,7 @@ from panther_compile.integrations.conversions import keep_apart, without_sketche
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import replace_inside
+from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, keep_record, on_record_change
 from panther_compile.typed_json import read_record
 
@@ -156,6 +157,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> Any:
         """Put the empty sketched layers into a model on the meta device."""
         sketch: Any = self.quantization_config
+        lift_own_weights(model)
         names = _Names(model)
         where = f"config.json of {getattr(model.config, 'name_or_path', '') or type(model).__name__}"
         entries = [
@@ -171,6 +173,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         saved = [read_record(SavedLayer, entry, where) for entry in entries]
         new = empty_layers(model, saved, sketch.model, where)
         replace_inside(model, new)
+        lower_own_weights(model)
         turn_off_nested_tensors(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         aliases = {names.of_tensor(other): names.of_tensor(first) for other, first in sketch.aliases.items()}

@@ -18,8 +18,6 @@ kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
 plain_form      layers that make their weight in each call, and the plain ones that they stand for
 recurrent       nn.LSTM, nn.GRU, nn.LSTMCell and nn.GRUCell become SketchedLSTM, ...
-stack           modules whose forward multiplies by matrices of 3-D parameters become SketchedStack
-stack_uses      How a module's own code uses its 3-D parameters
 view            What data sees of a dense layer, whatever its kind
 weights         What kinds have in common
 """

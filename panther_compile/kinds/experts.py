@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.base import CompositeKind
 from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers.experts import SketchedExperts, expert_parts, has_bias, projections
-from panther_compile.layers.matrix_stacks import copied_part, sharing_sets
+from panther_compile.layers.matrix_stacks import copied_part, is_stack, part_name
 from panther_compile.models.rows import with_tokens
+
+# Experts that may share a factor: it is a small part of theirs then, and a plan names them all for each.
+MOST_SHARING = 32
 
 
 class ExpertsKind(CompositeKind):
@@ -28,11 +32,13 @@ class ExpertsKind(CompositeKind):
     layers = (SketchedExperts,)
 
     def matches(self, module: nn.Module) -> str | None:
-        """Called "Experts"."""
-        return "Experts" if _is_of_interface(module) else None
+        """Called "Experts", also where all are in one parameter of a class of the user's own."""
+        return "Experts" if projections(module) or _holds_stacked_matrices(module) else None
 
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`."""
+        if not _is_of_interface(module):
+            return why_no_stacks(module) or "its 3-D parameters could not be lifted to layers"
         if getattr(module, "_is_expert_parallel", False):
             return "its experts are divided among devices (expert parallelism): sketch the model before that"
         names = projections(module)
@@ -53,8 +59,13 @@ class ExpertsKind(CompositeKind):
 
     def may_share(self, module: nn.Module) -> Sequence[tuple[str, ...]]:
         """The experts of each projection."""
-        experts = len(module.get_parameter("down_proj"))
-        return sharing_sets(projections(module), experts)
+        names = projections(module)
+        experts = range(len(module.get_parameter(names[0])))
+        return [
+            tuple(part_name(name, expert) for expert in experts[first : first + MOST_SHARING])
+            for name in names
+            for first in experts[::MOST_SHARING]
+        ]
 
     def assemble(
         self, module: nn.Module, parts: Mapping[str, nn.Module], config: SketchConfig | None = None
@@ -82,3 +93,10 @@ def _is_of_interface(module: nn.Module) -> bool:
     """Whether transformers decides how the experts run, told without importing it."""
     known = all(hasattr(module, name) for name in ("is_transposed", "has_bias", "num_experts", "_apply_gate"))
     return known and bool(projections(module)) and hasattr(type(module).forward, "__wrapped__")
+
+
+def _holds_stacked_matrices(module: nn.Module) -> bool:
+    """Whether a module that is no layer of torch, nor made of layers, holds several matrices as one."""
+    if type(module).__module__.startswith("torch.") or next(module.children(), None) is not None:
+        return False
+    return any(is_stack(one) for one in module._parameters.values())

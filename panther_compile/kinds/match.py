@@ -25,7 +25,6 @@ def why_not_plain(
     base: type[nn.Module],
     *,
     tensors: frozenset[str],
-    besides: frozenset[str] = frozenset(),
     children: frozenset[str] = frozenset(),
     methods: tuple[str, ...] = ("forward",),
     sizes: tuple[int, ...] | None = None,
@@ -36,7 +35,6 @@ def why_not_plain(
         module: of type `base` or a subclass.
         base: `nn.Linear`, `nn.Conv2d`, ...
         tensors: names of the parameters and buffers that the base class has.
-        besides: names of those that stay as they are, whatever they are.
         children: names of the submodules that the base class has.
         methods: those that define what the base class computes.
         sizes: arguments that the base class can be made with, to know the attributes of its instances; None:
@@ -56,7 +54,6 @@ def why_not_plain(
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if any(isinstance(tensor, UninitializedTensorMixin) for tensor in own.values()):
         return "lazy: run one batch through the model first"
-    own = {name: tensor for name, tensor in own.items() if name not in besides}
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "has hooks, which expect the dense layer (pruning and weight_norm use them too)"
     extra = sorted(set(own) - tensors) + sorted(set(dict(module.named_children())) - children)
@@ -66,7 +63,7 @@ def why_not_plain(
         if name not in own and getattr(module, name, None) is not None:
             return f"its {name} is neither a parameter nor a buffer"
     for name, tensor in own.items():
-        reason = _why_not_tensor(name, tensor)
+        reason = why_not_tensor(name, tensor)
         if reason is not None:
             return reason
     added = added_by_subclass(type(module), base) or _added_to_instance(module, base, sizes)
@@ -201,7 +198,8 @@ def _plain_attributes(base: type[nn.Module], sizes: tuple[int, ...]) -> frozense
         return frozenset(vars(base(*sizes, device="cpu")))
 
 
-def _why_not_tensor(name: str, tensor: Tensor) -> str | None:
+def why_not_tensor(name: str, tensor: Tensor) -> str | None:
+    """Why a parameter of a name is no plain tensor of fractions, or None if it is one."""
     if type(tensor) not in (nn.Parameter, Tensor):
         return f"its {name} is a {type(tensor).__name__}, not a plain tensor (quantized or sharded)"
     if tensor.dtype not in _FLOATS:

@@ -16,8 +16,8 @@ from panther_compile.kinds.embedding import EmbeddingKind
 from panther_compile.kinds.experts import ExpertsKind
 from panther_compile.kinds.linear import LinearKind
 from panther_compile.kinds.recurrent import GRUCellKind, GRUKind, LSTMCellKind, LSTMKind
-from panther_compile.kinds.stack import StackKind
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.own_weights import holds_own_weights
 from panther_compile.typed_json import read_arguments
 
 # Attention first: it claims its projections, which would look like any other linear layer.
@@ -37,12 +37,13 @@ KINDS: tuple[Kind, ...] = (
     GRUCellKind(),
     EmbeddingKind(),
     ExpertsKind(),
-    StackKind(),
 )
 
 
 def find_kind(module: nn.Module) -> Kind | None:
     """The kind of a dense layer; None if it is of no kind that can be sketched."""
+    if holds_own_weights(module):
+        return None  # its own layers can
     return next((kind for kind in KINDS if kind.matches(module) is not None), None)
 
 

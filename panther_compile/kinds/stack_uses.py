@@ -9,22 +9,22 @@ The text of the forward is read, and that of the methods that it calls; nothing 
 """
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from panther_compile.kinds.source import in_order, is_self, own_functions
+from panther_compile.layers.matrix_stacks import is_stack
 from panther_compile.layers.stack_product import read_product
 
 _QUESTIONS = ("shape", "dtype", "device", "ndim")
 _ASKED = ("size", "dim")  # methods
 _KEEPING = ("to", "contiguous", "type_as")
 _PRODUCTS = ("matmul", "bmm", "mm")
+_WHOLE = ("parameters", "named_parameters", "state_dict", "_parameters")
 _SUMS = ("baddbmm", "addmm")
 _PLACES = (ast.Name, ast.Constant, ast.UnaryOp, ast.BinOp, ast.Call, ast.Subscript, ast.Attribute)
 
@@ -50,14 +50,28 @@ class StackUses:
         stacks: names of those that rows are multiplied by, and whether each is (n, I, O), as `x @ P` takes
             it, not (n, O, I).
         reasons: why the others are not.
-        read: the attributes of itself that it reads.
-        asks_above: whether it calls a method of the class above by `super`.
     """
 
     stacks: dict[str, bool]
     reasons: dict[str, str]
-    read: frozenset[str] = frozenset()
-    asks_above: bool = False
+
+
+def stacks_of(module: nn.Module) -> dict[str, bool]:
+    """The 3-D parameters by whose matrices a module multiplies, and whether each is (n, I, O)."""
+    return _uses_in(module).stacks
+
+
+def why_no_stacks(module: nn.Module) -> str | None:
+    """Why the first of a module's 3-D parameters is no stack of matrices that it multiplies by, if so."""
+    return next(iter(_uses_in(module).reasons.values()), None)
+
+
+def _uses_in(module: nn.Module) -> "StackUses":
+    own = module._parameters.items()
+    names = tuple(name for name, one in own if is_stack(one))
+    if not names or type(module).__module__.startswith("torch."):
+        return StackUses({}, {})
+    return read_uses(type(module), names)  # type: ignore[arg-type]
 
 
 @cache
@@ -70,9 +84,12 @@ def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
     """
     what = f"the forward of {cls.__name__}"
     try:
-        functions = list(_reached(cls))
+        functions = list(own_functions(cls))
     except (OSError, TypeError, SyntaxError):  # made at run time, or in C
         return StackUses({}, dict.fromkeys(names, f"{what} uses 3-D parameters, and cannot be read"))
+    nodes = [node for function in functions for node in ast.walk(function)]
+    if any(isinstance(node, ast.Attribute) and node.attr in _WHOLE and is_self(node.value) for node in nodes):
+        return StackUses({}, dict.fromkeys(names, f"{what} reads all of its parameters"))
     stacks: dict[str, bool] = {}
     reasons: dict[str, str] = {}
     for name in names:
@@ -86,40 +103,7 @@ def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
         else:
             by = f"by {name} and by its transpose" if uses else f"nothing by its 3-D parameter {name}"
             reasons[name] = f"{what} multiplies {by}"
-    nodes = [node for function in functions for node in ast.walk(function)]
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
-    above = any(isinstance(node, ast.Name) and node.id in ("super", "__class__") for node in nodes)
-    return StackUses(stacks, reasons, frozenset(read), above)
-
-
-def _reached(cls: type[Any]) -> Iterator[ast.FunctionDef]:
-    """The text of the forward and of the class's own methods that it names, each once.
-
-    Raises:
-        OSError, TypeError, SyntaxError: one cannot be read.
-    """
-    waiting, seen = ["forward"], {"forward"}
-    while waiting:
-        held = inspect.getattr_static(cls, waiting.pop())
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(held))))
-        function = tree.body[0]
-        if not isinstance(function, ast.FunctionDef) or not function.args.args:
-            raise TypeError
-        own = function.args.args[0].arg
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and node.id == own:
-                node.id = "self"  # as most call it
-        yield function
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr not in seen:
-                seen.add(node.attr)
-                method = inspect.getattr_static(cls, node.attr, None)
-                if isinstance(method, FunctionType) and not hasattr(nn.Module, node.attr):
-                    waiting.append(node.attr)
-
-
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
+    return StackUses(stacks, reasons)
 
 
 class _Reader:
@@ -142,7 +126,7 @@ class _Reader:
         Raises:
             _UnknownUseError: anything else is done with it.
         """
-        for node in _in_order(self.function):
+        for node in in_order(self.function):
             if isinstance(node, ast.Assign):
                 self._assign(node)
             self._use(node)
@@ -241,7 +225,7 @@ class _Reader:
         if isinstance(node, ast.Name):
             return self._held.get(node.id)
         if isinstance(node, ast.Attribute):
-            if _is_self(node.value):
+            if is_self(node.value):
                 return _Stack(self.name) if node.attr == self.name else None
             held = self._stack(node.value)
             turns = node.attr == "mT" or (node.attr == "T" and held is not None and held.is_one)
@@ -269,15 +253,3 @@ class _Reader:
             ways: tuple[set[str], ...] = ({"-1", "-2"}, {"0", "1"} if held.is_one else {"1", "2"})
             return replace(held, turned=not held.turned) if sizes in ways else None
         return None
-
-
-def _in_order(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Every node, in the order of the text: a name is assigned before it is read."""
-    for statement in function.body:
-        yield from _below(statement)
-
-
-def _below(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _below(child)

@@ -14,7 +14,6 @@ favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read
 linear           SketchedLinear
 linear_replacement  What stands in for a dense linear layer
-matrix_stacks    Matrices of one 3-D parameter as linear layers, and the way back
 narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
 parts            Layers that hold a linear layer for each of their weights
@@ -22,8 +21,6 @@ recurrent        SketchedLSTM and SketchedGRU
 recurrent_cell   SketchedLSTMCell and SketchedGRUCell
 recurrent_parts  RecurrentParts: what those have in common, and one step of each
 residual         ResidualLinear: a quantized layer and a low-rank branch beside it
-stack            SketchedStack: a module whose own forward multiplies by matrices of 3-D parameters
-stack_product    Equations of einsum that multiply rows by the matrices of a stack
 """
 
 from panther_compile.layers.attention import SketchedMultiheadAttention
@@ -42,7 +39,6 @@ from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 from panther_compile.layers.recurrent import SketchedGRU, SketchedLSTM
 from panther_compile.layers.recurrent_cell import SketchedGRUCell, SketchedLSTMCell
 from panther_compile.layers.residual import ResidualLinear
-from panther_compile.layers.stack import SketchedStack
 
 __all__ = [
     "NarrowConv1D",
@@ -64,5 +60,4 @@ __all__ = [
     "SketchedLayer",
     "SketchedLinear",
     "SketchedMultiheadAttention",
-    "SketchedStack",
 ]

@@ -22,10 +22,10 @@ from panther_compile.layers.base import Spec
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.matrix_stacks import (
+    copy_without,
     part_name,
     parts_of_stack,
     stack_of_parts,
-    without_parameters,
 )
 from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
 
@@ -203,7 +203,7 @@ class SketchedExperts(LayerOfParts):
 
     def to_dense(self) -> nn.Module:
         """The module that it replaces, of its own class, with the factors multiplied out."""
-        dense = without_parameters(self.rest, ())
+        dense = copy_without(self.rest, ())
         vars(dense).pop("_is_hf_initialized", None)
         for name in self.sizes:
             parts = [self.part(name, expert) for expert in range(self.experts)]
@@ -292,9 +292,9 @@ def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _without_projections(module: nn.Module) -> nn.Module:
-    """See `without_parameters`."""
+    """See `copy_without`."""
     names = projections(module)
-    return without_parameters(module, {*names, *(f"{name}_bias" for name in names)})
+    return copy_without(module, {*names, *(f"{name}_bias" for name in names)})
 
 
 def _stacked_factors(parts: list[nn.Module]) -> tuple[Tensor, ...]:

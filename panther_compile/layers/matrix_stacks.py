@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.linear import SketchedLinear
-
-# Matrices that may share a factor: it is a small part of theirs then, and a plan names them all for each.
-MOST_SHARING = 32
 
 
 def part_name(stack: str, place: int) -> str:
@@ -39,15 +37,6 @@ def parts_of_stack(stack: nn.Parameter, biases: nn.Parameter | None, *, transpos
     return found
 
 
-def sharing_sets(stacks: Iterable[str], count: int) -> list[tuple[str, ...]]:
-    """The names of parts that may share a factor: matrices of one stack, each of so many."""
-    return [
-        tuple(part_name(name, place) for place in range(first, min(first + MOST_SHARING, count)))
-        for name in stacks
-        for first in range(0, count, MOST_SHARING)
-    ]
-
-
 def copied_part(part: nn.Module) -> nn.Module:
     """A dense part with parameters of its own; others as they are."""
     if type(part) is not nn.Linear:
@@ -73,19 +62,19 @@ def stack_of_parts(
     return stack, nn.Parameter(biases, any(one.bias.requires_grad for one in plain))
 
 
-def without_parameters(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module of the same class and attributes, with copies of all tensors and parts but some parameters."""
+def copy_without(module: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A module of the same class and attributes, with copies of all tensors and parts, but without some."""
     gone = set(names)
     new = type(module).__new__(type(module))
-    new.__dict__.update(module.__dict__)
-    new._parameters = {
-        name: copy.deepcopy(held) for name, held in module._parameters.items() if name not in gone
-    }
-    new._buffers = copy.deepcopy(module._buffers)
-    new._modules = copy.deepcopy(module._modules)
+    new.__dict__.update({name: held for name, held in module.__dict__.items() if name not in gone})
+    for held in ("_parameters", "_buffers", "_modules"):
+        mine = {name: one for name, one in vars(module)[held].items() if name not in gone}
+        new.__dict__[held] = copy.deepcopy(mine)
     return new
 
 
 def is_stack(tensor: Tensor | None) -> bool:
     """Whether a parameter holds several matrices: 3-D, none of its sizes one."""
-    return tensor is not None and tensor.dim() == 3 and min(tensor.shape) > 1
+    if tensor is None or isinstance(tensor, UninitializedTensorMixin):
+        return False
+    return tensor.dim() == 3 and min(tensor.shape) > 1

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import first_line
 from panther_compile.kinds.registry import is_known
+from panther_compile.layers.own_weights import holds_own_weights
 from panther_compile.models.substitute import held_tensors
 from panther_compile.passes.lift_functional import liftable_call
 
@@ -43,7 +44,7 @@ class SketchTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a call of the module is one node."""
-        return is_known(m) or super().is_leaf_module(m, module_qualified_name)
+        return holds_own_weights(m) or is_known(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 def read_graph(model: nn.Module) -> Reading:
@@ -136,9 +137,8 @@ class _WatchReads(TorchFunctionMode):
 
 
 def clone_structure(model: nn.Module) -> nn.Module:
-    """A copy of the module tree that shares every parameter and buffer with the original."""
-    tensors = (*model.parameters(), *model.buffers())
-    clone: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    """A copy of the module tree that shares every tensor that a module holds with the original."""
+    clone: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in held_tensors(model)})
     return clone
 
 

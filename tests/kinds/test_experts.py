@@ -217,7 +217,7 @@ def test_a_class_of_ones_own_is_left_alone_with_a_reason():
     model = nn.Sequential(nn.Linear(32, 32), Contracted())
     plan = pc.plan_sketch(model, 0.5, include=["0", "1"], **OPTIONS)
     line = next(line for line in plan.layers if line.name == "1")
-    assert line.kind == "Stack"
+    assert line.kind == "Experts"
     assert line.dense_numbers == 2 * 4 * 24 * 32
     assert "the forward of Contracted uses its 3-D parameter first itself" in line.reason
 

@@ -1,0 +1,91 @@
+"""Whether a subclass of a convolution uses its weight and bias in calls of torch's convolution alone.
+
+    return super().forward(F.pad(x, self.left))
+    return self._conv_forward(self.pad(x), self.weight, self.bias)
+    return F.conv2d(same(x), self.weight, self.bias, self.stride)
+
+So do the convolutions of video autoencoders, which pad in time on one side and keep frames for the next
+chunk, and those of streaming speech encoders. The text of the forward is read; nothing is run.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from panther_compile.kinds.source import is_self, own_functions
+
+_BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CALLS = ("conv1d", "conv2d", "conv3d")
+_WEIGHTS = ("weight", "bias")
+_QUESTIONS = ("dtype", "device", "shape", "ndim", "size", "dim")
+
+
+def convolution_called(module: nn.Module) -> Any:
+    """The class of torch whose convolution a subclass's own forward calls; None if it is no such subclass.
+
+    Args:
+        module: any.
+    """
+    cls: Any = type(module)
+    base = next((one for one in cls.__mro__ if one in _BASES), None)
+    if base is None or cls.forward is base.forward or cls._conv_forward is not base._conv_forward:
+        return None
+    has_bias = module._parameters.get("bias") is not None
+    return base if module._parameters.get("weight") is not None and _only_calls(cls, base, has_bias) else None
+
+
+@cache
+def _only_calls(cls: Any, base: Any, has_bias: bool) -> bool:
+    try:
+        functions = list(own_functions(cls, base))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or in C
+        return False
+    calls, known = 0, set[ast.AST]()
+    for function in functions:
+        for node in ast.walk(function):
+            used = _used_by_call(node, has_bias)
+            calls += used is not None
+            known.update(used or (), _asked(node))
+    nodes = [node for function in functions for node in ast.walk(function)]
+    return calls > 0 and all(node in known for node in nodes if _is_weight(node) or _is_super(node))
+
+
+def _used_by_call(node: ast.AST, has_bias: bool) -> tuple[ast.AST, ...] | None:
+    """What of the weight, the bias and `super` a call of torch's convolution uses; None if it is none."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    method, args = node.func, node.args
+    if any(isinstance(one, ast.Starred) for one in args[:3]) or any(one.arg is None for one in node.keywords):
+        return None
+    if method.attr == "forward" and isinstance(method.value, ast.Call) and _is_super(method.value.func):
+        return (method.value.func,) if len(args) == 1 and not node.keywords else None
+    is_own = method.attr == "_conv_forward" and is_self(method.value)
+    if not is_own and method.attr not in _CALLS:
+        return None
+    named = {one.arg: one.value for one in node.keywords}
+    given = dict(zip(("input", *_WEIGHTS), args, strict=False)) | named
+    held = {name: given.get(name) for name in _WEIGHTS}
+    if not _reads(held["weight"], "weight") or (has_bias and not _reads(held["bias"], "bias")):
+        return None
+    return tuple(one for one in held.values() if one is not None)
+
+
+def _asked(node: ast.AST) -> Iterator[ast.AST]:
+    """What is only asked for its type."""
+    if isinstance(node, ast.Attribute) and node.attr in _QUESTIONS and _reads(node.value, "weight"):
+        yield node.value
+
+
+def _reads(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and is_self(node.value) and node.attr == name
+
+
+def _is_weight(node: ast.AST) -> bool:
+    return any(_reads(node, name) for name in _WEIGHTS)
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "super"

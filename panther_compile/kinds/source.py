@@ -1,0 +1,60 @@
+"""The text of a class's own methods, read and not run."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+
+def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> Iterator[ast.FunctionDef]:
+    """The forward of a class, those that it overrides, and the methods that they name, each once.
+
+    In all of them the first argument is called "self".
+
+    Args:
+        cls: of a module.
+        base: whose own methods, and those of the classes above it, are known.
+
+    Raises:
+        OSError, TypeError, SyntaxError: one cannot be read.
+    """
+    above = cls.__mro__[: cls.__mro__.index(base)]
+    waiting: list[Any] = [vars(one)["forward"] for one in above if "forward" in vars(one)]
+    seen = {"forward"}
+    while waiting:
+        function = _function(waiting.pop(0))
+        yield function
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and is_self(node.value) and node.attr not in seen:
+                seen.add(node.attr)
+                method = inspect.getattr_static(cls, node.attr, None)
+                if isinstance(method, FunctionType) and method is not getattr(base, node.attr, None):
+                    waiting.append(method)
+
+
+def is_self(node: ast.AST) -> bool:
+    """Whether an expression is the module itself."""
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, in the order of the text."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from in_order(child)
+
+
+def _function(held: Any) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(held))))
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        raise TypeError(f"{held!r} is no method")
+    own = function.args.args[0].arg
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == own:
+            node.id = "self"  # as most call it
+    return function

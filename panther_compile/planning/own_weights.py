@@ -1,0 +1,116 @@
+"""Weights that a module's own forward multiplies by, lifted to layers that can be sketched, and lowered back.
+
+Before:
+    experts: Llama4TextExperts      gate_up_proj: Parameter (E, H, 2 F)
+    conv_in: WanCausalConv3d        weight: Parameter (O, I, 3, 3, 3), bias: Parameter (O,)
+After, exact:
+    experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
+    conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
+
+The modules keep their class and their forward, whose text says what it does with the parameters
+(`kinds/stack_uses.py`, `kinds/conv_uses.py`); what is used otherwise stays as it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from panther_compile.kinds.conv_uses import convolution_called
+from panther_compile.kinds.match import why_not_tensor
+from panther_compile.kinds.registry import find_kind
+from panther_compile.kinds.stack_uses import stacks_of
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
+from panther_compile.models.substitute import copied
+from panther_compile.planning.trace import clone_structure
+
+_INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws initial values
+
+
+def lifted(model: nn.Module) -> nn.Module:
+    """The model, or where there is something to lift a copy that shares its tensors.
+
+    Raises:
+        ConfigTypeError: there is, and the model cannot be copied.
+    """
+    if next(_own_weights(model), None) is None:
+        return model
+    clone = copied(clone_structure, model)
+    lift_own_weights(clone)
+    return clone
+
+
+def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> None:
+    """Put layers in the place of parameters, in the model itself.
+
+    Args:
+        model: is changed.
+        only: names of parameters; None for all that can be lifted.
+    """
+    wanted = None if only is None else set(only)
+    orders: dict[nn.Module, tuple[str, ...]] = {}
+    for module, prefix, name, layer in list(_own_weights(model)):
+        if wanted is None or f"{prefix}{name}" in wanted:
+            layer.order = orders.setdefault(module, tuple(module._parameters))
+            del module._parameters[name]
+            if isinstance(layer, Kernel):
+                module._parameters["bias"] = None
+            module._modules[name] = layer
+            vars(module)[_INITIALIZED] = True
+
+
+def lower_own_weights(model: nn.Module) -> None:
+    """Put parameters back, in the model itself, for layers none of which was sketched."""
+    for module in list(model.modules()):
+        for name, layer in list(module._modules.items()):
+            dense = layer.dense() if isinstance(layer, OwnWeight) else None
+            if isinstance(layer, OwnWeight) and dense is not None:
+                del module._modules[name]
+                vars(module).pop(_INITIALIZED, None)
+                own = module._parameters | {suffix or name: held for suffix, held in dense.items()}
+                module._parameters = {one: own[one] for one in (*layer.order, *own) if one in own}
+
+
+def names_lifted(model: nn.Module) -> list[str]:
+    """The names of the parameters for which layers stand."""
+    return [name for name, module in model.named_modules() if isinstance(module, OwnWeight)]
+
+
+def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWeight]]:
+    """Modules with their name, and of each parameter that can be lifted its name and the layers for it."""
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, SketchedLayer | OwnWeight):
+            inside.update(module.modules())
+            continue
+        prefix = f"{name}." if name else ""
+        if "forward" in vars(module) or parametrize.is_parametrized(module) or not _is_left_alone(module):
+            continue
+        base = convolution_called(module)
+        if base is not None and _may_lift(module, ("weight", "bias"), held):
+            yield module, prefix, "weight", Kernel(module, base)
+        for stack, rows_first in stacks_of(module).items():
+            if _may_lift(module, (stack,), held):
+                parameter = module._parameters[stack]
+                assert parameter is not None
+                yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
+
+
+def _is_left_alone(module: nn.Module) -> bool:
+    """Whether no kind of layer takes the module as it is."""
+    kind = find_kind(module)
+    return kind is None or kind.why_not(module) is not None
+
+
+def _may_lift(module: nn.Module, names: Iterable[str], held: Counter[int]) -> bool:
+    """Whether parameters are plain ones, which nothing else holds."""
+    parameters = {name: module._parameters.get(name) for name in names}
+    return all(
+        one is None or (held[id(one)] == 1 and why_not_tensor(name, one) is None)
+        for name, one in parameters.items()
+    )

@@ -1,0 +1,468 @@
+"""Weights that a module's own forward multiplies by, through every route."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kinds import routes
+from kinds.routes import relative
+from torch import nn
+
+import panther_compile as pc
+from panther_compile.kinds.stack_uses import why_no_stacks
+from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
+from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
+from panther_compile.layers.stack_product import read_product
+from panther_compile.planning.own_weights import lifted, lower_own_weights
+
+N, D, H = 3, 24, 40  # matrices, features, hidden features
+
+
+def drawn(*shape):
+    return nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5)
+
+
+class Ensemble(nn.Module):
+    """Every member on every row, as of reinforcement learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = drawn(N, D, H), drawn(N, H, D)
+        self.b1, self.b2 = drawn(N, H), drawn(N, 1, D)
+        self.register_buffer("scale", torch.ones((), dtype=torch.int64))
+
+    def forward(self, x):
+        h = torch.baddbmm(self.b1.unsqueeze(1), x.expand(self.w1.shape[0], -1, -1), self.w1)
+        return (torch.bmm(h.relu(), self.w2) + self.b2).mean(0)
+
+
+class Broadcast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = drawn(N, D, H), drawn(N, H, D)
+
+    def forward(self, x):
+        h = (x @ self.first.to(x.dtype)).tanh()
+        return torch.matmul(h[None], self.last).squeeze(0).sum(-3)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = drawn(N, H, D), drawn(N, D, H)
+
+    def forward(self, x):
+        rows = x.expand(len(self.up_proj), -1, -1)
+        hidden = torch.bmm(rows, self.up_proj.transpose(1, 2)).relu()
+        return hidden.bmm(self.down_proj.mT).sum(0)
+
+
+class Loop(nn.Module):
+    """Rows go to the matrix that a router chooses; with a shared linear layer beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.shared = nn.Linear(D, N), nn.Linear(D, D)
+        self.w_in, self.w_out, self.bias = drawn(N, H, D), drawn(N, H, D), drawn(N, H)
+        self.norm, self.act = nn.LayerNorm(D), nn.SiLU()
+
+    def forward(self, x):
+        x = self.norm(x)
+        chosen = self.router(x).argmax(-1)
+        out = self.shared(x)
+        for expert in range(N):
+            rows = (chosen == expert).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, self.expert(x[rows], expert))
+        return out
+
+    def expert(self, rows, number):
+        up, down = self.w_in[number], self.w_out[number].t()
+        hidden = self.act(F.linear(rows, up, self.bias[number]))
+        return F.linear(hidden, weight=down)
+
+
+class Einsum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = drawn(N, D, H), drawn(N, D, H)
+
+    def forward(s, x):  # noqa: N805
+        hidden = torch.einsum("td,edf->tef", x, s.first).relu()
+        return torch.einsum("tef,edf->td", hidden, s.last)
+
+
+class Mixture(nn.Module):
+    """Experts in 3-D parameters beside layers of their own, in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.shared = nn.Linear(D, N), nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D))
+        self.first, self.last = drawn(N, D, H), drawn(N, H, D)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @property
+    def count(self):
+        return self.first.shape[0]
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        hidden = torch.einsum("td,edf->etf", x, self.first).relu()
+        outs = torch.bmm(hidden, self.last)
+        assert len(outs) == self.count
+        return torch.einsum("te,etd->td", weights, outs) + self.shared(x)
+
+
+class Causal(nn.Conv1d):
+    """Sees nothing of what comes later."""
+
+    def __init__(self):
+        super().__init__(D, D, 5, dilation=2)
+        self.left = 8
+
+    def forward(self, x, cache=None):
+        x = x.T[None]
+        before = F.pad(x, (self.left, 0)) if cache is None else torch.cat([cache, x], -1)
+        return super().forward(before)[0].T
+
+
+class Same(nn.Conv2d):
+    def __init__(self):
+        super().__init__(2, 2 * D, (4, 3), stride=2, bias=False)
+
+    def forward(self, x):
+        x = F.pad(x.view(-1, 2, 4, D // 8), (1, 0, 1, 2)).to(self.weight.dtype)
+        out = F.conv2d(x, self.weight, self.bias, self.stride, padding=(1, 0))
+        return F.adaptive_avg_pool2d(out, 1).view(len(out), 2, -1)[:, 0].repeat(1, 1)[:, :D]
+
+
+class Frames(nn.Conv3d):
+    def __init__(self):
+        super().__init__(3, D, (3, 2, 2), padding=(1, 0, 0), padding_mode="replicate", groups=1)
+        self.before = None
+
+    def forward(self, input):
+        x = input.view(len(input), 3, 2, 2, 2)
+        self.before = x
+        return self._conv_forward(x, self.weight, self.bias).mean((2, 3, 4))
+
+
+STACKS = {
+    Ensemble: {"w1": True, "w2": True},
+    Broadcast: {"first": True, "last": True},
+    Turned: {"up_proj": False, "down_proj": False},
+    Loop: {"w_in": False, "w_out": True},
+    Einsum: {"first": True, "last": False},
+    Mixture: {"first": True, "last": True},
+}
+KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
+CLASSES = [*STACKS, *KERNELS]
+
+
+def build(cls):
+    torch.manual_seed(0)
+    return cls().eval()
+
+
+def layers_of(model):
+    return {name: one for name, one in model.named_modules() if isinstance(one, OwnWeight)}
+
+
+@pytest.fixture(params=CLASSES, ids=lambda cls: cls.__name__)
+def module(request):
+    return build(request.param)
+
+
+def test_what_the_forward_does_is_read(module):
+    found = layers_of(lifted(module))
+    if type(module) in KERNELS:
+        assert [(name, type(one)) for name, one in found.items()] == [("weight", Kernel)]
+        return
+    assert {name: one.transposed for name, one in found.items()} == STACKS[type(module)]
+    for name, one in found.items():
+        count, inputs, outputs = one.sizes
+        shape = (count, inputs, outputs) if one.transposed else (count, outputs, inputs)
+        assert module.get_parameter(name).shape == shape
+
+
+def test_lifted_computes_the_same_and_is_lowered_again(module):
+    before = copy.deepcopy(module.state_dict())
+    clone, x = lifted(module), torch.randn(14, D)
+    assert type(clone) is type(module)
+    torch.testing.assert_close(clone(x), module(x))
+    torch.testing.assert_close(copy.deepcopy(clone)(x), module(x))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(clone))(x), module(x))
+    module(x).square().mean().backward()
+    clone(x).square().mean().backward()
+    for name, one in layers_of(clone).items():
+        if isinstance(one, Matrices):
+            learnt = [layer.weight for layer in one.layers]
+            grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in learnt]
+            grads = torch.stack(grads).mT if one.transposed else torch.stack(grads)
+            torch.testing.assert_close(grads, module.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    lower_own_weights(clone)
+    assert list(clone.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in clone.state_dict().items())
+    assert [name for name, _ in clone.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert set(vars(clone)) == set(vars(module))
+
+
+def test_factors_compute_what_they_stand_for(module):
+    before = copy.deepcopy(module.state_dict())
+    small = pc.sketchify(nn.Sequential(module), 0.5, **routes.OPTIONS)
+    assert type(small[0]) is type(module)
+    assert layers_of(small)
+    x = torch.randn(14, D)
+    dense = pc.densify(small)
+    assert type(dense[0]) is type(module)
+    assert list(dense[0].state_dict()) == list(module.state_dict())
+    torch.testing.assert_close(small(x), dense(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(small)(x), small(x))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    report = pc.sketch_report(small)
+    numbers = lambda one: sum(t.numel() for t in (*one.parameters(), *one.buffers()))  # noqa: E731
+    assert (report.stored_numbers, report.dense_numbers) == (numbers(small), numbers(module))
+
+
+class Block(nn.Module):
+    """A residual block, so that there is something before and behind."""
+
+    def __init__(self, cls):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(D, D), build(cls), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.inner(x))
+
+
+LAYERS = (SketchedLinear, SketchedConv1d, SketchedConv2d, SketchedConv3d)
+torch.manual_seed(1)
+MIXING = torch.randn(4, D)
+BATCHES = [torch.randn(32, 4) @ MIXING + 0.05 * torch.randn(32, D) for _ in range(4)]
+
+
+@pytest.fixture
+def block(module):
+    return Block(type(module))
+
+
+def test_weights_alone_saved_and_skeleton(block, tmp_path):
+    small = pc.sketchify(block, 0.6, **routes.OPTIONS)
+    assert layers_of(small.inner)
+    routes.saved_and_loaded(small, Block(type(block.inner)), BATCHES[0], tmp_path / "saved")
+    routes.as_skeleton(lambda: Block(type(block.inner)), small)
+
+
+def test_inplace(block):
+    wanted = pc.sketchify(block, 0.6, **routes.OPTIONS)(BATCHES[0])
+    inner = block.inner
+    small = pc.sketchify(block, 0.6, inplace=True, **routes.OPTIONS)
+    assert (small is block, small.inner is inner) == (True, True)
+    torch.testing.assert_close(small(BATCHES[0]), wanted)
+    pc.densify(small, inplace=True)
+    assert (small.inner is inner, layers_of(small)) == (True, {})
+    torch.testing.assert_close(small(BATCHES[0]), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_data_and_healing(block):
+    routes.by_data(block, BATCHES, BATCHES[0], LAYERS)
+    fitted = vars(pc.sketchify(block, 0.4, data=BATCHES, **routes.OPTIONS))["_panther_sketch"].fitted
+    parts = [one for name, one in fitted.items() if name.startswith("inner.")]
+    assert parts
+    routed = isinstance(block.inner, Loop)  # some experts may be given no row
+    assert routed or all(one.method == "calibrated" for one in parts)
+    routes.healed(block, BATCHES, BATCHES[0])
+
+
+def test_latency(block):
+    routes.by_latency(block, BATCHES[0])
+
+
+def test_backend(block):
+    routes.compiled(block, BATCHES[0], LAYERS)
+
+
+@pytest.mark.parametrize("cls", [one for one in CLASSES if one is not Loop])
+def test_graphs_and_onnx(cls, tmp_path):
+    block = Block(cls)
+    small = pc.sketchify(block, 0.6, **routes.OPTIONS)
+    program = torch.export.export(small.eval(), (BATCHES[0],))
+    torch.testing.assert_close(program.module()(BATCHES[0]), small(BATCHES[0]), rtol=1e-4, atol=1e-5)
+    routes.exported(small, BATCHES[0], tmp_path / "small.onnx")
+    routes.partitioned(small, BATCHES[0])
+
+
+def test_layers_beside_are_layers_of_their_own():
+    small = pc.sketchify(Block(Mixture), 0.5, exclude=["*.gate", "*.last.1"], **routes.OPTIONS)
+    assert type(small.inner.gate) is nn.Linear
+    assert isinstance(small.inner.shared[0], SketchedLinear)
+    kinds = {place: type(one) for place, one in small.inner.last.named_children()}
+    assert kinds == {"0": SketchedLinear, "1": nn.Linear, "2": SketchedLinear}
+    torch.testing.assert_close(pc.densify(small)(BATCHES[0]), small(BATCHES[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_sketched_is_a_parameter_again():
+    small = pc.sketchify(Block(Mixture), 0.5, exclude=["inner.first.*"], **routes.OPTIONS)
+    assert type(small.inner.first) is nn.Parameter
+    assert list(layers_of(small)) == ["inner.last"]
+    pc.heal(small, teacher=Block(Mixture), data=BATCHES, steps=2, progress=False)
+
+
+def test_anything_else_is_asked_of_the_values():
+    module = build(Turned)
+    stack, dense = lifted(module).up_proj, module.up_proj
+    asked = (stack.shape, stack.dtype, stack.device, stack.dim(), stack.ndim, stack.size(1), len(stack))
+    assert asked == (dense.shape, dense.dtype, dense.device, 3, 3, H, N)
+    assert (stack[1].size(), stack[-1].T.shape) == ((H, D), (D, H))
+    places = torch.tensor([2, 0])
+    for ask in (
+        lambda one: one[places],
+        lambda one: one[:, 1:],
+        lambda one: one.sum(),
+        lambda one: one * 2 - 1,
+        lambda one: one.double(),
+        lambda one: one.to(torch.float64),
+        torch.linalg.vector_norm,
+        lambda one: one.transpose(0, 1),
+        lambda one: torch.bmm(torch.ones(N, 2, H), one),
+        lambda one: torch.einsum("ti,eji->tej", torch.ones(2, D), one),
+        lambda one: F.linear(input=torch.ones(2, D), weight=one[1]),
+        lambda one: torch.baddbmm(torch.ones(N, 1, 1), torch.ones(N, 2, D), one.mT),
+    ):
+        torch.testing.assert_close(ask(stack), ask(dense))
+    with pytest.raises(IndexError):
+        stack[N]
+    with pytest.raises(pc.PantherError, match="would write to the weight"):
+        stack.data.clamp_(0)
+
+
+def test_autocast_and_half_precision():
+    for cls in CLASSES:
+        block, x = Block(cls), BATCHES[0]
+        small = pc.sketchify(block, 0.6, **routes.OPTIONS)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert small(x).dtype == block(x).dtype
+        assert small.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+class Scaled(Turned):
+    def forward(self, x):
+        return torch.bmm(x.expand(N, -1, -1), (self.up_proj * 2).mT).sum(0) @ self.down_proj.sum(0).T
+
+
+class BothWays(Turned):
+    def forward(self, x):
+        return F.linear(F.linear(x, self.up_proj[0]) @ self.up_proj[1], self.down_proj[0].T)
+
+
+class Above(Turned):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Whole(Turned):
+    def forward(self, x):
+        return super().forward(x) + sum(one.sum() for one in self.parameters())
+
+
+class TwoThings(Turned):
+    def forward(self, x):
+        weight = self.up_proj[0]
+        if x.sum() > 0:
+            weight = self.down_proj[0].T
+        return F.linear(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Scaled, "uses its 3-D parameter up_proj itself: self.up_proj is in no product that is known"),
+        (BothWays, "multiplies by up_proj and by its transpose"),
+        (TwoThings, "weight stands for two things"),
+        (Whole, "reads all of its parameters"),
+    ],
+)
+def test_what_cannot_be_read_is_left_alone_with_a_reason(cls, reason):
+    assert reason in why_no_stacks(build(cls))
+    plan = pc.plan_sketch(nn.Sequential(nn.Linear(D, D), build(cls), nn.Linear(D, D)), 0.5, **routes.OPTIONS)
+    assert any(reason in line.reason for line in plan.layers) or layers_of(lifted(build(cls)))
+
+
+def test_a_forward_that_asks_the_class_above_is_read_too():
+    assert set(layers_of(lifted(build(Above)))) == {"up_proj", "down_proj"}
+    small, x = pc.sketchify(nn.Sequential(build(Above)), 0.5, **routes.OPTIONS), torch.randn(5, D)
+    torch.testing.assert_close(small(x), pc.densify(small)(x))
+
+
+class Scales(nn.Conv1d):
+    def forward(self, x):
+        return F.conv1d(x, self.weight * 2, self.bias)
+
+
+class AddsBias(nn.Conv1d):
+    def forward(self, x):
+        return super().forward(x) + self.bias[:, None]
+
+
+class NoBias(nn.Conv1d):
+    def forward(self, x):
+        return F.conv1d(x, self.weight)
+
+
+@pytest.mark.parametrize("cls", [Scales, AddsBias, NoBias])
+def test_other_uses_of_a_kernel(cls):
+    assert not layers_of(lifted(nn.Sequential(cls(D, D, 3))))
+    assert not layers_of(lifted(nn.Sequential(nn.Conv1d(D, D, 3))))
+
+
+def test_shared_parameters_stay():
+    model = nn.Sequential(build(Einsum), build(Einsum))
+    model[1].first = model[0].first
+    assert set(layers_of(lifted(model))) == {"0.last", "1.last"}
+
+
+def test_of_another_size(tmp_path):
+    pc.save_sketched(pc.sketchify(nn.Sequential(build(Einsum)), 0.5, **routes.OPTIONS), tmp_path)
+    other = build(Einsum)
+    other.first = drawn(N, D, H + 1)
+    with pytest.raises(pc.PantherError, match="of another size"):
+        pc.load_sketched(nn.Sequential(other), tmp_path)
+
+
+def test_lazy_modules_beside():
+    class Beside(Mixture):
+        def __init__(self):
+            super().__init__()
+            self.more = nn.LazyLinear(D)
+
+        def forward(self, x):
+            return self.more(super().forward(x))
+
+    assert set(layers_of(lifted(nn.Sequential(Beside())))) == {"0.first", "0.last"}
+
+
+@pytest.mark.parametrize(
+    ("equation", "letters"),
+    [
+        ("ebi,eio->ebo", ("ebi", "e", "i", "o", "ebo", True)),
+        ("td, edf -> tef", ("td", "e", "d", "f", "tef", True)),
+        ("tef,edf->td", ("tef", "e", "f", "d", "td", False)),
+        ("e...i,eio->e...o", None),
+        ("ei,eio->eio", None),
+        ("bi,eii->be", None),
+        ("bi,io->bo", None),
+        ("bi,eio", None),
+    ],
+)
+def test_equations(equation, letters):
+    found = read_product(equation)
+    assert (found and (*(getattr(found, name) for name in found.__slots__),)) == letters
+
+
+def test_data_comes_close():
+    block = Block(Turned)
+    small = pc.sketchify(block, 0.75, data=BATCHES, **routes.OPTIONS)
+    with torch.no_grad():
+        assert relative(small(BATCHES[0]), block(BATCHES[0])) < 0.1
