@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from panther_compile.errors import ModelSourceError
 from panther_compile.names import owner_of
+from panther_compile.planning.own_weights import Lifted, lifted_tensors
 from panther_compile.shelf import Shelf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,6 +50,7 @@ class StoredWeights:
         try:
             self._files = self._read_files()
             self._stored = _names_in_model(model, self._files)
+            self._lifted: dict[str, Lifted] = {}
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
 
@@ -61,13 +63,26 @@ class StoredWeights:
         with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
             return dict.fromkeys(stream.keys(), WEIGHTS)
 
+    def read_lifted(self, model: nn.Module) -> None:
+        """Have tensors of layers that stand for parameters read from those; see `lift_own_weights`."""
+        self._lifted = lifted_tensors(model)
+
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
-        return name in self._stored
+        return self._dense(name) in self._stored
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the model, mapped from its file."""
-        return self._read(self._stored[name])
+        lifted, stored = self._lifted.get(name), self._stored[self._dense(name)]
+        if lifted is None or lifted.place is None:
+            return self._read(stored)
+        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+            found: Tensor = stream.get_slice(stored)[lifted.place]
+        return found.t().contiguous() if lifted.transposed else found
+
+    def _dense(self, name: str) -> str:
+        """The name of the parameter that a tensor is of."""
+        return self._lifted[name].parameter if name in self._lifted else name
 
     def map_matrices(self, model: nn.Module, shelf: Shelf) -> None:
         """Have the parameters of several dimensions of the folder's model mapped, and their pages given back.
@@ -87,7 +102,11 @@ class StoredWeights:
 
     def others(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """All tensors but those of some names, file by file, under the names that they have there."""
-        left_out = {self._stored[name] for name in names}
+        left_out = {self._stored[self._dense(name)] for name in names}
+        for name, lifted in self._lifted.items():  # matrices beside others of one parameter that are left out
+            stored = self._stored.get(lifted.parameter)
+            if stored in left_out and name not in names:
+                yield f"{stored}{name.removeprefix(lifted.parameter)}", self.tensor(name)
         for stored in sorted(self._files, key=lambda name: (self._files[name], name)):
             if stored not in left_out:
                 yield stored, self._read(stored)

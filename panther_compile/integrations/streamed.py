@@ -42,6 +42,7 @@ from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
+from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.planning.plan import hides_progress, make_plan
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
@@ -115,6 +116,8 @@ def sketchify_checkpoint(
     with undisturbed(), freed_given_back(), scratch_folder(place.parent) as scratch:
         model = _skeleton(given)
         weights = StoredWeights(given, model)
+        lift_own_weights(model)
+        weights.read_lifted(model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")
         kept = _Work(work, _identity(given, config, plan))
         found, chosen = _planned(model, weights, config, plan, kept)
@@ -359,6 +362,7 @@ def _write(
     name = type(model).__name__
     saved = [read_record(SavedLayer, entry, str(source)) for entry in done.layers]
     replace_inside(model, empty_layers(model, saved, name, source))
+    lower_own_weights(model)
     refusal = f"{saved[0].name}.weight"
     aliases = parameter_aliases(model) | done.aliases
     model.config.quantization_config = SketchedModelConfig(

@@ -10,6 +10,7 @@ embedding   nn.Embedding
 targets     the weights that data can fit, and copies of a model in which they are watched
 conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I, O), becomes SketchedConv1D
 conv_calls      The plain convolution that a functional call or an ONNX node computes
+conv_uses       Whether a subclass of a convolution uses its weight in calls of torch's alone
 conv_on_plane   nn.Conv1d and nn.Conv3d become SketchedConv1d and 3d
 conv_transpose  nn.ConvTranspose1d, 2d and 3d become SketchedConvTranspose1d, 2d and 3d
 experts         the experts of Hugging Face mixtures become SketchedExperts
@@ -18,6 +19,8 @@ kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
 plain_form      layers that make their weight in each call, and the plain ones that they stand for
 recurrent       nn.LSTM, nn.GRU, nn.LSTMCell and nn.GRUCell become SketchedLSTM, ...
+source          The text of a class's own methods
+stack_uses      How a module's own code uses its 3-D parameters
 view            What data sees of a dense layer, whatever its kind
 weights         What kinds have in common
 """

@@ -14,13 +14,16 @@ favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read
 linear           SketchedLinear
 linear_replacement  What stands in for a dense linear layer
+matrix_stacks    Matrices of one 3-D parameter as linear layers, and the way back
 narrow           NarrowLinear
 nested_tensors   nn.TransformerEncoder turns padded inputs into nested tensors, which sketched layers do not
+own_weights      Weights that a module's own forward multiplies by, as layers that do it
 parts            Layers that hold a linear layer for each of their weights
 recurrent        SketchedLSTM and SketchedGRU
 recurrent_cell   SketchedLSTMCell and SketchedGRUCell
 recurrent_parts  RecurrentParts: what those have in common, and one step of each
 residual         ResidualLinear: a quantized layer and a low-rank branch beside it
+stack_product    Equations of einsum that multiply rows by the matrices of a stack
 """
 
 from panther_compile.layers.attention import SketchedMultiheadAttention

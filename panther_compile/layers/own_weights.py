@@ -49,6 +49,12 @@ class OwnWeight(nn.Module):
                 raise
             return getattr(self.factor(), name)
 
+    def keep_alone(self) -> None:
+        """Have layers that were not replaced hold numbers of their own, not views of the parameter's."""
+        for layer in self.children():
+            if type(layer) is nn.Linear and not _is_alone(layer.weight):
+                layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of a tensor: the forward asks it. Who moves or casts a model does so with the modules around."""
         return self.factor().to(*args, **kwargs)
@@ -128,6 +134,12 @@ class Kernel(OwnWeight):
         if type(self.layer) not in _CONVOLUTIONS.values():
             return None
         return {"": self.layer._parameters["weight"], "bias": self.layer._parameters["bias"]}
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory as it is, and there is nothing else."""
+    whole = tensor.numel() * tensor.element_size()
+    return tensor.is_meta or (tensor.is_contiguous() and tensor.untyped_storage().nbytes() == whole)
 
 
 def _factor_of(own: OwnWeight) -> "Factor":

@@ -13,10 +13,12 @@ The modules keep their class and their forward, whose text says what it does wit
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from panther_compile.errors import ConfigTypeError
 from panther_compile.kinds.conv_uses import convolution_called
 from panther_compile.kinds.match import why_not_tensor
 from panther_compile.kinds.registry import find_kind
@@ -32,12 +34,14 @@ _INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws in
 def lifted(model: nn.Module) -> nn.Module:
     """The model, or where there is something to lift a copy that shares its tensors.
 
-    Raises:
-        ConfigTypeError: there is, and the model cannot be copied.
+    Nothing is lifted in a model that cannot be copied.
     """
     if next(_own_weights(model), None) is None:
         return model
-    clone = copied(clone_structure, model)
+    try:
+        clone = copied(clone_structure, model)
+    except ConfigTypeError:  # then inplace=True is all that can be asked for, which needs no copy
+        return model
     lift_own_weights(clone)
     return clone
 
@@ -61,21 +65,48 @@ def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> Non
             vars(module)[_INITIALIZED] = True
 
 
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """Where the tensor of a layer that stands for a parameter is in the dense model.
+
+    Attributes:
+        parameter: the name of the parameter.
+        place: of one matrix of it; None for all of it.
+        transposed: whether that matrix is (I, O).
+    """
+
+    parameter: str
+    place: int | None = None
+    transposed: bool = False
+
+
+def lifted_tensors(model: nn.Module) -> dict[str, Lifted]:
+    """The tensors of layers that stand for parameters, by name, none of them sketched yet."""
+    found: dict[str, Lifted] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Matrices):
+            for place in range(len(module.layers)):
+                found[f"{name}.{place}.weight"] = Lifted(name, place, module.transposed)
+        elif isinstance(module, Kernel):
+            found[f"{name}.layer.weight"] = Lifted(name)
+            found[f"{name}.layer.bias"] = Lifted(f"{name.removesuffix('weight')}bias")
+    return found
+
+
 def lower_own_weights(model: nn.Module) -> None:
     """Put parameters back, in the model itself, for layers none of which was sketched."""
     for module in list(model.modules()):
         for name, layer in list(module._modules.items()):
-            dense = layer.dense() if isinstance(layer, OwnWeight) else None
-            if isinstance(layer, OwnWeight) and dense is not None:
+            if not isinstance(layer, OwnWeight):
+                continue
+            dense = layer.dense()
+            if dense is None:
+                layer.keep_alone()
+            else:
                 del module._modules[name]
                 vars(module).pop(_INITIALIZED, None)
                 own = module._parameters | {suffix or name: held for suffix, held in dense.items()}
                 module._parameters = {one: own[one] for one in (*layer.order, *own) if one in own}
-
-
-def names_lifted(model: nn.Module) -> list[str]:
-    """The names of the parameters for which layers stand."""
-    return [name for name, module in model.named_modules() if isinstance(module, OwnWeight)]
 
 
 def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWeight]]:
