@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from panther_compile.config import check_device
@@ -35,9 +35,7 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
 from panther_compile.names import is_persistent, owner_of
-from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.own_weights import lifted, lower_own_weights
-from panther_compile.planning.trace import clone_structure
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
     SketchRecord,
@@ -182,12 +180,7 @@ def load_sketched(
     else:
         check_device(device)
     document, tensors = _read(path, torch.device(device))
-    base: nn.Module = skeleton
-    if isinstance(skeleton, fx.GraphModule):
-        base = clone_structure(skeleton)
-        lift_functional(base)  # type: ignore[arg-type]
-    else:
-        base = lifted(base)
+    base = lifted(skeleton)
     model = copy_with(base, empty_layers(base, document.layers, document.model, path))
     lower_own_weights(model)
     _fill(model, tensors, document, path)

@@ -32,16 +32,15 @@ from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
-from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.fastest import fastest
-from panther_compile.planning.own_weights import lift_own_weights, lifted, lower_own_weights
+from panther_compile.planning.own_weights import lift_in_place, lifted, lower_own_weights
 from panther_compile.planning.plan import TIMED, TimedSites, hides_progress
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
 from panther_compile.planning.recipe import follow, options_of
 from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.planning.sites import Found, check_module, check_weights, find_sites, without_uncalled
 from panther_compile.planning.timing import time_sites
-from panther_compile.planning.trace import clone_structure, read_graph, read_run
+from panther_compile.planning.trace import read_graph, read_run
 from panther_compile.records import (
     NEVER_REACHED,
     RECORD_ATTRIBUTE,
@@ -157,11 +156,7 @@ def prepare(
         model = model.module()  # type: ignore[attr-defined, operator]
     check_module(model)
     given = model
-    if isinstance(model, fx.GraphModule):
-        model = copied(clone_structure, model)
-        lift_functional(model)  # type: ignore[arg-type]
-    else:
-        model = lifted(model)
+    model = lifted(model)
     reading = read_graph(model)
     found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
     check_weights(found, meta_allowed=meta_allowed)
@@ -486,10 +481,7 @@ def _replace_in_place(model: nn.Module, prepared: Prepared, new: dict[nn.Module,
     """The last step, so that whatever fails before leaves the model as it was."""
     if prepared.model is not model:  # its clone was lifted, and the layers are the clone's
         names = {module: name for name, module in prepared.model.named_modules()}
-        if isinstance(model, fx.GraphModule):
-            lift_functional(model)
-        else:
-            lift_own_weights(model, {names[old].rpartition(".")[0] for old in new})
+        lift_in_place(model, (names[old] for old in new))
         new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
     return replace_inside(model, new)
 

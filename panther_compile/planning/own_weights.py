@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from panther_compile.errors import ConfigTypeError
@@ -26,6 +26,7 @@ from panther_compile.kinds.stack_uses import stacks_of
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
 from panther_compile.models.substitute import copied
+from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
 
 _INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws initial values
@@ -34,8 +35,16 @@ _INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws in
 def lifted(model: nn.Module) -> nn.Module:
     """The model, or where there is something to lift a copy that shares its tensors.
 
-    Nothing is lifted in a model that cannot be copied.
+    Of a graph functional calls are lifted, see `lift_functional`. Of another model that cannot be copied
+    nothing is.
+
+    Raises:
+        ConfigTypeError: a graph cannot be copied.
     """
+    if isinstance(model, fx.GraphModule):
+        graph = copied(clone_structure, model)
+        lift_functional(graph)  # type: ignore[arg-type]
+        return graph
     if next(_own_weights(model), None) is None:
         return model
     try:
@@ -44,6 +53,19 @@ def lifted(model: nn.Module) -> nn.Module:
         return model
     lift_own_weights(clone)
     return clone
+
+
+def lift_in_place(model: nn.Module, layers: Iterable[str]) -> None:
+    """Lift in the model itself what `lifted` lifts.
+
+    Args:
+        model: is changed.
+        layers: names of those layers in `lifted(model)` that are to be replaced.
+    """
+    if isinstance(model, fx.GraphModule):
+        lift_functional(model)
+    else:
+        lift_own_weights(model, {name.rpartition(".")[0] for name in layers})
 
 
 def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> None:
