@@ -144,7 +144,7 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         prefix = f"{name}." if name else ""
         if "forward" in vars(module) or parametrize.is_parametrized(module) or not _is_left_alone(module):
             continue
-        base = convolution_called(module)
+        base = None if _makes_words(model, module) else convolution_called(module)
         if base is not None and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
         for stack, rows_first in stacks_of(module).items():
@@ -152,6 +152,13 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
                 parameter = module._parameters[stack]
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
+
+
+def _makes_words(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a module is a head that is a convolution of one tap, as of CTC: heads are left alone."""
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    sizes = getattr(module, "out_channels", None), set(getattr(module, "kernel_size", ()))
+    return words is not None and sizes == (words, {1})
 
 
 def _is_left_alone(module: nn.Module) -> bool:

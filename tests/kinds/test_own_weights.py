@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -415,6 +416,18 @@ class NoBias(nn.Conv1d):
 def test_other_uses_of_a_kernel(cls):
     assert not layers_of(lifted(nn.Sequential(cls(D, D, 3))))
     assert not layers_of(lifted(nn.Sequential(nn.Conv1d(D, D, 3))))
+
+
+class Pointwise(nn.Conv1d):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+def test_a_head_stays():
+    model = nn.Sequential(Pointwise(D, H, 1), Pointwise(H, 30, 1))
+    assert set(layers_of(lifted(model))) == {"0.weight", "1.weight"}
+    model.config = SimpleNamespace(vocab_size=30)
+    assert set(layers_of(lifted(model))) == {"0.weight"}
 
 
 def test_shared_parameters_stay():
