@@ -26,6 +26,7 @@ from panther_compile.models.batches import Call, device_of, record_calls
 from panther_compile.models.stopwatch import seconds_of
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.coupled import SCHEME
+from panther_compile.planning.own_weights import lower_own_weights
 from panther_compile.planning.plan import PAYS, TIMED, TimedSites
 from panther_compile.planning.sites import Found
 from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Timed, WholeTimes
@@ -126,9 +127,11 @@ def time_sites(
 
     def whole(new: Mapping[nn.Module, nn.Module]) -> WholeTimes:
         copies = {old: copy_sharing(layer, {}) for old, layer in new.items()}  # they change their mode
-        sketched = copy_sharing(model, copies)
+        dense, sketched = copy_sharing(model, {}), copy_sharing(model, copies)
+        lower_own_weights(dense)  # the model as it was given
+        lower_own_weights(sketched)
         turn_off_nested_tensors(sketched)
-        return model_timer(copy_sharing(model, {}), sketched, call)
+        return model_timer(dense, sketched, call)
 
     return TimedSites(found.sites, found.skipped, found.order, _LayerClock(runs, timer), whole)
 

@@ -12,11 +12,15 @@ from kinds.routes import relative
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
 from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
 from panther_compile.layers.stack_product import read_product
 from panther_compile.planning.own_weights import lifted, lower_own_weights
+from panther_compile.planning.sites import find_sites
+from panther_compile.planning.timing import by_turns, time_sites
+from panther_compile.planning.trace import read_graph
 
 N, D, H = 3, 24, 40  # matrices, features, hidden features
 
@@ -279,6 +283,20 @@ def test_data_and_healing(block):
 
 def test_latency(block):
     routes.by_latency(block, BATCHES[0])
+
+
+def test_the_dense_model_is_timed_as_it_was_given():
+    timed = []
+
+    def timer(dense, sketched, call):
+        timed.append((list(layers_of(dense)), list(layers_of(sketched))))
+        return by_turns(dense, sketched, call)
+
+    model = lifted(Block(Turned).eval())
+    found = find_sites(model, SketchConfig(min_params=0), read_graph(model))
+    sites = time_sites(model, found, BATCHES[0], model_timer=timer)
+    sites.whole({model.inner.up_proj.layers[0]: SketchedLinear(D, H, 4, bias=False)})
+    assert timed == [([], ["inner.up_proj"])]
 
 
 def test_backend(block):
