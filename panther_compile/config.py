@@ -165,6 +165,9 @@ def selectors(given: Selector | Sequence[Selector] | None) -> tuple[Selector, ..
     return (given,)  # type: ignore[return-value]
 
 
+OF_CLASS = "_panther_of_class"  # where a layer keeps the class of the module whose weight it stands for
+
+
 def selects(selector: Selector, module: nn.Module, name: str) -> bool:
     """Whether a selector picks the module of this fully qualified name."""
     if isinstance(selector, str):
@@ -172,7 +175,7 @@ def selects(selector: Selector, module: nn.Module, name: str) -> bool:
     if isinstance(selector, re.Pattern):
         return selector.fullmatch(name) is not None
     if isinstance(selector, type):
-        return isinstance(module, selector)
+        return isinstance(module, selector) or issubclass(vars(module).get(OF_CLASS, type(module)), selector)
     return bool(selector(module, name))
 
 

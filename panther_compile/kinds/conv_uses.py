@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.kinds.source import is_self, own_functions
 
@@ -33,8 +34,25 @@ def convolution_called(module: nn.Module) -> Any:
     base = next((one for one in cls.__mro__ if one in _BASES), None)
     if base is None or cls.forward is base.forward or cls._conv_forward is not base._conv_forward:
         return None
-    has_bias = module._parameters.get("bias") is not None
-    return base if module._parameters.get("weight") is not None and _only_calls(cls, base, has_bias) else None
+    if "_conv_forward" in vars(module) or not _has_its_sizes(module):
+        return None
+    return base if _only_calls(cls, base, module._parameters.get("bias") is not None) else None
+
+
+def _has_its_sizes(module: Any) -> bool:
+    """Whether the attributes of a convolution are those of its weight, as torch's constructor leaves them."""
+    weight = module._parameters.get("weight")
+    if weight is None or isinstance(weight, UninitializedTensorMixin) or weight.dim() < 3:
+        return False
+    axes, groups = weight.dim() - 2, module.groups
+    sizes = (module.out_channels, module.in_channels, module.kernel_size)
+    pairs = (module.kernel_size, module.stride, module.dilation)
+    return (
+        isinstance(groups, int)
+        and all(isinstance(one, tuple) and len(one) == axes for one in pairs)
+        and sizes == (weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]))
+        and all(size % groups == 0 for size in sizes[:2])
+    )
 
 
 @cache
@@ -63,7 +81,7 @@ def _used_by_call(node: ast.AST, has_bias: bool) -> tuple[ast.AST, ...] | None:
     if method.attr == "forward" and isinstance(method.value, ast.Call) and _is_super(method.value.func):
         return (method.value.func,) if len(args) == 1 and not node.keywords else None
     is_own = method.attr == "_conv_forward" and is_self(method.value)
-    if not is_own and method.attr not in _CALLS:
+    if not is_own and (method.attr not in _CALLS or is_self(method.value)):
         return None
     named = {one.arg: one.value for one in node.keywords}
     given = dict(zip(("input", *_WEIGHTS), args, strict=False)) | named

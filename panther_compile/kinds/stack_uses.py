@@ -232,10 +232,8 @@ class _Reader:
             return replace(held, turned=not held.turned) if held is not None and turns else None
         if isinstance(node, ast.Subscript):
             held = self._stack(node.value)
-            one = isinstance(
-                node.slice, ast.Name | ast.Constant | ast.BinOp | ast.Call | ast.Subscript | ast.Attribute
-            )
-            return replace(held, is_one=True) if held is not None and one and not held.is_one else None
+            one = isinstance(node.slice, _PLACES) and held is not None and not held.is_one
+            return replace(held, is_one=True) if held is not None and one else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return self._viewed(node.func, node.args)
         return None

@@ -118,12 +118,12 @@ class _Values:
         """Raise FactoredWeightError if the operation of a name has written to the values."""
         for value, version in self._made:
             if version is not None and value._version != version:
-                raise FactoredWeightError(_REFUSED.format(name))
+                raise FactoredWeightError(REFUSED.format(name))
         # Tensors of inference mode count no versions; a function that writes is recognised by its name.
         first = (args[:1] or tuple(kwargs.values())) if _NAMES.fullmatch(name) else ()
         written = tree_leaves([first, kwargs.get("out")])
         if any(isinstance(one, self._kind) for one in written):
-            raise FactoredWeightError(_REFUSED.format(name))
+            raise FactoredWeightError(REFUSED.format(name))
 
     def kept_lazy(self, result: Any) -> Any:
         """The result, in which views of the values refuse to be written to as well."""
@@ -138,7 +138,7 @@ class _Values:
 
 # Methods that end in one underline, and those of `+=`, `[...] =` and the like.
 _NAMES = re.compile(r".*[^_]_|__i(?!nvert|ndex)\w+__|__setitem__")
-_REFUSED = (
+REFUSED = (
     "{} would write to the weight of a sketched layer, which is made of its factors when it is read: "
     "the write would be lost. Write to the parameters of the layer's parts, such as `up` and `down`, or make "
     "the layer dense first: panther_compile.densify(model)"
@@ -150,7 +150,7 @@ def _refuse_setting(name: str, args: Any, kwargs: Any) -> Any:
     value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if name == "requires_grad" and value == args[0].requires_grad:
         return args[0]
-    raise FactoredWeightError(_REFUSED.format(f"Setting {name}"))
+    raise FactoredWeightError(REFUSED.format(f"Setting {name}"))
 
 
 def _is_view(tensor: Tensor, value: Tensor) -> bool:

@@ -8,8 +8,9 @@ The module keeps its class and its forward. Products with what it finds under th
 calls of the layers, whatever they have been replaced by.
 """
 
+import operator
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from panther_compile.config import OF_CLASS
+from panther_compile.errors import FactoredWeightError
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.lazy_weight import lazy_weight
+from panther_compile.layers.lazy_weight import REFUSED, lazy_weight
 from panther_compile.layers.matrix_stacks import parts_of_stack, stack_of_parts
 from panther_compile.layers.stack_product import read_product
 
@@ -28,17 +31,19 @@ class OwnWeight(nn.Module):
 
     Attributes:
         order: the names of all parameters that the module had.
+        marks: whether the module was said to be initialized for this.
     """
 
     order: tuple[str, ...] = ()
+    marks: bool = False
 
     @abstractmethod
     def factor(self) -> "Factor":
         """What the forward of that module multiplies by."""
 
     @abstractmethod
-    def dense(self) -> Mapping[str, nn.Parameter | None] | None:
-        """The parameters that it stands for, by suffixes of their name; None if a layer was replaced."""
+    def dense(self) -> nn.Parameter | None:
+        """The parameter that it stands for; None if a layer was replaced."""
 
     def __getattr__(self, name: str) -> Any:
         """See `factor`: whatever a forward asks of a parameter."""
@@ -48,6 +53,16 @@ class OwnWeight(nn.Module):
             if name.startswith("_") or not self.__dict__.get("_modules"):
                 raise
             return getattr(self.factor(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would be written to the parameter.
+
+        Raises:
+            FactoredWeightError: see there.
+        """
+        if name in _WRITTEN and not (name == "requires_grad" and value == self.requires_grad):
+            raise FactoredWeightError(REFUSED.format(f"Setting {name}"))
+        super().__setattr__(name, value)
 
     def keep_alone(self) -> None:
         """Have layers that were not replaced hold numbers of their own, not views of the parameter's."""
@@ -102,38 +117,43 @@ class Matrices(OwnWeight):
         """See `OwnWeight`."""
         return MatrixFactor(self)
 
-    def dense(self) -> Mapping[str, nn.Parameter | None] | None:
+    def dense(self) -> nn.Parameter | None:
         """See `OwnWeight`."""
         if not all(type(layer) is nn.Linear for layer in self.layers):
             return None
-        return {"": stack_of_parts(self.layers, transposed=self.transposed)[0]}
+        return stack_of_parts(self.layers, transposed=self.transposed)[0]
 
 
 class Kernel(OwnWeight):
-    """The weight and the bias of a convolution, as one without padding.
+    """The weight of a convolution, as one without padding, which has the bias of that convolution.
 
     Args:
         conv: a subclass of nn.Conv1d, nn.Conv2d or nn.Conv3d.
         base: which of them.
+
+    Attributes:
+        layer: the convolution.
+        given_bias: the parameter that the module passes as its bias, in whose place the layer has another
+            while it is fitted.
     """
 
     def __init__(self, conv: nn.Module, base: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
         super().__init__()
-        has_bias = conv._parameters.get("bias") is not None
+        bias = conv._parameters.get("bias")
         sizes = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation)
-        self.layer = base(*sizes, conv.groups, has_bias, device="meta").train(conv.training)  # type: ignore[arg-type]
+        self.layer = base(*sizes, conv.groups, bias is not None, device="meta")  # type: ignore[arg-type]
+        setattr(self.layer, OF_CLASS, type(conv))
         self.layer._parameters["weight"] = conv._parameters["weight"]
-        self.layer._parameters["bias"] = conv._parameters.get("bias")
+        self.layer._parameters["bias"] = bias
+        self.__dict__["given_bias"] = bias  # not registered: it is the module's
 
     def factor(self) -> "Factor":
         """See `OwnWeight`."""
         return KernelFactor(self)
 
-    def dense(self) -> Mapping[str, nn.Parameter | None] | None:
-        """See `OwnWeight`; the bias is beside the weight."""
-        if type(self.layer) not in _CONVOLUTIONS.values():
-            return None
-        return {"": self.layer._parameters["weight"], "bias": self.layer._parameters["bias"]}
+    def dense(self) -> nn.Parameter | None:
+        """See `OwnWeight`."""
+        return self.layer._parameters["weight"] if type(self.layer) in _CONVOLUTIONS.values() else None
 
 
 def _is_alone(tensor: Tensor) -> bool:
@@ -233,32 +253,34 @@ class Factor:
 def _of_values(name: str) -> Callable[..., Any]:
     """An operator, or a method of tensors that modules have too, that works on the values."""
 
-    def operator(one: Factor | OwnWeight, *others: Any) -> Any:
+    def method(one: Factor | OwnWeight, *others: Any) -> Any:
         factor = one if isinstance(one, Factor) else one.factor()
         others = tree_map_only(OwnWeight, _factor_of, others)
         value: Any = getattr(factor.lazy(), name)
         return value(*tree_map_only(Factor, Factor.lazy, others))
 
-    return operator
+    return method
 
 
-_OPERATORS = (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "neg",
-    "abs",
-    "matmul",
-)
-for _name in _OPERATORS:
+def _refusal(name: str) -> Callable[..., Any]:
+    """An operator that would write to the values."""
+
+    def refuse(*_: Any) -> Any:
+        raise FactoredWeightError(REFUSED.format(name))
+
+    return refuse
+
+
+_WRITTEN = ("data", "grad", "requires_grad")
+_ARITHMETIC = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow neg abs matmul lt gt le ge
+"""
+for _name in _ARITHMETIC.split():
     setattr(Factor, f"__{_name}__", _of_values(f"__{_name}__"))
     setattr(OwnWeight, f"__{_name}__", _of_values(f"__{_name}__"))
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv"):
+    setattr(Factor, f"__{_name}__", _refusal(f"__{_name}__"))
+    setattr(OwnWeight, f"__{_name}__", _refusal(f"__{_name}__"))
 for _name in ("float", "double", "half", "bfloat16", "cuda", "cpu", "type"):
     setattr(OwnWeight, _name, _of_values(_name))
 
@@ -409,7 +431,7 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
     if len(every) != len(layers):
         return None
     found = torch.stack([layer(one) for layer, one in zip(layers, every, strict=True)])
-    return torch.einsum(f"{read.stack}{letters[:-1]}{read.outputs}->{read.result}", found)
+    return torch.einsum(f"{read.stack}{letters[:-1]}{read.outputs}->{read.result}", found).contiguous()
 
 
 def _convolution(
@@ -421,9 +443,11 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    if not isinstance(weight, KernelFactor) or bias is not None:
+    if not isinstance(weight, KernelFactor):
         return None
     layer: Any = weight.kernel.layer
+    if bias is not layer.bias and (bias is None or bias is not weight.kernel.given_bias):
+        return None
     axes = weight.ndim - 2
     if (_each(stride, axes), _each(dilation, axes), groups) != (layer.stride, layer.dilation, layer.groups):
         return None
@@ -433,7 +457,9 @@ def _convolution(
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:
-    return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(value) == 1 else 1)
+    if not isinstance(value, tuple | list):
+        return (operator.index(value),) * axes
+    return tuple(map(operator.index, value)) * (axes if len(value) == 1 else 1)
 
 
 def _pads(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:

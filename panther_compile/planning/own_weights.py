@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from panther_compile.errors import ConfigTypeError
 from panther_compile.kinds.conv_uses import convolution_called
-from panther_compile.kinds.match import why_not_tensor
+from panther_compile.kinds.match import is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
 from panther_compile.kinds.stack_uses import stacks_of
 from panther_compile.layers.base import SketchedLayer
@@ -79,12 +79,12 @@ def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> Non
     orders: dict[nn.Module, tuple[str, ...]] = {}
     for module, prefix, name, layer in list(_own_weights(model)):
         if wanted is None or f"{prefix}{name}" in wanted:
-            layer.order = orders.setdefault(module, tuple(module._parameters))
+            layer.order = orders.setdefault(module, _order(module))
+            layer.marks = _INITIALIZED not in vars(module)
+            layer.train(module.training)
             del module._parameters[name]
-            if isinstance(layer, Kernel):
-                module._parameters["bias"] = None
             module._modules[name] = layer
-            vars(module)[_INITIALIZED] = True
+            vars(module).setdefault(_INITIALIZED, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,13 @@ def lower_own_weights(model: nn.Module) -> None:
                 layer.keep_alone()
             else:
                 del module._modules[name]
-                vars(module).pop(_INITIALIZED, None)
-                own = module._parameters | {suffix or name: held for suffix, held in dense.items()}
+                own = module._parameters | {name: dense}
                 module._parameters = {one: own[one] for one in (*layer.order, *own) if one in own}
+                left = next((one for one in module._modules.values() if isinstance(one, OwnWeight)), None)
+                if layer.marks and left is not None:
+                    left.marks = True
+                elif layer.marks:
+                    del vars(module)[_INITIALIZED]
 
 
 def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWeight]]:
@@ -138,11 +142,12 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
     for name, module in model.named_modules():
         if module in inside:
             continue
-        if isinstance(module, SketchedLayer | OwnWeight):
+        if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
         prefix = f"{name}." if name else ""
-        if "forward" in vars(module) or parametrize.is_parametrized(module) or not _is_left_alone(module):
+        is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
+        if is_changed or module._forward_pre_hooks or not _is_left_alone(module):
             continue
         base = None if _makes_words(model, module) else convolution_called(module)
         if base is not None and _may_lift(module, ("weight", "bias"), held):
@@ -152,6 +157,12 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
                 parameter = module._parameters[stack]
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
+
+
+def _order(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a module, those among them for which layers stand already."""
+    orders = [one.order for one in module._modules.values() if isinstance(one, OwnWeight)]
+    return orders[0] if orders else tuple(module._parameters)
 
 
 def _makes_words(model: nn.Module, module: nn.Module) -> bool:

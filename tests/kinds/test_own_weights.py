@@ -4,6 +4,7 @@ import copy
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -434,6 +435,123 @@ class NoBias(nn.Conv1d):
 def test_other_uses_of_a_kernel(cls):
     assert not layers_of(lifted(nn.Sequential(cls(D, D, 3))))
     assert not layers_of(lifted(nn.Sequential(nn.Conv1d(D, D, 3))))
+
+
+@pytest.mark.parametrize("exclude", ["inner", "inner.weight", "inner.weight.layer", Causal, nn.Conv1d])
+def test_selectors_of_a_convolution(exclude):
+    small = pc.sketchify(Block(Causal), 0.5, exclude=[exclude], **routes.OPTIONS)
+    assert not layers_of(small)
+    small = pc.sketchify(Block(Causal), {"inner": 0.4, nn.Linear: 1.0, Causal: 0.4}, **routes.OPTIONS)
+    assert list(layers_of(small)) == ["inner.weight"]
+
+
+@pytest.mark.parametrize("exclude", ["inner.up_proj", "inner.up_proj.*"])
+def test_selectors_of_a_stack(exclude):
+    small = pc.sketchify(Block(Turned), 0.5, exclude=[exclude], **routes.OPTIONS)
+    assert list(layers_of(small)) == ["inner.down_proj"]
+
+
+class OtherStride(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias, stride=np.int64(1), padding=[np.int64(1)])
+
+
+class Replaces(nn.Conv2d):
+    def conv2d(self, x, weight, bias):
+        return F.conv2d(x, weight - weight.mean(), bias)
+
+    def forward(self, x):
+        return self.conv2d(x, self.weight, self.bias)
+
+
+class Stepped(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+    def step(self, x):
+        return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = Stepped(4, 6, 3)
+
+    def forward(self, x):
+        bias = self.conv.bias.view(1, -1, 1, 1)
+        flipped = F.conv2d(x, self.conv.weight.flip(-1), self.conv.bias) + F.conv2d(x, self.conv.weight)
+        return self.conv(x).mean() + self.conv.step(x[..., :3, :3]).mean() + flipped.mean() + bias.mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OtherStride(4, 6, 3, stride=2),
+        lambda: Replaces(4, 6, 3),
+        lambda: Stepped(4, 6, 3, padding=1, padding_mode="circular"),
+        Steps,
+    ],
+)
+def test_the_bias_is_the_modules_own(make):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(make()), torch.randn(2, 4, 7, 8)
+    torch.testing.assert_close(lifted(model)(x), model(x))
+    dense = pc.densify(pc.sketchify(model, 0.5, **routes.OPTIONS)) if layers_of(lifted(model)) else model
+    assert [name for name, _ in dense.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_bias_that_is_no_parameter_stays():
+    conv = Stepped(4, 6, 3)
+    held = conv.bias.detach() + 3
+    del conv.bias
+    conv.register_buffer("bias", held)
+    model, x = nn.Sequential(conv), torch.randn(2, 4, 7, 8)
+    small = pc.sketchify(model, 0.5, **routes.OPTIONS)
+    assert torch.equal(small[0].bias, held)
+    torch.testing.assert_close(pc.densify(small)(x), small(x), rtol=1e-4, atol=1e-5)
+    assert float((small(x) - model(x)).mean().abs()) < 0.1
+
+
+def test_sketched_twice_and_marks():
+    model = Block(Ensemble)
+    model.inner._is_hf_initialized = True
+    once = pc.sketchify(model, 0.5, exclude=["inner.w2"], **routes.OPTIONS)
+    twice = pc.sketchify(once, 0.5, **routes.OPTIONS)
+    assert list(layers_of(twice)) == ["inner.w1", "inner.w2"]
+    dense = pc.densify(twice)
+    assert list(dense.state_dict()) == list(model.state_dict())
+    assert dense.inner._is_hf_initialized is True
+    other = pc.densify(pc.sketchify(Block(Ensemble), 0.5, exclude=["inner.w2"], **routes.OPTIONS))
+    assert "_is_hf_initialized" not in vars(other.inner)
+
+
+def test_modes_writes_and_hooks():
+    clone = lifted(Block(Ensemble).eval())
+    assert not any(one.training for one in clone.modules())
+    stack = clone.inner.w1
+    for write in (
+        lambda: setattr(stack, "data", torch.zeros(1)),
+        lambda: setattr(stack, "requires_grad", False),
+        lambda: stack.__setitem__(0, 0.0),
+        lambda: stack.__imul__(2),
+        lambda: stack.mul_(2),
+    ):
+        with pytest.raises(pc.PantherError, match="would write to the weight"):
+            write()
+    stack.requires_grad = True
+    hooked = nn.Sequential(build(Causal))
+    hooked[0].register_forward_pre_hook(lambda *_: None)
+    assert not layers_of(lifted(hooked))
+
+
+def test_einsum_gives_what_can_be_viewed():
+    class Viewed(Einsum):
+        def forward(self, x):
+            return torch.einsum("bd,edf->bef", x, self.first).view(len(x), -1)
+
+    clone, x = lifted(build(Viewed)), torch.randn(5, D)
+    assert "first" in layers_of(clone)
+    torch.testing.assert_close(clone(x), build(Viewed)(x))
 
 
 class Pointwise(nn.Conv1d):
