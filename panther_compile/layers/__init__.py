@@ -10,6 +10,7 @@ conv_transpose   SketchedConvTranspose1d, 2d and 3d: a 1 x 1 convolution and a t
 convolution      SketchedConvolution: what the sketched convolutions have in common
 embedding        SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)
 experts          SketchedExperts: a mixture of experts, a linear layer for each weight of each expert
+factor           What stands for a weight in the text of a forward
 favor            FavorAttention
 lazy_weight      A weight that is multiplied out only when its values are read
 linear           SketchedLinear
@@ -24,6 +25,7 @@ recurrent_cell   SketchedLSTMCell and SketchedGRUCell
 recurrent_parts  RecurrentParts: what those have in common, and one step of each
 residual         ResidualLinear: a quantized layer and a low-rank branch beside it
 stack_product    Equations of einsum that multiply rows by the matrices of a stack
+weight_products  Products with the matrices of a stack, and with a kernel, as calls of layers
 """
 
 from panther_compile.layers.attention import SketchedMultiheadAttention

@@ -145,18 +145,23 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
-        prefix = f"{name}." if name else ""
-        is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
-        if is_changed or module._forward_pre_hooks or not _is_left_alone(module):
+        base, stacks = convolution_called(module), stacks_of(module)
+        if not (base or stacks) or _is_changed(module) or not _is_left_alone(module):
             continue
-        base = None if _makes_words(model, module) else convolution_called(module)
-        if base is not None and _may_lift(module, ("weight", "bias"), held):
+        prefix = f"{name}." if name else ""
+        if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
-        for stack, rows_first in stacks_of(module).items():
+        for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
                 parameter = module._parameters[stack]
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether there is more to a call of a module, or to its parameters, than its class says."""
+    replaced = "forward" in vars(module) or parametrize.is_parametrized(module)
+    return replaced or bool(module._forward_pre_hooks)
 
 
 def _order(module: nn.Module) -> tuple[str, ...]:
@@ -166,10 +171,9 @@ def _order(module: nn.Module) -> tuple[str, ...]:
 
 
 def _makes_words(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a module is a head that is a convolution of one tap, as of CTC: heads are left alone."""
+    """Whether a convolution is a head of one tap, as of CTC: heads are left alone."""
     words = getattr(getattr(model, "config", None), "vocab_size", None)
-    sizes = getattr(module, "out_channels", None), set(getattr(module, "kernel_size", ()))
-    return words is not None and sizes == (words, {1})
+    return words is not None and module.out_channels == words and set(module.kernel_size) == {1}  # type: ignore[arg-type]
 
 
 def _is_left_alone(module: nn.Module) -> bool:

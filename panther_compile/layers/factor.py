@@ -1,0 +1,146 @@
+"""What stands for a weight in the text of a forward: products with it are calls of layers.
+
+Anything else is asked of the values, which are multiplied out then. They are nowhere: what would be written
+to them raises.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from panther_compile.errors import FactoredWeightError
+from panther_compile.layers.lazy_weight import REFUSED, lazy_weight
+
+
+class StandsForWeight:
+    """Is asked what a weight is asked. Its operators are those of the values."""
+
+    @abstractmethod
+    def factor(self) -> "Factor":
+        """What the products are made with."""
+
+    def __len__(self) -> int:
+        return self.factor().shape[0]
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.factor())  # type: ignore[arg-type]
+
+
+class Factor(StandsForWeight):
+    """Stands for a parameter for the time of one use.
+
+    Attributes:
+        shape: of the parameter.
+        ndim: its number of dimensions.
+        products: functions of a weight that are calls of layers, by torch's own; None from one says that this
+            use of it is not.
+    """
+
+    products: ClassVar[Mapping[Any, Callable[..., Tensor | None]]] = {}
+
+    shape: torch.Size
+    ndim: int
+
+    def factor(self) -> "Factor":
+        """Itself."""
+        return self
+
+    @abstractmethod
+    def values(self) -> Tensor:
+        """The weight, multiplied out."""
+
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of its dtype, on its device."""
+
+    def lazy(self) -> Tensor:
+        """The weight, multiplied out where its values are read; it refuses to be written to."""
+        return lazy_weight(tuple(self.shape), self.like(), self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.like().dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is."""
+        return self.like().device
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return self.ndim
+
+    def contiguous(self) -> "Factor":
+        """Itself."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself, if it is of that dtype, on that device."""
+        asked = [*args, *kwargs.values()]
+        here = all(one == self.dtype or one == self.device for one in asked)
+        return self if here else self.lazy().to(*args, **kwargs)
+
+    def type_as(self, other: Tensor) -> Any:
+        """See `to`."""
+        return self.to(other.dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.lazy()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else is asked of the values."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.lazy(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the layers where the function is a product that they are."""
+        kwargs = kwargs or {}
+        product = cls.products.get(func)
+        out = None if product is None else product(*args, **kwargs)
+        if out is not None:
+            return out
+        args, kwargs = tree_map_only(StandsForWeight, _lazy, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _lazy(one: StandsForWeight) -> Tensor:
+    return one.factor().lazy()
+
+
+def of_values(name: str) -> Callable[..., Any]:
+    """An operator, or a method of tensors that modules have too, that works on the values."""
+
+    def method(one: StandsForWeight, *others: Any) -> Any:
+        value: Any = getattr(_lazy(one), name)
+        return value(*tree_map_only(StandsForWeight, _lazy, others))
+
+    return method
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    """An operator that would write to the values."""
+
+    def refuse(*_: Any) -> Any:
+        raise FactoredWeightError(REFUSED.format(name))
+
+    return refuse
+
+
+_ARITHMETIC = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow neg abs matmul lt gt le ge
+"""
+for _name in _ARITHMETIC.split():
+    setattr(StandsForWeight, f"__{_name}__", of_values(f"__{_name}__"))
+for _name in ("setitem", "iadd", "isub", "imul", "itruediv"):
+    setattr(StandsForWeight, f"__{_name}__", _refusal(f"__{_name}__"))
