@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
@@ -449,6 +450,23 @@ def test_selectors_of_a_convolution(exclude):
 def test_selectors_of_a_stack(exclude):
     small = pc.sketchify(Block(Turned), 0.5, exclude=[exclude], **routes.OPTIONS)
     assert list(layers_of(small)) == ["inner.down_proj"]
+
+
+def in_another_way(forward):
+    @wraps(forward)
+    def run(self, x):
+        return forward(self, x) if self.training else x @ self.w1.sum(0) @ self.w2.sum(0)
+
+    return run
+
+
+class Wrapped(Turned):
+    forward = in_another_way(Turned.forward)
+
+
+def test_a_forward_that_is_wrapped_is_not_read():
+    assert "cannot be read" in why_no_stacks(build(Wrapped))
+    assert not layers_of(lifted(build(Wrapped)))
 
 
 class OtherStride(nn.Conv2d):
