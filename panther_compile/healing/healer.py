@@ -37,7 +37,8 @@ Model = TypeVar("Model", bound=nn.Module)
 METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
 _NOTE = "healed since, the errors are those before"
-_BESIDE_LOGITS = 0.1  # weight of the hidden states where the result is judged by its divergence
+# Weight of the hidden states, where the result is judged by its divergence, and where by its distance.
+_BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
 _EVALUATIONS = 10  # of the held-out batches, while healing
 _FEWEST_JUDGES = 8  # batches held out, where there are so many
 _ASTRAY = 1.25  # times the loss before the first step: the rate is too high
@@ -215,7 +216,8 @@ class _Healer:
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
         hidden = [loss for name, loss in losses.items() if name != OUTPUT]
-        weight = _BESIDE_LOGITS if self.method == "kl" and self.match.has_logits else 1.0
+        weight = _BESIDE_LOGITS if self.match.has_logits else _BESIDE_FEATURES
+        weight = weight if self.method == "kl" else 1.0
         parts = [weight * torch.stack(hidden).mean()] if hidden else []
         if self.method == "kl":
             parts.append(losses[OUTPUT])
