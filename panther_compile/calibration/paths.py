@@ -14,7 +14,6 @@ layer is called, or where that code cannot be read, another path is taken to be 
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from types import FunctionType
 
 from torch import fx, nn
 
+from panther_compile.kinds.source import parse_function
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.planning.coupled import Coupling
 
@@ -138,7 +138,7 @@ class _Text:
     @cached_property
     def tree(self) -> ast.AST:
         try:
-            return ast.parse(textwrap.dedent(inspect.getsource(self.function)))
+            return parse_function(self.function)
         except (OSError, TypeError, SyntaxError):  # typed into a shell, or made by a program
             return ast.Module([], [])
 

@@ -216,8 +216,8 @@ class _Healer:
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
         hidden = [loss for name, loss in losses.items() if name != OUTPUT]
-        weight = _BESIDE_LOGITS if self.match.has_logits else _BESIDE_FEATURES
-        weight = weight if self.method == "kl" else 1.0
+        beside = _BESIDE_LOGITS if self.match.has_logits else _BESIDE_FEATURES
+        weight = beside if self.method == "kl" else 1.0
         parts = [weight * torch.stack(hidden).mean()] if hidden else []
         if self.method == "kl":
             parts.append(losses[OUTPUT])

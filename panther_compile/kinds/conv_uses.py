@@ -16,12 +16,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.kinds.source import is_self, own_functions
+from panther_compile.kinds.source import QUESTIONS, is_self, own_functions
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CALLS = ("conv1d", "conv2d", "conv3d")
 _WEIGHTS = ("weight", "bias")
-_QUESTIONS = ("dtype", "device", "shape", "ndim", "size", "dim")
 
 
 def convolution_called(module: nn.Module) -> Any:
@@ -57,9 +56,8 @@ def _has_its_sizes(module: Any) -> bool:
 
 @cache
 def _only_calls(cls: Any, base: Any, has_bias: bool) -> bool:
-    try:
-        functions = list(own_functions(cls, base))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or in C
+    functions = own_functions(cls, base)
+    if functions is None:
         return False
     calls, known = 0, set[ast.AST]()
     for function in functions:
@@ -93,7 +91,7 @@ def _used_by_call(node: ast.AST, has_bias: bool) -> tuple[ast.AST, ...] | None:
 
 def _asked(node: ast.AST) -> Iterator[ast.AST]:
     """What is only asked for its type."""
-    if isinstance(node, ast.Attribute) and node.attr in _QUESTIONS and _reads(node.value, "weight"):
+    if isinstance(node, ast.Attribute) and node.attr in QUESTIONS and _reads(node.value, "weight"):
         yield node.value
 
 

@@ -17,8 +17,15 @@ from panther_compile.config import SketchConfig
 from panther_compile.kinds.base import CompositeKind
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.stack_uses import why_no_stacks
-from panther_compile.layers.experts import SketchedExperts, expert_parts, has_bias, projections
-from panther_compile.layers.matrix_stacks import copied_part, is_stack, part_name
+from panther_compile.layers.experts import (
+    SketchedExperts,
+    copied_part,
+    expert_parts,
+    has_bias,
+    part_name,
+    projections,
+)
+from panther_compile.layers.matrix_stacks import is_stack
 from panther_compile.models.rows import with_tokens
 
 # Experts that may share a factor: it is a small part of theirs then, and a plan names them all for each.

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+QUESTIONS = ("shape", "dtype", "device", "ndim", "size", "dim")  # asked of a weight without its values
 
-def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> Iterator[ast.FunctionDef]:
+
+def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> list[ast.FunctionDef] | None:
     """The forward of a class, those that it overrides, and the methods that they name, each once.
 
     In all of them the first argument is called "self".
@@ -19,9 +21,25 @@ def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> Iterator[ast.F
         cls: of a module.
         base: whose own methods, and those of the classes above it, are known.
 
-    Raises:
-        OSError, TypeError, SyntaxError: one cannot be read.
+    Returns:
+        None if one cannot be read: it is wrapped, was made at run time, or is in C.
     """
+    try:
+        return list(_functions(cls, base))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def parse_function(function: Any) -> ast.Module:
+    """The text of a function.
+
+    Raises:
+        OSError, TypeError, SyntaxError: it cannot be read.
+    """
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def _functions(cls: type[Any], base: type[Any]) -> Iterator[ast.FunctionDef]:
     above = cls.__mro__[: cls.__mro__.index(base)]
     waiting: list[Any] = [vars(one)["forward"] for one in above if "forward" in vars(one)]
     seen = {"forward"}
@@ -51,7 +69,7 @@ def in_order(node: ast.AST) -> Iterator[ast.AST]:
 def _function(held: Any) -> ast.FunctionDef:
     if hasattr(held, "__wrapped__"):  # as of transformers' experts: another implementation may run
         raise TypeError(f"{held!r} is wrapped in another function")
-    function = ast.parse(textwrap.dedent(inspect.getsource(held))).body[0]
+    function = parse_function(held).body[0]
     if not isinstance(function, ast.FunctionDef) or not function.args.args:
         raise TypeError(f"{held!r} is no method")
     own = function.args.args[0].arg

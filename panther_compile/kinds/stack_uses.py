@@ -16,12 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from panther_compile.kinds.source import in_order, is_self, own_functions
+from panther_compile.kinds.source import QUESTIONS, in_order, is_self, own_functions
 from panther_compile.layers.matrix_stacks import is_stack
 from panther_compile.layers.stack_product import read_product
 
-_QUESTIONS = ("shape", "dtype", "device", "ndim")
-_ASKED = ("size", "dim")  # methods
 _KEEPING = ("to", "contiguous", "type_as")
 _PRODUCTS = ("matmul", "bmm", "mm")
 _WHOLE = ("parameters", "named_parameters", "state_dict", "_parameters")
@@ -83,9 +81,8 @@ def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
         names: of its 3-D parameters.
     """
     what = f"the forward of {cls.__name__}"
-    try:
-        functions = list(own_functions(cls))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or in C
+    functions = own_functions(cls)
+    if functions is None:
         return StackUses({}, dict.fromkeys(names, f"{what} uses 3-D parameters, and cannot be read"))
     nodes = [node for function in functions for node in ast.walk(function)]
     if any(isinstance(node, ast.Attribute) and node.attr in _WHOLE and is_self(node.value) for node in nodes):
@@ -175,7 +172,7 @@ class _Reader:
         """A part or a view of the stack, or a question about it."""
         if self._stack(node.value) is None:
             return
-        asks = isinstance(node, ast.Attribute) and node.attr in (*_QUESTIONS, *_ASKED)
+        asks = isinstance(node, ast.Attribute) and node.attr in QUESTIONS
         if asks or self._stack(node) is not None:
             self._known.add(node.value)
 

@@ -9,6 +9,7 @@ those of the module that it replaces.
 """
 
 # T tokens, K experts of a token, S = T K pairs, E experts, O out_features, I in_features, R rank
+import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -18,15 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from panther_compile.errors import CheckpointMismatchError, ConfigError, LayerError
-from panther_compile.layers.base import Spec
+from panther_compile.layers.base import Spec, copy_into
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.matrix_stacks import (
-    copy_without,
-    part_name,
-    parts_of_stack,
-    stack_of_parts,
-)
+from panther_compile.layers.matrix_stacks import parts_of_stack, stack_of_parts
 from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
@@ -203,7 +199,7 @@ class SketchedExperts(LayerOfParts):
 
     def to_dense(self) -> nn.Module:
         """The module that it replaces, of its own class, with the factors multiplied out."""
-        dense = copy_without(self.rest, ())
+        dense = _without_projections(self.rest)
         vars(dense).pop("_is_hf_initialized", None)
         for name in self.sizes:
             parts = [self.part(name, expert) for expert in range(self.experts)]
@@ -274,6 +270,11 @@ def has_bias(module: nn.Module) -> bool:
     return bool(getattr(module, "has_bias", False))
 
 
+def part_name(stack: str, place: int) -> str:
+    """What the linear layer of one matrix is called."""
+    return f"{stack.removesuffix('_proj')}_{place}"
+
+
 def expert_parts(module: nn.Module) -> dict[str, nn.Module]:
     """A linear layer for each expert of each projection, whose parameters are views of the module's."""
     found: dict[str, nn.Module] = {}
@@ -284,6 +285,18 @@ def expert_parts(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def copied_part(part: nn.Module) -> nn.Module:
+    """A dense part with parameters of its own; others as they are."""
+    if type(part) is not nn.Linear:
+        return part
+    new = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device="meta")
+    new.to_empty(device=part.weight.device).to(part.weight.dtype)
+    for mine, theirs in zip(new.parameters(), part.parameters(), strict=True):
+        copy_into(mine, theirs)
+        mine.requires_grad_(theirs.requires_grad)
+    return new
+
+
 def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
     """I and O of each projection."""
     shapes = {name: tuple(module.get_parameter(name).shape[1:]) for name in projections(module)}
@@ -292,9 +305,17 @@ def _sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _without_projections(module: nn.Module) -> nn.Module:
-    """See `copy_without`."""
+    """A module of the same class and attributes, with copies of all tensors and parts but the projections."""
     names = projections(module)
-    return copy_without(module, {*names, *(f"{name}_bias" for name in names)})
+    gone = {*names, *(f"{name}_bias" for name in names)}
+    new = type(module).__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    new._parameters = {
+        name: copy.deepcopy(held) for name, held in module._parameters.items() if name not in gone
+    }
+    new._buffers = copy.deepcopy(module._buffers)
+    new._modules = copy.deepcopy(module._modules)
+    return new
 
 
 def _stacked_factors(parts: list[nn.Module]) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ class Factor(StandsForWeight):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameter."""
+        """The dtype of the parameter."""
         return self.like().dtype
 
     @property

@@ -1,20 +1,13 @@
 """Matrices that a module holds as one 3-D parameter, as linear layers, one of each, and the way back."""
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.layers.base import copy_into
 from panther_compile.layers.linear import SketchedLinear
-
-
-def part_name(stack: str, place: int) -> str:
-    """What the linear layer of one matrix is called."""
-    return f"{stack.removesuffix('_proj')}_{place}"
 
 
 def parts_of_stack(stack: nn.Parameter, biases: nn.Parameter | None, *, transposed: bool) -> list[nn.Linear]:
@@ -37,18 +30,6 @@ def parts_of_stack(stack: nn.Parameter, biases: nn.Parameter | None, *, transpos
     return found
 
 
-def copied_part(part: nn.Module) -> nn.Module:
-    """A dense part with parameters of its own; others as they are."""
-    if type(part) is not nn.Linear:
-        return part
-    new = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device="meta")
-    new.to_empty(device=part.weight.device).to(part.weight.dtype)
-    for mine, theirs in zip(new.parameters(), part.parameters(), strict=True):
-        copy_into(mine, theirs)
-        mine.requires_grad_(theirs.requires_grad)
-    return new
-
-
 def stack_of_parts(
     parts: Sequence[nn.Module], *, transposed: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -60,17 +41,6 @@ def stack_of_parts(
         return stack, None
     biases = torch.stack([one.bias.detach() for one in plain])
     return stack, nn.Parameter(biases, any(one.bias.requires_grad for one in plain))
-
-
-def copy_without(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module of the same class and attributes, with copies of all tensors and parts, but without some."""
-    gone = set(names)
-    new = type(module).__new__(type(module))
-    new.__dict__.update({name: held for name, held in module.__dict__.items() if name not in gone})
-    for held in ("_parameters", "_buffers", "_modules"):
-        mine = {name: one for name, one in vars(module)[held].items() if name not in gone}
-        new.__dict__[held] = copy.deepcopy(mine)
-    return new
 
 
 def is_stack(tensor: Tensor | None) -> bool:

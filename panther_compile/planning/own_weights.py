@@ -116,7 +116,7 @@ def lifted_tensors(model: nn.Module) -> dict[str, Lifted]:
 
 
 def lower_own_weights(model: nn.Module) -> None:
-    """Put parameters back, in the model itself, for layers none of which was sketched."""
+    """Put a parameter back, in the model itself, wherever none of its layers was sketched."""
     for module in list(model.modules()):
         for name, layer in list(module._modules.items()):
             if not isinstance(layer, OwnWeight):
