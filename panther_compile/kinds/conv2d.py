@@ -6,7 +6,7 @@ After:
     %y : call_module[target=conv](args = (%x,))      conv: SketchedConv2d(down: Conv2d, up: Conv2d)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,11 +20,12 @@ from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to, fit_kernel
-from panther_compile.kinds.kernel_metric import KernelSums, channel_rows
+from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.kinds.windows import Convolution, rows_read
 from panther_compile.layers.base import SketchedLayer, copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.models.watched import Arrival
@@ -48,7 +49,7 @@ class Conv2dView(LinearView):
 
     def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
         """The pixels that are read, of a k x k kernel all of them; no mask is for pixels."""
-        return channel_rows(self.layer, x)
+        return rows_read(self.layer, x)
 
     def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
@@ -172,7 +173,7 @@ def fit_node(
     choice: Choice,
     config: SketchConfig,
     arrivals: Sequence[Arrival],
-    lay_out: Callable[[Tensor], Tensor] | None = None,
+    reads: Convolution | None = None,
 ) -> tuple[SketchedLayer, Tensor | None, float]:
     """Fit the kernel of an ONNX node to inputs whose padding is done; half types in float32.
 
@@ -198,7 +199,7 @@ def fit_node(
     if conv.bias is not None:
         conv.bias.zero_()
     given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
-    found, error = fit_conv2d_to(conv, name, choice, config, given, None, lay_out=lay_out)
+    found, error = fit_conv2d_to(conv, name, choice, config, given, None, reads=reads)
     factors = [getattr(found, factor).weight for factor in ("down", "core", "up") if hasattr(found, factor)]
     layer = SketchedConv2d.from_kernels(choice.scheme, tuple(factors), dense)
     return layer, None if found.up.bias is None else found.up.bias.detach(), error

@@ -26,6 +26,7 @@ from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.view import LinearView
+from panther_compile.kinds.windows import rows_read
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.conv_on_plane import (
@@ -35,7 +36,6 @@ from panther_compile.layers.conv_on_plane import (
     geometry,
     on_plane,
 )
-from panther_compile.layers.convolution import padded
 from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice, Fitted, Unit
 
@@ -43,7 +43,7 @@ _PLANE = Conv2dKind()
 
 
 def as_plane(conv: nn.Conv1d | nn.Conv3d) -> nn.Conv2d:
-    """The convolution of two axes that computes the same of what `laid_out` gives; views of its tensors."""
+    """The convolution of two axes that has the same kernel, laid on a plane; views of its tensors."""
     kernel = on_plane(conv.kernel_size)
     plane = nn.Conv2d(
         conv.in_channels,
@@ -60,20 +60,6 @@ def as_plane(conv: nn.Conv1d | nn.Conv3d) -> nn.Conv2d:
     plane.weight = nn.Parameter(weight.reshape(*weight.shape[:2], *kernel), conv.weight.requires_grad)
     plane.bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), conv.bias.requires_grad)
     return plane
-
-
-def laid_out(conv: nn.Conv1d | nn.Conv3d, x: Tensor) -> Tensor:
-    """An input (N, I, *) or (I, *) as (N, I, H, W) or (I, H, W) for `as_plane`, with its padding done.
-
-    Of three axes W is that of all positions, times kh kw.
-    """
-    x = padded(conv, x)
-    if isinstance(conv, nn.Conv1d):
-        return x.unsqueeze(-1)
-    area = conv.kernel_size[1:]
-    frames = x.reshape(-1, 1, *x.shape[-2:])  # each of a channel and a depth
-    columns = F.unfold(frames, area, conv.dilation[1:], 0, conv.stride[1:])  # type: ignore[arg-type]
-    return columns.transpose(1, 2).reshape(*x.shape[:-2], -1)
 
 
 class OnPlaneView(LinearView):
@@ -94,7 +80,7 @@ class OnPlaneView(LinearView):
 
     def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
         """See `LinearView`."""
-        return self._plane.rows(laid_out(self.layer, x), kept)
+        return rows_read(self.layer, x)
 
     def build(self, found: FittedPair) -> SketchedLayer:
         """See `LinearView`."""
@@ -102,7 +88,7 @@ class OnPlaneView(LinearView):
 
     def kernel_sums(self) -> KernelSums:
         """See `LinearView`."""
-        return _SumsOnPlane(self.layer, self._plane.layer)
+        return KernelSums(self._plane.layer, self.layer)
 
     def fit(
         self,
@@ -114,28 +100,10 @@ class OnPlaneView(LinearView):
         ridge: float,
     ) -> tuple[SketchedLayer, float]:
         """See `LinearView`."""
-        lay_out = partial(laid_out, self.layer)
         layer, error = fit_conv2d_to(
-            self._plane.layer, name, choice, config, arrivals, gradient, ridge, lay_out
+            self._plane.layer, name, choice, config, arrivals, gradient, ridge, self.layer
         )
         return _from_plane(layer, self.layer), error
-
-
-class _SumsOnPlane(KernelSums):
-    """Sums over inputs (N, I, *).
-
-    Args:
-        conv: the dense layer.
-        plane: of `as_plane`.
-    """
-
-    def __init__(self, conv: nn.Conv1d | nn.Conv3d, plane: nn.Conv2d) -> None:
-        super().__init__(plane)
-        self._dense = conv
-
-    def add(self, x: Tensor) -> None:
-        """See `KernelSums`."""
-        super().add(laid_out(self._dense, x))
 
 
 class _OnPlaneKind(Kind):
@@ -230,8 +198,7 @@ def _fit_node(
     arrivals: Sequence[Arrival],
 ) -> tuple[SketchedLayer, Tensor | None, float]:
     conv = _dense(dense)
-    lay_out = partial(laid_out, conv)
-    layer, shift, error = fit_node(as_plane(conv), has_bias, name, choice, config, arrivals, lay_out)
+    layer, shift, error = fit_node(as_plane(conv), has_bias, name, choice, config, arrivals, conv)
     return _from_plane(layer, conv), shift, error
 
 

@@ -1,7 +1,7 @@
 """A sketched convolution from data: factors in the metric of what reaches it, the last by least squares."""
 
-# N batch, I in_channels, O out_channels, P positions times taps
-from collections.abc import Callable, Iterator, Sequence
+# I in_channels, O out_channels, n outputs that are looked at
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
-from panther_compile.factorization.moments import MAX_ROWS, RIDGE, thinned
+from panther_compile.factorization.moments import MAX_ROWS, RIDGE
 from panther_compile.factorization.row_sums import HalvedSums, Means
 from panther_compile.factorization.told import told
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.weights import generator_for
+from panther_compile.kinds.windows import Convolution, windows_in_parts
 from panther_compile.layers.base import copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.layers.convolution import filtered, padded
 from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice
 
@@ -47,82 +47,89 @@ def fit_conv2d_to(
     arrivals: Sequence[Arrival],
     gradient: Tensor | None,
     ridge: float = RIDGE,
-    lay_out: Callable[[Tensor], Tensor] | None = None,
+    reads: Convolution | None = None,
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
     The kernel is factorized in the metric of z and of errors at its output channels (`kernel_metric.py`);
     then the last factor and the bias are fitted, in closed form, so that the factors on z give what the
-    dense layer gives on x.
+    dense layer gives on x. Of large maps a few thousand places are looked at, see `windows.py`.
 
     Args:
-        conv: the dense layer.
+        conv: the dense layer, on a plane.
         name: of the unit, for its random numbers.
         choice: scheme and ranks.
         config: the options.
         arrivals: what reached the layer.
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         ridge: on second moments, of their mean power.
-        lay_out: makes what the convolution reads of x or z, for one batch at a time; None if they are that.
+        reads: the dense layer as it is; None if it is of two axes.
     """
-    pairs = _Pairs(arrivals, lay_out)
-    sums = KernelSums(conv)
+    reads = reads or conv
+    sums = KernelSums(conv, reads)
     for arrival in arrivals:
-        sums.add(pairs.read(arrival.z))
+        sums.add(arrival.z)
     metric = sums.metric(gradient, ridge)
     weight = metric.whiten(conv.weight.detach().double()).contiguous()
     found = fit_kernel(weight, conv.groups, name, choice, config)
     kernels = metric.take_back(choice.scheme, found.kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
-    return layer, _refit_last(layer, conv, pairs, ridge)
+    return layer, _refit_last(_Outputs(conv, reads, layer, arrivals), ridge)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Pairs x, z of what a convolution reads, made one by one: they may be much larger than what is given."""
+class _Outputs:
+    """Outputs of a convolution, and what the last factor of a sketched one reads to make them.
 
+    Attributes:
+        conv: the dense layer, on a plane.
+        reads: as it is.
+        layer: the sketched one.
+        arrivals: what reaches them.
+    """
+
+    conv: nn.Conv2d
+    reads: Convolution
+    layer: SketchedConv2d
     arrivals: Sequence[Arrival]
-    lay_out: Callable[[Tensor], Tensor] | None
 
-    def read(self, x: Tensor) -> Tensor:
-        """What the convolution reads of one of them."""
-        return x if self.lay_out is None else self.lay_out(x)
-
-    def __len__(self) -> int:
-        return len(self.arrivals)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def of_each(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each arrival at most so many: (n, O) without the bias, and what is read (n, I', kh, kw)."""
         for arrival in self.arrivals:
             one = arrival.evened()
-            yield self.read(one.x), self.read(one.z)
+            pairs = zip(self._windows(one.x, most), self._windows(one.z, most), strict=True)
+            found = [(_product(self.conv, x), _before_last(self.layer, z)) for x, z in pairs]
+            wanted, read = zip(*found, strict=True)
+            yield torch.cat(wanted), torch.cat(read)
+
+    def _windows(self, x: Tensor, most: int) -> Iterator[Tensor]:
+        for part in windows_in_parts(self.reads, x, most):
+            yield part.reshape(*part.shape[:2], *self.conv.kernel_size)
 
 
-def _refit_last(layer: SketchedConv2d, conv: nn.Conv2d, pairs: _Pairs, ridge: float) -> float:
+def _refit_last(outputs: _Outputs, ridge: float) -> float:
     """Fit the last factor, by what is told of the change from what it is; gives the relative error left.
 
     Of very many features the bias alone is fitted.
     """
-    last = layer.up
-    groups, outputs = last.groups, last.weight.shape[0] // last.groups
+    conv, last = outputs.conv, outputs.layer.up
+    groups, channels = last.groups, last.weight.shape[0] // last.groups
     features = last.weight[0].numel()
     if features > _MOST_FEATURES:
-        return _refit_bias(layer, conv, pairs)
-    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(pairs)))
-    sums = [HalvedSums(outputs, features, last.weight.device, apart=True) for _ in range(groups)]
+        return _refit_bias(outputs)
+    most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(outputs.arrivals)))
+    sums = [HalvedSums(channels, features, last.weight.device, apart=True) for _ in range(groups)]
     power = 0.0
-    for x, z in pairs:
-        patches = _patches(last, _before_last(layer, z)).float()  # (G, n, features)
-        wanted = _product(conv, x)
-        wanted = wanted.reshape(-1, *wanted.shape[-3:]).transpose(0, 1).reshape(groups, outputs, -1)
-        wanted = wanted.transpose(1, 2).float()  # (G, n, O / G)
-        patches, wanted = thinned(patches.transpose(0, 1), most), thinned(wanted.transpose(0, 1), most)
+    for wanted, read in outputs.of_each(most):
+        wanted = wanted.float().unflatten(1, (groups, channels))
+        read = read.float().reshape(-1, groups, features)
         for group, one in enumerate(sums):
-            one.add(wanted[:, group], patches[:, group], None, halved=True)
+            one.add(wanted[:, group], read[:, group], None, halved=True)
         power += float(wanted.detach().double().square().sum())
     power /= sums[0].rows
     explained = 0.0
     kernels, shifts = [], []
-    present = last.weight.detach().double().reshape(groups, outputs, features)
+    present = last.weight.detach().double().reshape(groups, channels, features)
     for one, before in zip(sums, present, strict=True):
         kernel, means = _refitted(before, one, ridge, centred=conv.bias is not None)
         explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
@@ -150,41 +157,33 @@ def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) 
     return kernel + told(means.cross - kernel @ means.covariance, system, halves), means
 
 
-def _refit_bias(layer: SketchedConv2d, conv: nn.Conv2d, pairs: _Pairs) -> float:
+def _refit_bias(outputs: _Outputs) -> float:
     """Shift the bias by the mean of what is lost; gives the relative error left."""
+    conv, last = outputs.conv, outputs.layer.up
     lost = torch.zeros(conv.out_channels, dtype=torch.float64, device=conv.weight.device)
     squares, size, count = 0.0, 0.0, 0
-    for x, z in pairs:
-        wanted = _product(conv, x)
-        found = layer(z)
-        if conv.bias is not None:
-            found = found - conv.bias[:, None, None]
-        channels = (wanted - found).movedim(-3, 0).flatten(1).double()
-        lost += channels.sum(1)
-        squares += float(channels.square().sum())
+    for wanted, read in outputs.of_each(MAX_ROWS):
+        found = F.conv2d(read, last.weight, None, groups=last.groups).flatten(1)
+        rows = (wanted - found).double()
+        lost += rows.sum(0)
+        squares += float(rows.square().sum())
         size += float(wanted.double().square().sum())
-        count += channels.shape[1]
-    if conv.bias is not None and layer.up.bias is not None:
-        copy_into(layer.up.bias, conv.bias.double() + lost / count)
+        count += len(rows)
+    if conv.bias is not None and last.bias is not None:
+        copy_into(last.bias, conv.bias.double() + lost / count)
         squares -= float((lost.square() / count).sum())
     return float(max(0.0, squares) / max(size, 1e-30)) ** 0.5
 
 
 def _product(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The dense layer's output without its bias."""
-    return F.conv2d(padded(conv, x), conv.weight, None, conv.stride, 0, conv.dilation, conv.groups)
+    """The dense layer's outputs (n, O) for windows, without its bias."""
+    return F.conv2d(x, conv.weight, None, groups=conv.groups).flatten(1)
 
 
 def _before_last(layer: SketchedConv2d, z: Tensor) -> Tensor:
-    """What the last factor is given."""
+    """What the last factor reads of windows (n, I, kh, kw)."""
     if layer.scheme == "basis":
-        return filtered(layer.down, z, 2)
-    z = layer.down(z)
-    return layer.core(z) if layer.scheme == "tucker2" else z
-
-
-def _patches(factor: nn.Conv2d, x: Tensor) -> Tensor:
-    """What each output of a factor reads, (G, n, I / G times taps), positions in the order of its output."""
-    x = padded(factor, x.reshape(-1, *x.shape[-3:]))
-    columns = F.unfold(x, factor.kernel_size, factor.dilation, 0, factor.stride)  # type: ignore[arg-type]
-    return columns.reshape(len(x), factor.groups, -1, columns.shape[-1]).permute(1, 0, 3, 2).flatten(1, 2)
+        filtered = F.conv2d(z.flatten(0, 1).unsqueeze(1), layer.down.weight)
+        return filtered.reshape(len(z), -1, 1, 1)
+    z = F.conv2d(z, layer.down.weight, None, groups=layer.down.groups)
+    return F.conv2d(z, layer.core.weight, None, groups=layer.core.groups) if layer.scheme == "tucker2" else z

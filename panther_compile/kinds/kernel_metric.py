@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.factorization.conv2d import conv_candidates
-from panther_compile.factorization.moments import MomentSums, thinned
+from panther_compile.factorization.moments import MomentSums
 from panther_compile.factorization.whiten import Root, root_of
-from panther_compile.layers.convolution import padded
-
-_MOST_PIXELS = 1 << 25  # of one batch, that are looked at tap by tap
+from panther_compile.kinds.windows import Convolution, rows_read, windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +65,23 @@ class KernelSums:
     """Adds up what reaches a convolution.
 
     Args:
-        conv: the dense layer.
+        conv: the dense layer, on a plane.
+        reads: the dense layer as it is; None if it is of two axes.
     """
 
-    def __init__(self, conv: nn.Conv2d) -> None:
-        self._conv = conv
+    def __init__(self, conv: nn.Conv2d, reads: Convolution | None = None) -> None:
+        self._conv, self._reads = conv, reads or conv
         device = conv.weight.device
         self._channels = MomentSums(conv.in_channels, device) if conv.groups == 1 else None
         self._taps = MomentSums(conv.kernel_size[0] * conv.kernel_size[1], device)
 
     def add(self, x: Tensor) -> None:
-        """Add an input (N, I, H, W) or (I, H, W)."""
+        """Add an input (N, I, *) or (I, *)."""
+        axes = len(self._reads.kernel_size)
         if self._channels is not None:
-            rows = channel_rows(self._conv, x)
+            rows = rows_read(self._reads, x)
             self._channels.add(rows, rows)
-        conv = self._conv
-        planes = x.reshape(-1, 1, *x.shape[-2:])
-        planes = thinned(planes, max(1, _MOST_PIXELS // (planes[0].numel() * conv.weight[0, 0].numel())))
-        columns = F.unfold(padded(conv, planes), conv.kernel_size, conv.dilation, 0, conv.stride)  # type: ignore[arg-type]
-        rows = thinned(columns.transpose(1, 2).flatten(0, 1))
+        rows = windows(self._reads, x.reshape(-1, 1, *x.shape[-axes:])).flatten(1)
         self._taps.add(rows, rows)
 
     def metric(self, gradient: Tensor | None, ridge: float) -> KernelMetric:
@@ -112,15 +107,6 @@ class KernelSums:
             for one in conv_candidates(weight, self._conv.groups)
             if one.energies is not None
         }
-
-
-def channel_rows(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The pixels of x (N, I, H, W) that a 1 x 1 convolution reads, as rows (n, I); of k x k all of them."""
-    if x.dim() == 3:
-        x = x.unsqueeze(0)
-    if conv.kernel_size == (1, 1):
-        x = x[..., :: conv.stride[0], :: conv.stride[1]]
-    return thinned(x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]))
 
 
 def _along(weight: Tensor, axis: int, matrix: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.errors import LayerError
-from panther_compile.kinds.conv_on_plane import as_plane, laid_out
 
 CONVS = {
     "1d": (nn.Conv1d(6, 8, 5, stride=2, padding=2, dilation=2, groups=2), (2, 6, 20)),
@@ -28,16 +27,6 @@ def dense_result(layer, conv, x):
     """What the dense layer makes of x by the sketched one's weight."""
     state = {"weight": layer.weight + 0} | ({} if layer.bias is None else {"bias": layer.bias})
     return torch.func.functional_call(conv, state, (x,))
-
-
-@pytest.mark.parametrize("name", CONVS)
-def test_plane_computes_the_same(name):
-    conv, shape = CONVS[name]
-    x = torch.randn(shape)
-    for given in (x, x[0]):
-        torch.testing.assert_close(
-            as_plane(conv)(laid_out(conv, given)).reshape(conv(given).shape), conv(given)
-        )
 
 
 @pytest.mark.parametrize("scheme", ["channel", "spatial", "tucker2", "basis"])

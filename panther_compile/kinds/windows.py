@@ -1,0 +1,73 @@
+"""What single outputs of a convolution read, and single pixels: some of them, in place of whole maps.
+
+Second moments of a few thousand rows are as good as those of a map of a million pixels, and what is not
+computed costs nothing.
+"""
+
+# N batch, I in_channels, n outputs that are looked at
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.factorization.moments import MAX_ROWS
+from panther_compile.layers.convolution import padded
+
+_AT_ONCE = 1 << 24  # numbers
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def windows(conv: Convolution, x: Tensor, most: int = MAX_ROWS) -> Tensor:
+    """What at most so many outputs read, each all the taps of the kernel: (n, I, *kernel_size).
+
+    The outputs are evenly spread over those of all inputs, in their order.
+
+    Args:
+        conv: with any padding, stride and dilation.
+        x: (N, I, *) or (I, *), before padding; of any number of channels, as each is looked at alone.
+        most: n at most.
+    """
+    return torch.cat(list(windows_in_parts(conv, x, most)))
+
+
+def windows_in_parts(conv: Convolution, x: Tensor, most: int) -> Iterator[Tensor]:
+    """The same, a few at once: together they may be many times what they are made of."""
+    axes = len(conv.kernel_size)
+    view = padded(conv, _with_batch(x, axes))
+    for axis in range(axes):
+        reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1) + 1
+        view = view.unfold(2 + axis, reach, conv.stride[axis])
+    view = view[..., *(slice(None, None, step) for step in conv.dilation)]
+    return _some(view, axes, most)
+
+
+def pixels(x: Tensor, axes: int, most: int = MAX_ROWS) -> Tensor:
+    """At most so many pixels of x (N, I, *) or (I, *) as rows (n, I), evenly spread."""
+    return torch.cat(list(_some(_with_batch(x, axes), axes, most)))
+
+
+def rows_read(conv: Convolution, x: Tensor) -> Tensor:
+    """Rows (n, I) of what a convolution reads of x: of one tap the pixels that it steps on, else of all."""
+    axes = len(conv.kernel_size)
+    steps_over = all(size == 1 for size in conv.kernel_size)
+    if steps_over:
+        x = x[..., *(slice(None, None, step) for step in conv.stride)]
+    return pixels(x, axes)
+
+
+def _with_batch(x: Tensor, axes: int) -> Tensor:
+    return x if x.dim() == axes + 2 else x.unsqueeze(0)
+
+
+def _some(view: Tensor, axes: int, most: int) -> Iterator[Tensor]:
+    """Of (N, I, *places, *rest) at most so many places of all N: (n, I, *rest), in parts."""
+    sizes = torch.Size((len(view), *view.shape[2 : 2 + axes]))
+    count = sizes.numel()
+    chosen = torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()
+    each = view.numel() // max(1, count)
+    for part in chosen.split(max(1, _AT_ONCE // max(1, each))):
+        first, *others = (one.to(view.device) for one in torch.unravel_index(part, sizes))
+        index: Any = (first, slice(None), *others)
+        yield view[index]
