@@ -35,6 +35,12 @@ def kernels_everywhere(monkeypatch):
     monkeypatch.setattr("panther_compile.passes.sketched_calls.fuses", lambda layer, rows, dtype: True)
 
 
+@pytest.fixture
+def runtime_alone(monkeypatch):
+    """Let ONNX files be fitted as those are that torch cannot run."""
+    monkeypatch.setattr("panther_compile.onnx.fit_to_data.module_of", lambda *_: "not asked")
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     # Without a GPU torch.manual_seed keeps the whole stack of its caller, for when one may be started.

@@ -8,6 +8,8 @@ from onnx_models import OPTIONS, make, node, random, run
 import panther_compile as pc
 from panther_compile.onnx import damage
 
+pytestmark = pytest.mark.usefixtures("runtime_alone")
+
 
 def uneven(path):
     """Two products of equal weights: of the one all results are outputs, of the other a thousandth."""

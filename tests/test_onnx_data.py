@@ -296,6 +296,7 @@ def chain(path, layers=6):
     return make(path, nodes, weights)
 
 
+@pytest.mark.usefixtures("runtime_alone")
 def test_one_by_one_is_closer_in_a_deep_model(tmp_path):
     source, x = chain(tmp_path / "in.onnx"), rows(256)
     data = batches(lambda: rows(1024))
@@ -307,6 +308,7 @@ def test_one_by_one_is_closer_in_a_deep_model(tmp_path):
     assert found[1] < 0.9 * found[0]
 
 
+@pytest.mark.usefixtures("runtime_alone")
 def test_weights_that_do_not_hang_on_one_another_are_one_step(tmp_path, monkeypatch):
     nodes = [node("MatMul", ["x", name], [f"x{name}"]) for name in "qkv"]
     nodes += [node("Sum", ["xq", "xk", "xv"], ["s"]), node("Conv", ["x4", "c"], ["z"])]
@@ -327,9 +329,9 @@ def test_weights_that_do_not_hang_on_one_another_are_one_step(tmp_path, monkeypa
             shown.append([value.name for value in values])
             super().__init__(model, values, folder)
 
-    monkeypatch.setattr("panther_compile.onnx.sketch.ObservedModel", Observed)
+    monkeypatch.setattr("panther_compile.onnx.fit_to_data.ObservedModel", Observed)
     sketch(source, data=[(rows(16), images(4)) for _ in range(4)], sequential=True, **ALL)
-    assert shown == [["x", "x", "x", "x4", "s", "r"], ["s"], ["r"]]
+    assert shown == [[], ["x", "x", "x", "x4", "s", "r"], ["s"], ["r"]]
 
 
 def test_external_weights_and_no_file_left_behind(tmp_path):
@@ -386,7 +388,7 @@ def test_one_by_one_needs_data(tmp_path):
         ([np.zeros((4, 48))], DataError, "is float64, wanted float32"),
         ([{"x": [[0.0] * 48]}], ConfigTypeError, "input 'x' is a list, wanted an array"),
         ([np.full((4, 48), np.nan, np.float32)], DataError, "input 'x' holds NaN"),
-        ([np.full((4, 48), 3e38, np.float32)], DataError, "batch 0 of data: NaN or Inf reaches v"),
+        ([np.full((4, 48), 3e38, np.float32)], DataError, "batch 0 of the data: a number of size 3e"),
     ],
 )
 def test_bad_data_is_told(data, kind, message, tmp_path):
@@ -405,7 +407,17 @@ def test_the_batch_is_named_by_its_place_in_the_data(place, tmp_path):
     )
     data = [random(4, 48) for _ in range(6)]
     data[place][0, 0] = np.inf
-    with pytest.raises(DataError, match=f"batch {place} of data: NaN or Inf reaches w"):
+    with pytest.raises(DataError, match=f"batch {place} of the data: NaN or Inf reaches w"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
+
+
+@pytest.mark.usefixtures("runtime_alone")
+@pytest.mark.parametrize(("number", "weight"), [(3e38, "v"), (np.inf, "w")])
+def test_bad_numbers_where_torch_does_not_run(number, weight, tmp_path):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["h", "v"], ["y"])]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 64), "v": random(64, 48)})
+    data = [random(4, 48), np.full((4, 48), number, np.float32)]
+    with pytest.raises(DataError, match=f"batch 1 of data: NaN or Inf reaches {weight}"):
         pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
 
 

@@ -68,7 +68,7 @@ def test_small_models_are_sketched_from_their_weights(tmp_path):
 
 def made_for(path, tmp_path):
     model = read_model(path)
-    return made_up_inputs(model, ObservedModel(model, (), tmp_path), seed=0)
+    return made_up_inputs(model, ObservedModel(model, (), tmp_path), seed=0, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

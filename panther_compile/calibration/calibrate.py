@@ -119,6 +119,7 @@ def study_model(
                 stacks=[one.names for one in cached if len(one.names) > 1],
                 shelf=shelf,
                 like=like,
+                repeated=repeated,
             )
 
         # Inputs show the moments of those in training no nearer than what batch norms know of them.

@@ -1,7 +1,7 @@
 """What the dense model shows of its layers on the data: whitened spectra, and what errors would do."""
 
 # O out_features, I in_features
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -115,6 +115,7 @@ def study_layers(
     stacks: Sequence[Sequence[str]] = (),
     shelf: Shelf | None = None,
     like: Study | None = None,
+    repeated: Container[str] = (),
 ) -> Study:
     """Run the dense model over the data.
 
@@ -130,6 +131,7 @@ def study_layers(
         stacks: sets of layers of one input that will share an input factor.
         shelf: see `Study`.
         like: a study of the same with another ridge, whose gradients are taken; they take half of the time.
+        repeated: layers that a batch calls more than once, whose moments no other layer has.
 
     Raises:
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
@@ -144,7 +146,7 @@ def study_layers(
     parts = PartSums(targets)
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        _study_group(study, side, group, calls, by_reader, stacks, parts, progress=progress)
+        _study_group(study, side, group, calls, by_reader, stacks, parts, repeated, progress=progress)
         for together, total in parts.complete(names):
             _study_parts(study, together, total)
     for coupling in couplings:
@@ -187,6 +189,7 @@ def _study_group(
     by_reader: Mapping[str, Coupling],
     stacks: Sequence[Sequence[str]],
     parts: PartSums,
+    repeated: Container[str],
     *,
     progress: bool,
 ) -> None:
@@ -195,7 +198,7 @@ def _study_group(
     known: dict[str, MomentSums] = {}
     views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
     kernels = {name: made for name, view in views.items() if (made := view.kernel_sums()) is not None}
-    for name, sums in _moments(side, group, calls, study, inputs, kernels, progress):
+    for name, sums in _moments(side, group, calls, study, inputs, kernels, repeated, progress):
         known[name] = sums
         _study_layer(study, group[name], sums, parts, by_reader.get(name))
     for name, added in kernels.items():
@@ -378,6 +381,7 @@ def _moments(
     study: Study,
     inputs: InputGroups,
     kernels: Mapping[str, KernelSums],
+    repeated: Container[str],
     progress: bool,
 ) -> Iterator[tuple[str, MomentSums]]:
     """Second moments of the inputs of matrices; layers that are given the same tensor share them.
@@ -408,7 +412,7 @@ def _moments(
                 if name in kernels:
                     kernels[name].add(x)
                 return
-            first, _ = seen.setdefault(id(x), (name, x))
+            first, _ = (name, x) if name in repeated else seen.setdefault(id(x), (name, x))
             if name not in sums and first != name and targets[name].view.is_linear:
                 same_as.setdefault(name, first)
             if same_as.get(name) != first:

@@ -5,7 +5,7 @@ computed costs nothing.
 """
 
 # N batch, I in_channels, n outputs that are looked at
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ def windows_in_parts(conv: Convolution, x: Tensor, most: int) -> Iterator[Tensor
     for axis in range(axes):
         reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1) + 1
         view = view.unfold(2 + axis, reach, conv.stride[axis])
-    view = view[..., *(slice(None, None, step) for step in conv.dilation)]
-    return _some(view, axes, most)
+    return _some(_every(view, conv.dilation), axes, most)
 
 
 def pixels(x: Tensor, axes: int, most: int = MAX_ROWS) -> Tensor:
@@ -52,13 +51,17 @@ def rows_read(conv: Convolution, x: Tensor) -> Tensor:
     """Rows (n, I) of what a convolution reads of x: of one tap the pixels that it steps on, else of all."""
     axes = len(conv.kernel_size)
     steps_over = all(size == 1 for size in conv.kernel_size)
-    if steps_over:
-        x = x[..., *(slice(None, None, step) for step in conv.stride)]
-    return pixels(x, axes)
+    return pixels(_every(x, conv.stride) if steps_over else x, axes)
 
 
 def _with_batch(x: Tensor, axes: int) -> Tensor:
     return x if x.dim() == axes + 2 else x.unsqueeze(0)
+
+
+def _every(x: Tensor, steps: Iterable[int]) -> Tensor:
+    """One in so many along each of the last axes."""
+    index: Any = (..., *(slice(None, None, step) for step in steps))
+    return x[index]
 
 
 def _some(view: Tensor, axes: int, most: int) -> Iterator[Tensor]:

@@ -67,7 +67,7 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
         tensor = found[0][1]
         makers.add(by.get(_place(tensor)))
         kept = kept_rows(tensor.float(), kept_positions(quiet, call))
-        rows.append(kept[:: math.ceil(len(kept) / _ROWS)])
+        rows.append(kept[:: math.ceil(len(kept) / _ROWS) or 1])
     if len({one.shape[-1] for one in rows}) != 1:
         return OutputKind("auto", "the width of the result varies")
     head = next(iter(makers)) if len(makers) == 1 else None
@@ -76,6 +76,8 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
 
 def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
     width = rows.shape[-1]
+    if not len(rows):
+        return OutputKind("auto", "all of it is padding")
     if width < 2 or not bool(rows.isfinite().all()):
         return OutputKind("auto", "the result has one column" if width < 2 else "the result is not finite")
     if float(rows.logsumexp(-1).abs().max()) < _NEAR:

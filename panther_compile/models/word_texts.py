@@ -13,6 +13,7 @@ PMI-based word embeddings", TACL 2016, equation 2.1). The topic is a word, rare 
 import sys
 from dataclasses import dataclass
 from itertools import takewhile
+from os import PathLike
 from typing import Any
 
 import torch
@@ -139,11 +140,14 @@ def _is_word(name: str) -> bool:
 def _beside(model: Any) -> Any:
     """The tokenizer where a Hugging Face model was loaded from; nothing is downloaded."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
-    if not name or "transformers" not in sys.modules:
-        return None
+    return tokenizer_at(name) if name and "transformers" in sys.modules else None
+
+
+def tokenizer_at(place: str | PathLike[str]) -> Any:
+    """The tokenizer in a folder, or of a name that transformers has kept; None if there is none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError):  # none is there, or what reads it is not installed
         return None

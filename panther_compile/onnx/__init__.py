@@ -7,7 +7,13 @@ sites       what can be sketched in a graph, and why the rest is left alone
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them
 branches    values in branches, handed out to be seen
-fit         weights fitted to data
+fit_to_data plan and weights from data: by torch, or by ONNX Runtime alone
+fit_in_torch  as in `sketchify`, by gradients and in lockstep
+as_torch    a graph as a module of torch
+torch_ops   operators in torch
+torch_cells recurrent ones
+fit         weights fitted to what ONNX Runtime shows of them
+made_up     images, sounds and texts for a file without data
 damage      what cutting each weight does to the outputs
 rewrite     sketched layers in place of weights
 lowering    sketched layers as nodes

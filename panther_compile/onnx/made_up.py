@@ -1,7 +1,13 @@
-"""Images and sounds made up for an ONNX model without data, like natural ones, as for one in torch."""
+"""Images, sounds and texts made up for an ONNX model without data, as for one in torch.
+
+Texts are of words at random (`models/word_texts.py`), of an encoder whose tokenizer lies beside the file, or
+a folder above it, as exporters leave it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +19,11 @@ from torch import Generator, Tensor
 from panther_compile.errors import DataError
 from panther_compile.models.natural import natural_images
 from panther_compile.models.sounds import natural_sounds
+from panther_compile.models.word_texts import Vocabulary, read_vocabulary, tokenizer_at
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.patterns import is_onnx
-from panther_compile.onnx.verify import numpy_dtype
+from panther_compile.onnx.sites import to_torch
+from panther_compile.onnx.verify import MASK, numpy_dtype
 
 JUDGED = 2
 """The last batches, which outputs are compared on and nothing is fitted to."""
@@ -24,6 +32,8 @@ _BATCHES, _BATCH = 14, 8
 _SIZES = ((224, 224), (48, 320), (32, 320), (64, 64), (32, 32), (8, 8))  # squares, and lines of text
 _SAMPLES = (16000, 4000, 1024, 1000, 256)
 _FEWEST = 256  # samples of a sound
+_IDS, _TYPES, _PLACES = "input_ids", "token_type_ids", "position_ids"
+_TEXTS, _LENGTHS = 32, (128, 64, 32, 16)  # of a batch, and tokens of the longest text
 
 _Draw = Callable[[int, Sequence[int], Generator], Tensor]
 
@@ -34,25 +44,29 @@ class MadeUp:
 
     Attributes:
         what: they are, in words.
-        feeds: batches, of mean 0 and variance 1.
+        feeds: batches; of images and sounds of mean 0 and variance 1.
     """
 
     what: str
     feeds: list[Feed]
 
 
-def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int) -> MadeUp | None:
-    """Batches of images or sounds, of the first size that a model runs on.
+def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int, folder: Path) -> MadeUp | None:
+    """Batches of images, sounds or texts, of the first size that a model runs on.
 
     Args:
-        model: says what its first convolution reads.
+        model: says what its first convolution reads, and which vectors it has for tokens.
         dense: shows its outputs.
         seed: of what is drawn.
+        folder: of the file.
 
     Returns:
-        None for a model that takes anything but images alone, (N, 1 or 3, H, W) of floats, or sounds alone,
-        (N, T) with ones anywhere, whose first convolution is along time and reads one channel.
+        None for a model that takes anything but images alone, (N, 1 or 3, H, W) of floats, sounds alone,
+        (N, T) with ones anywhere, whose first convolution is along time and reads one channel, or tokens
+        (N, T) by the names of transformers, with a tokenizer at hand.
     """
+    if any(one.name == _IDS for one in dense.inputs):
+        return _texts(model, dense, seed, folder)
     if len(dense.inputs) != 1:
         return None
     wanted, dtype = dense.inputs[0], numpy_dtype(dense.inputs[0])
@@ -70,6 +84,60 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int) -> MadeUp |
             shown = draw(_BATCHES * batch, shape, generator).numpy().astype(dtype)
             return MadeUp(what, [Feed({wanted.name: one}) for one in np.split(shown, _BATCHES)])
     return None
+
+
+def _texts(model: ir.Model, dense: ObservedModel, seed: int, folder: Path) -> MadeUp | None:
+    """Texts of words at random, if the model reads tokens alone, and its vectors and tokenizer are found."""
+    vocabulary = None if _others(dense, 1, 1) is None else _vocabulary(model, folder)
+    for length in _LENGTHS if vocabulary is not None else ():
+        ones = np.ones((1, length), dtype=np.int64)
+        if _runs(dense, _text_feed(dense, ones)):
+            assert vocabulary is not None
+            generator = torch.Generator().manual_seed(seed)
+            drawn = vocabulary.batches(_BATCHES, _TEXTS, length, generator)
+            return MadeUp("made-up texts of words", [_text_feed(dense, one.numpy()) for one in drawn])
+    return None
+
+
+def _text_feed(dense: ObservedModel, ids: Any) -> Feed:
+    others = _others(dense, *ids.shape)
+    assert others is not None
+    given = {_IDS: ids} | others
+    return Feed({one.name: given[one.name].astype(numpy_dtype(one)) for one in dense.inputs})
+
+
+def _others(dense: ObservedModel, count: int, length: int) -> dict[str, Any] | None:
+    """What a model takes beside tokens, for texts without padding; None if it takes anything unknown."""
+    ones = np.ones((count, length), dtype=np.int64)
+    known = {MASK: ones, _TYPES: 0 * ones, _PLACES: ones.cumsum(1) - 1}
+    wanted = [one.name for one in dense.inputs if one.name != _IDS]
+    whole = all(one.type in ("tensor(int64)", "tensor(int32)") for one in dense.inputs)
+    return {name: known[name] for name in wanted} if whole and set(wanted) <= set(known) else None
+
+
+def _vocabulary(model: ir.Model, folder: Path) -> Vocabulary | None:
+    """What the tokenizer beside a file knows, of the words that the model has vectors for."""
+    vectors = next((found for one in model.graph.inputs if one.name == _IDS for found in _vectors(one)), None)
+    if vectors is None or find_spec("transformers") is None:
+        return None
+    tokenizers = (tokenizer_at(place) for place in (folder, folder.parent) if _has_tokenizer(place))
+    tokenizer = next((one for one in tokenizers if one is not None), None)
+    return None if tokenizer is None else read_vocabulary(tokenizer, vectors)
+
+
+def _vectors(ids: ir.Value) -> Iterator[Tensor]:
+    """Tables (V, d) that tokens are looked up in."""
+    for node in ids.consumers():
+        if is_onnx(node, "Cast"):
+            yield from _vectors(node.outputs[0])
+        elif is_onnx(node, "Gather") and node.inputs[0] is not None:
+            table = ir.convenience.get_const_tensor(node.inputs[0])
+            if table is not None and len(table.shape) == 2:
+                yield to_torch(table)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def _hears(model: ir.Model) -> bool:

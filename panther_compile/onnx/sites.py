@@ -125,6 +125,8 @@ def find_onnx_sites(model: ir.Model, config: SketchConfig) -> OnnxFound:
 def to_torch(tensor: ir.TensorProtocol) -> Tensor:
     """A copy of an ONNX tensor, any dtype that torch has."""
     dtype = ir.tensor_adapters.to_torch_dtype(ir.DataType(tensor.dtype))
+    if 0 in _shape(tensor):
+        return torch.empty(_shape(tensor), dtype=dtype)
     return torch.frombuffer(bytearray(tensor.tobytes()), dtype=dtype).reshape(_shape(tensor))
 
 

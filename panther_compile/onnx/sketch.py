@@ -2,26 +2,23 @@
 
 import html
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, TypedDict, Unpack
 
 import onnx_ir as ir
 import torch
 
 from panther_compile.calibration.inputs import LARGEST, SMALLEST
-from panther_compile.calibration.trials import pick
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
-from panther_compile.onnx.damage import Damages
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
-from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit, find_ends, missing_means
+from panther_compile.onnx.fit import FittedWeights
+from panther_compile.onnx.fit_to_data import GRAPH, DataFit, keeps_all
 from panther_compile.onnx.int8 import (
     as_pairs,
     check_rounding,
@@ -29,14 +26,12 @@ from panther_compile.onnx.int8 import (
     int8_model,
     warn_if_destroyed_by_int8,
 )
-from panther_compile.onnx.lowering import GraphWriter, shift_bias
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
 from panther_compile.onnx.made_weights import fold_made_weights
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
 from panther_compile.planning.plan import make_plan
-from panther_compile.planning.ways import Allocation
 from panther_compile.records import NEVER_REACHED, Closeness, Fitted, SketchPlan, SketchRecord
 from panther_compile.storage import checked_path
 
@@ -57,7 +52,6 @@ class OnnxSketchOptions(TypedDict, total=False):
     device: torch.device | str | None
 
 
-_GRAPH = "ONNX graph"
 FITTED_TO = "the data it was fitted to"
 NOT_COMPARED = Closeness.unknown("verify=False")
 
@@ -74,7 +68,7 @@ class OnnxReport:
         output_errors: of each output, on the last batch of the data, or of inputs that were made up,
             relative to the dense model's (`onnx/verify.py` says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
-        made_up: whether they were fitted to images or sounds that were made up.
+        made_up: whether they were fitted to images, sounds or texts that were made up.
         closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
     """
 
@@ -209,8 +203,8 @@ def sketch_onnx(
     def form(plan: SketchPlan) -> SketchPlan:
         return as_pairs(plan, config.round_rank_to, kernels=data is not None) if then == "int8" else plan
 
-    plan = form(make_plan(sites.found, config, _GRAPH))
-    if not plan.sketched and (then == "none" or not _keeps_all(config)):
+    plan = form(make_plan(sites.found, config, GRAPH))
+    if not plan.sketched and (then == "none" or not keeps_all(config)):
         reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
         more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
         raise NoTargetError(
@@ -219,20 +213,17 @@ def sketch_onnx(
         )
     fitted: dict[str, Fitted] = {}
     feeds: Sequence[Feed] = ()
-    made_up = _made_up(model, config, target.parent) if data is None else None
+    task = DataFit(model, sites, config, target.parent, form)
+    made_up = _made_up(model, config, source.parent, target.parent) if data is None else None
     fits_made_up = made_up is not None and _is_worth_it(sites)
     if made_up is not None:
         learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
         if fits_made_up:
-            plan, fitted, _ = _fit_to_data(
-                model, sites, config, learnt, target.parent, False, form, measured=False
-            )
+            plan, fitted, _ = task.fit(learnt, made_up=True)
     elif data is not None and not plan.sketched:  # int8 alone
         feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
-        plan, fitted, feeds = _fit_to_data(
-            model, sites, config, data, target.parent, sequential, form, measured=True
-        )
+        plan, fitted, feeds = task.fit(data, sequential=sequential)
     rest = {name: choice for name, choice in plan.choices.items() if name not in fitted}
     note = NEVER_REACHED if data is not None or fits_made_up else ""
     others = rewrite(model, sites, rest, config, FittedWeights())
@@ -257,12 +248,12 @@ def sketch_onnx(
     return replace(report, output_errors=found.errors, closeness=found.closeness)
 
 
-def _made_up(model: ir.Model, config: SketchConfig, folder: Path) -> MadeUp | None:
+def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:
     """Inputs that are made up where there is no data, if the model is one that it can be done for."""
-    if not config.synthetic or _keeps_all(config):
+    if not config.synthetic or keeps_all(config):
         return None
     try:
-        return made_up_inputs(model, ObservedModel(model, (), folder), config.seed)
+        return made_up_inputs(model, ObservedModel(model, (), folder), config.seed, beside)
     except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
         return None
 
@@ -271,11 +262,6 @@ def _is_worth_it(sites: OnnxFound) -> bool:
     """Whether so many numbers are to be sketched that they are fitted to what was made up."""
     numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
     return SMALLEST <= numbers <= LARGEST
-
-
-def _keeps_all(config: SketchConfig) -> bool:
-    """Whether no weight is to become smaller."""
-    return all(ratio == 1.0 for _, ratio in config.ratios())
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:
@@ -287,68 +273,3 @@ def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any])
             f"unknown option {', '.join(unknown)}{where}; the options are {', '.join(sorted(known))}"
         )
     return SketchConfig(ratio=ratio, **options)
-
-
-def _fit_to_data(
-    model: ir.Model,
-    sites: OnnxFound,
-    config: SketchConfig,
-    data: OnnxData,
-    folder: Path,
-    sequential: bool,
-    form: Callable[[SketchPlan], SketchPlan],
-    *,
-    measured: bool,
-) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
-    """Plan by what data show, and replace the weights that they reach; gives the batches too."""
-    weights, ends = WeightFit(model, sites, config), find_ends(model, sites)
-    outputs = [end.output for end in ends]
-    dense = ObservedModel(model, [*weights.values(weights.names), *outputs], folder)
-    runs = Runs(dense.feeds(data), dense)
-    values, energies = weights.spectra(runs), weights.energies(runs)
-    reached = {*values, *energies}
-    plan_by = partial(make_plan, sites.found, route=_GRAPH, values=values, energies=energies, reached=reached)
-    plan = plan_by(config, whole=False)
-    if measured:
-        plan = _closest(plan, plan_by, Damages(model, config, weights, runs, folder), config, reached)
-    plan = form(plan)
-    choices = plan.choices
-    names = [name for name in weights.names if name in choices]
-    fitted: dict[str, Fitted] = {}
-    for step in weights.steps(names) if sequential else [names]:
-        if fitted:
-            runs = replace(runs, sketched=ObservedModel(model, weights.values(step), folder))
-        found = weights.fit({name: choices[name] for name in step}, runs)
-        fitted |= rewrite(model, sites, {name: choices[name] for name in found.ready}, config, found)
-    if fitted and ends:
-        runs, writer = replace(runs, sketched=ObservedModel(model, outputs, folder)), GraphWriter(model)
-        for end, missing in missing_means(ends, runs):
-            shift_bias(end.use, missing, writer)
-    return plan, fitted, runs.feeds
-
-
-def _closest(
-    plain: SketchPlan,
-    plan_by: Callable[..., SketchPlan],
-    damages: Damages,
-    config: SketchConfig,
-    reached: set[str],
-) -> SketchPlan:
-    """The plain plan, by energies, unless equal shares or what cutting each weight does bring outputs closer.
-
-    Where that is not known all is as planned; see `pick`.
-    """
-    if _keeps_all(config) or not plain.sketched:
-        return plain
-    uniform = partial(plan_by, allocation=Allocation("uniform"), whole=False)
-    found = damages.by_weight(uniform(replace(config, ratio=0.5, allow_slower=True)))
-    if not found:
-        return plain
-    plans = {"energy": plain, "uniform": uniform(config)}
-    by_damage = plan_by(config, allocation=Allocation("sensitivity", found))
-    if reached.intersection(line.name for line in (*by_damage.sketched, *by_damage.whole)) <= set(found):
-        plans["sensitivity"] = by_damage
-    distances = {name: damages.of_plan(plan) for name, plan in plans.items()}
-    best, undecided = pick(distances, "energy")
-    tried = {name: mean(found) for name, found in distances.items()}
-    return replace(plans[best], allocation=best, tried=tried, undecided=undecided)

@@ -1,0 +1,188 @@
+"""An ONNX graph as a module of torch, whose weights that are to be sketched are layers.
+
+So data make of a file what they make of a model in torch: gradients tell what its outputs mind, and layers
+are fitted in lockstep. A graph is run by torch if all its operators are known (`torch_ops.py`), and it gives
+what ONNX Runtime gives.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther_compile.onnx.data import Feed, ObservedModel
+from panther_compile.onnx.lowering import bias_of
+from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.sites import OnnxWeight, to_torch
+from panther_compile.onnx.torch_cells import UnknownOperatorError
+from panther_compile.onnx.torch_ops import OPERATORS, window_pads, with_added
+
+_TOLERANCE = 1e-3  # of an output, over its largest magnitude
+_ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
+
+
+class _Program:
+    """What is run, in which order; copies of a module share it.
+
+    Attributes:
+        graph: of the model.
+        opset: its version.
+        nodes: those that are run.
+        uses: which of the layers, and which use of its weight, a node is.
+        held: names of the buffers that hold constants.
+        last: the place of the last node that reads a value.
+    """
+
+    def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
+        self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
+        self.nodes = [node for node in model.graph if not is_onnx(node, "Constant")]
+        self.uses = {use.node: (place, use) for place, one in enumerate(weights) for use in one.uses}
+        self.held: dict[ir.Value, str] = {}
+        self.last: dict[ir.Value, int] = {}
+        for place, node in enumerate(self.nodes):
+            if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
+                raise UnknownOperatorError(f"{node.domain or 'ONNX'} {node.op_type} is not known here")
+            for value in self.read(node):
+                self.last[value] = place
+                self._hold(value)
+        for value in model.graph.outputs:
+            self.last[value] = len(self.nodes)
+            self._hold(value)
+
+    def read(self, node: ir.Node) -> Iterable[ir.Value]:
+        """What a node reads, but for the weight that a layer stands for."""
+        use = self.uses[node][1] if node in self.uses else None
+        for index, value in enumerate(node.inputs):
+            if value is not None and (use is None or index != use.index):
+                yield value
+
+    def __deepcopy__(self, memo: Any) -> "_Program":
+        return self
+
+    def _hold(self, value: ir.Value) -> None:
+        if value not in self.held and ir.convenience.get_const_tensor(value) is not None:
+            self.held[value] = f"held_{len(self.held)}"
+
+
+class OnnxModule(nn.Module):
+    """Runs a graph without branches, loops and functions.
+
+    Args:
+        model: is left as it is.
+        layers: what computes the products with a weight, its bias being zero, by the weight.
+
+    Raises:
+        UnknownOperatorError: an operator is not known here.
+    """
+
+    def __init__(self, model: ir.Model, layers: Sequence[tuple[OnnxWeight, nn.Module]]) -> None:
+        super().__init__()
+        self._program = _Program(model, [weight for weight, _ in layers])
+        self.layers = nn.ModuleList(layer for _, layer in layers)
+        for value, name in self._program.held.items():
+            tensor = ir.convenience.get_const_tensor(value)
+            assert tensor is not None
+            self.register_buffer(name, to_torch(tensor))
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """The outputs by name, chances as their logarithms."""
+        program = self._program
+        values: dict[ir.Value, Any] = {value: getattr(self, name) for value, name in program.held.items()}
+        values |= {one: inputs[str(one.name)] for one in program.graph.inputs if str(one.name) in inputs}
+        for place, node in enumerate(program.nodes):
+            found = self._run(node, values)
+            made = found if isinstance(found, tuple | list) else (found,)
+            values.update(zip(node.outputs, made, strict=False))
+            for value in program.read(node):
+                if program.last[value] == place:
+                    values.pop(value, None)
+        return {str(one.name): self.shown(one, values[one]) for one in program.graph.outputs}
+
+    def _run(self, node: ir.Node, values: Mapping[ir.Value, Any]) -> Any:
+        attributes = {name: one.value for name, one in node.attributes.items()} | {
+            "outputs": len(node.outputs)
+        }
+        if node not in self._program.uses:
+            inputs = [None if one is None else values[one] for one in node.inputs]
+            return OPERATORS[node.op_type](inputs, attributes, self._program.opset)
+        place, use = self._program.uses[node]
+        layer, x = self.layers[place], values[node.inputs[1 - use.index]]  # type: ignore[index]
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        added = None if bias is None else values[bias]
+        if not use.is_conv:
+            flipped = bool(attributes.get("transA" if use.index else "transB", 0)) and node.op_type == "Gemm"
+            x = x.transpose(-1, -2) if flipped == (use.index == 1) else x
+            product = layer(x)
+            product = product if use.index else product.transpose(-1, -2)
+            return with_added(product, added, attributes)
+        if node.op_type == "Conv":
+            x = F.pad(x, window_pads(x, layer.kernel_size, attributes))  # type: ignore[arg-type]
+        product = layer(x)
+        if node.op_type == "ConvTranspose":
+            product = _cropped(product, attributes)
+        return product if added is None else product + added.reshape(-1, *[1] * (x.dim() - 2))
+
+    def shown(self, value: ir.Value, found: Any) -> Any:
+        """An output as the module gives it: chances as their logarithms."""
+        maker = value.producer()
+        if maker is None or not is_onnx(maker, "Softmax"):
+            return found
+        return found.clamp_min(torch.finfo(found.dtype).tiny).log()
+
+
+def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
+    """A layer with a weight of the graph, and a bias of zeros if all nodes that read the weight have one.
+
+    Args:
+        weight: of the graph.
+        dense: the layer that stands for it, without a bias.
+    """
+    layer = copy.copy(dense)
+    layer._parameters = dict(dense._parameters)
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    assert isinstance(outputs, int)
+    if all(bias_of(use, outputs) is not None for use in weight.uses):
+        layer.bias = nn.Parameter(dense.weight.new_zeros(outputs), requires_grad=False)  # type: ignore[operator]
+    return layer
+
+
+def as_tensors(feed: Feed) -> dict[str, Tensor]:
+    """The arrays of a batch, by the names of the inputs."""
+    return {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in feed.items()}
+
+
+def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: Feed) -> bool:
+    """Whether torch runs a batch, and gives what ONNX Runtime does."""
+    wanted = next(dense.run([feed], dense.outputs))
+    try:
+        with torch.no_grad():
+            found = module(**as_tensors(feed))
+    except _ERRORS:  # of an operator that does something else here, whatever comes of that
+        return False
+    return all(
+        _is_near(found[str(one.name)], module.shown(one, torch.from_numpy(wanted[str(one.name)])))
+        for one in model.graph.outputs
+    )
+
+
+def _is_near(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    finite = wanted.isfinite()
+    largest = float(wanted[finite].abs().max()) if bool(finite.any()) else 0.0
+    return bool(((found - wanted)[finite].abs() <= _TOLERANCE * largest).all())
+
+
+def _cropped(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
+    """The result of a transposed convolution without padding, as with it."""
+    axes = x.dim() - 2
+    if attributes.get("auto_pad", "NOTSET") != "NOTSET" or any(attributes.get("output_padding", ())):
+        raise UnknownOperatorError("ConvTranspose with such padding is not known here")
+    pads = attributes.get("pads", [0] * 2 * axes)
+    inside: Any = (slice(pads[axis], x.shape[2 + axis] - pads[axes + axis]) for axis in range(axes))
+    return x[(..., *inside)]

@@ -1,0 +1,112 @@
+"""Fit the weights of an ONNX model as those of a model in torch are, where torch can run it.
+
+Gradients tell what its outputs mind, plans are tried on batches that are held out, weights are fitted in
+lockstep, and texts are spliced of those of the data. Features are not left out, as shapes in the file know of
+them, nor are factors shared.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+from torch import Tensor
+
+from panther_compile.calibration.calibrate import fit_model, study_model
+from panther_compile.calibration.choose import choose_plan
+from panther_compile.calibration.inputs import LARGEST, SMALLEST
+from panther_compile.config import SketchConfig
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batches import Call, interleaved
+from panther_compile.models.output_kind import recognize_output
+from panther_compile.models.spliced import spliced
+from panther_compile.models.synthetic import MOST_SPLICED
+from panther_compile.onnx.as_torch import OnnxModule, as_tensors, layer_of, runs_alike
+from panther_compile.onnx.data import Feed, ObservedModel
+from panther_compile.onnx.fit import FittedWeights
+from panther_compile.onnx.sites import OnnxFound
+from panther_compile.onnx.torch_cells import UnknownOperatorError
+from panther_compile.onnx.verify import kept_in
+from panther_compile.records import SketchPlan
+
+
+def that_count(feeds: Sequence[Feed]) -> list[Feed]:
+    """The batches whose mask does not hide all of them."""
+    masks = ((feed, kept_in(feed)) for feed in feeds)
+    return [feed for feed, kept in masks if kept is None or bool(kept.any())]
+
+
+def module_of(
+    model: ir.Model, sites: OnnxFound, dense: ObservedModel, feeds: Sequence[Feed]
+) -> OnnxModule | str:
+    """The graph in torch, a layer for each site in their order, or why there is none.
+
+    Args:
+        model: is left as it is.
+        sites: of the model.
+        dense: the model.
+        feeds: batches that count; both are run on the first.
+
+    Raises:
+        DataError: ONNX Runtime cannot run the batch.
+    """
+    if not feeds:
+        return "no position of the data counts"
+    layers = [(sites.weights[site.name], site.module) for site, _ in sites.found.sites]
+    try:
+        module = OnnxModule(model, [(weight, layer_of(weight, one)) for weight, one in layers]).eval()
+    except UnknownOperatorError as error:
+        return str(error)
+    if not runs_alike(module, model, dense, feeds[0]):
+        return "torch does not run its graph as ONNX Runtime does"
+    return module
+
+
+def fit_in_torch(
+    module: OnnxModule,
+    sites: OnnxFound,
+    config: SketchConfig,
+    feeds: Sequence[Feed],
+    form: Callable[[SketchPlan], SketchPlan],
+    route: str,
+    *,
+    beside: bool,
+) -> tuple[SketchPlan, FittedWeights]:
+    """Plan, and fit the weights that data reach.
+
+    Args:
+        module: of `module_of`.
+        sites: likewise.
+        config: the options.
+        feeds: the data, batches that count.
+        form: of a plan, the one that is carried out.
+        route: how the sites were found.
+        beside: whether texts that are spliced of those of the data stand beside them.
+
+    Raises:
+        DataError: NaN or Inf reaches a weight.
+    """
+    found = sites.found
+    pairs = zip(found.sites, module.layers, strict=True)
+    layers = tuple((replace(site, module=layer), kind) for (site, kind), layer in pairs)
+    calls = [Call((), dict(as_tensors(feed)), feed.place) for feed in feeds]
+    numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
+    if beside and config.synthetic and SMALLEST <= numbers <= LARGEST:
+        calls = list(interleaved(calls, tuple(spliced(calls, MOST_SPLICED))))
+    taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output
+    config = replace(config, narrow=False, output=taken)
+    studied = study_model(module, replace(found, sites=layers), config, route, calls)
+    studied = replace(studied, found=found)  # biases are not counted
+    plan = form(choose_plan(studied, config))
+    fitted = FittedWeights()
+    for name, (layer, record) in fit_model(studied, config, plan).ready.items():
+        bias = layer.bias
+        if isinstance(bias, Tensor):
+            fitted.shifts[name] = bias.detach().double()
+        fitted.ready[name] = _without_bias(layer), record
+    return plan, fitted
+
+
+def _without_bias(layer: SketchedLayer) -> SketchedLayer:
+    """The layer with no bias, as the graph adds it."""
+    layer.up.bias = None  # type: ignore[union-attr]
+    return layer

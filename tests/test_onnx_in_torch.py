@@ -1,0 +1,191 @@
+"""ONNX files that torch runs, to fit them as models in torch are; others are fitted by ONNX Runtime alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper
+from onnx_models import OPTIONS, kernel, make, node, random, run
+
+import panther_compile as pc
+from panther_compile.config import SketchConfig
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.onnx.as_torch import OnnxModule, as_tensors
+from panther_compile.onnx.data import ObservedModel
+from panther_compile.onnx.files import read_model
+from panther_compile.onnx.fit_in_torch import fit_in_torch, module_of, that_count
+from panther_compile.onnx.sites import find_onnx_sites
+from panther_compile.onnx.torch_ops import OPERATORS
+
+RNG = np.random.default_rng(0)
+MIX = RNG.standard_normal((20, 48)).astype(np.float32)
+
+
+def rows(count):
+    return (RNG.standard_normal((count, 20)) * np.linspace(3, 0.2, 20)).astype(np.float32) @ MIX
+
+
+def opened(path, data):
+    """The module, its sites and its batches."""
+    model = read_model(path)
+    sites = find_onnx_sites(model, SketchConfig(min_params=64))
+    dense = ObservedModel(model, (), path.parent)
+    feeds = dense.feeds(data)
+    return module_of(model, sites, dense, feeds), sites, feeds
+
+
+def deep(path, *, last=()):
+    """Three products; of what the last one gives, two columns of 48 are a hundred times as large."""
+    scale = np.where(np.arange(48) < 2, 1.0, 0.01).astype(np.float32)
+    weights = {name: random(48, 48) for name in "abc"} | {"p": random(48), "scale": scale}
+    nodes = [
+        node("MatMul", ["x", "a"], ["h"]),
+        node("Add", ["h", "p"], ["i"]),
+        node("Relu", ["i"], ["j"]),
+        node("MatMul", ["j", "b"], ["k"]),
+        node("Tanh", ["k"], ["l"]),
+        node("MatMul", ["l", "c"], ["m"]),
+        node("Mul", ["m", "scale"], ["n" if last else "y"]),
+        *last,
+    ]
+    return make(path, nodes, weights)
+
+
+def far(source, target, x):
+    (wanted, *_), (found, *_) = run(source, x), run(target, x)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def sketched(source, data, name, **options):
+    target = source.with_name(name)
+    return pc.sketch_onnx(source, target, 0.5, data=data, **(OPTIONS | options)), target
+
+
+def test_gradients_bring_outputs_closer(tmp_path, monkeypatch):
+    source, data, x = deep(tmp_path / "in.onnx"), [rows(64) for _ in range(10)], rows(256)
+    report, by_torch = sketched(source, data, "torch.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+    monkeypatch.setitem(OPERATORS, "Tanh", lambda inputs, given, opset: inputs[0])
+    report, alone = sketched(source, data, "alone.onnx")
+    assert report.plan.route.endswith("alone: torch does not run its graph as ONNX Runtime does")
+    assert far(source, by_torch, x) < 0.8 * far(source, alone, x)
+
+
+def test_what_torch_does_not_know_is_said(tmp_path):
+    source = deep(tmp_path / "in.onnx", last=[node("Shrink", ["n"], ["y"], lambd=0.0)])
+    report, target = sketched(source, [rows(64) for _ in range(6)], "out.onnx")
+    assert report.plan.route.endswith("alone: ONNX Shrink is not known here")
+    _, plain = sketched(source, None, "plain.onnx")
+    x = rows(64)
+    assert far(source, target, x) < far(source, plain, x)
+
+
+def test_an_operator_that_raises_is_no_harm(tmp_path, monkeypatch):
+    def fail(inputs, given, opset):
+        raise ValueError("no")
+
+    monkeypatch.setitem(OPERATORS, "Tanh", fail)
+    report, _ = sketched(deep(tmp_path / "in.onnx"), [rows(64)], "out.onnx")
+    assert report.plan.route.endswith("torch does not run its graph as ONNX Runtime does")
+
+
+LAYERS = {
+    "Gemm": [node("Gemm", ["x", "w", "b"], ["y"], alpha=0.5, beta=2.0, transB=1)],
+    "Gemm, all transposed": [
+        node("Transpose", ["x"], ["t"]),
+        node("Gemm", ["t", "w", "b"], ["y"], transA=1, transB=1),
+    ],
+    "MatMul": [
+        node("Transpose", ["w"], ["t"]),
+        node("MatMul", ["x", "t"], ["m"]),
+        node("Add", ["b", "m"], ["y"]),
+    ],
+    "Gemm, weight left": [node("Gemm", ["w", "x"], ["y"], transB=1)],
+    "twice": [
+        node("Gemm", ["x", "w", "b"], ["p"], transB=1),
+        node("Neg", ["x"], ["q"]),
+        node("Gemm", ["q", "w", "b"], ["r"], transB=1),
+        node("Mul", ["p", "r"], ["y"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_are_layers(tmp_path, name):
+    source = make(tmp_path / "in.onnx", LAYERS[name], {"w": random(32, 48), "b": random(32)})
+    module, _, _ = opened(source, [rows(7)])
+    assert isinstance(module, OnnxModule)
+    assert [tuple(layer.weight.shape) for layer in module.layers] == [(32, 48)]
+    assert (module.layers[0].bias is None) == ("left" in name)
+
+
+@pytest.mark.parametrize("pads", [{"pads": [1, 0, 2, 1]}, {"auto_pad": "SAME_UPPER"}])
+def test_kernels_are_layers(tmp_path, pads):
+    nodes = [
+        node("Conv", ["x", "c", "b"], ["h"], strides=[2, 1], **pads),
+        node("ConvTranspose", ["h", "t", "d"], ["y"], strides=[2, 2], pads=[0, 1, 1, 0]),
+    ]
+    weights = {"c": kernel(24, 16, 3), "b": random(24), "t": kernel(24, 16, 2), "d": random(16)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 9, 9))
+    module, _, _ = opened(source, [random(2, 16, 9, 9)])
+    assert [type(layer).__name__ for layer in module.layers] == ["Conv2d", "ConvTranspose2d"]
+
+
+def test_chances_are_given_as_logarithms(tmp_path):
+    source = deep(tmp_path / "in.onnx", last=[node("Softmax", ["n"], ["y"])])
+    data = [rows(16) for _ in range(6)]
+    module, _, feeds = opened(source, data)
+    found = module(**as_tensors(feeds[0]))["y"]
+    np.testing.assert_allclose(found.exp().numpy(), run(source, feeds[0]["x"])[0], atol=1e-5)
+    report, _ = sketched(source, data, "out.onnx")
+    assert "KL" in str(report.closeness)
+
+
+def test_a_copy_runs_the_same_graph(tmp_path):
+    module, _, feeds = opened(deep(tmp_path / "in.onnx"), [rows(4)])
+    other = copy.deepcopy(module)
+    inputs = as_tensors(feeds[0])
+    assert torch.equal(other(**inputs)["y"], module(**inputs)["y"])
+    assert other.layers[0].weight.data_ptr() != module.layers[0].weight.data_ptr()
+
+
+def test_gradients_reach_every_layer(tmp_path):
+    module, _, feeds = opened(deep(tmp_path / "in.onnx"), [rows(4)])
+    weights = [layer.weight.requires_grad_() for layer in module.layers]
+    module(**as_tensors(feeds[0]))["y"].sum().backward()
+    assert all(float(weight.grad.abs().sum()) > 0 for weight in weights)
+
+
+def test_biases_make_up_for_means(tmp_path):
+    """The mean of what ranks lose at a product with a bias goes into that bias, once."""
+    nodes = [node("Gemm", ["x", "w", "b"], ["h"], alpha=0.5, beta=2.0), node("Neg", ["h"], ["y"])]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 32), "b": random(32)})
+    data = [rows(64) + 5 for _ in range(8)]
+    _, target = sketched(source, data, "out.onnx", exclude=None)
+    wanted, found = run(source, np.concatenate(data))[0], run(target, np.concatenate(data))[0]
+    assert np.abs((found - wanted).mean(0)).max() < 1e-3 * np.abs(wanted).mean()
+
+
+def test_fitted_layers_have_no_bias_of_their_own(tmp_path):
+    source = deep(tmp_path / "in.onnx")
+    module, sites, feeds = opened(source, [rows(64) for _ in range(6)])
+    config = SketchConfig(min_params=64, allow_slower=True, progress=False)
+    _, found = fit_in_torch(module, sites, config, feeds, lambda plan: plan, "", beside=True)
+    assert set(found.shifts) <= {"a"}  # the only product that a bias is added to
+    for layer, _ in found.ready.values():
+        assert isinstance(layer, SketchedLayer)
+        assert layer.bias is None
+
+
+def test_batches_that_are_all_padding_do_not_count(tmp_path):
+    mask = helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ("n", 6))
+    nodes = [node("MatMul", ["x", "w"], ["y"]), node("Identity", ["attention_mask"], ["kept"])]
+    kept = helper.make_tensor_value_info("kept", TensorProto.INT64, ("n", 6))
+    source = make(
+        tmp_path / "in.onnx", nodes, {"w": random(48, 32)}, x=("n", 6, 48), inputs=[mask], outputs=[kept]
+    )
+    feeds = ObservedModel(read_model(source), (), tmp_path).feeds(
+        [(random(2, 6, 48), np.full((2, 6), one, np.int64)) for one in (0, 1)]
+    )
+    assert [feed["attention_mask"].max() for feed in that_count(feeds)] == [1]
