@@ -3,9 +3,10 @@
 import copy
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_models import OPTIONS, kernel, make, node, random, run
 
 import panther_compile as pc
@@ -140,6 +141,48 @@ def test_chances_are_given_as_logarithms(tmp_path):
     np.testing.assert_allclose(found.exp().numpy(), run(source, feeds[0]["x"])[0], atol=1e-5)
     report, _ = sketched(source, data, "out.onnx")
     assert "KL" in str(report.closeness)
+
+
+def test_what_a_choice_was_made_by_is_given_too(tmp_path):
+    source = tmp_path / "in.onnx"
+    graph = helper.make_graph(
+        [
+            node("Gemm", ["x", "w", "b"], ["h"]),
+            node("ArgMax", ["h"], ["n"], axis=1),
+            node("Reshape", ["n", "shape"], ["y"]),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("n", 48))],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, ("n",))],
+        [
+            numpy_helper.from_array(one, name)
+            for name, one in (("w", random(48, 32)), ("b", random(32)), ("shape", np.array([-1])))
+        ],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), source)
+    module, _, feeds = opened(source, [rows(5)])
+    found = module(**as_tensors(feeds[0]))
+    assert set(found) == {"y", "y/by"}
+    assert torch.equal(found["y/by"].argmax(1), found["y"])
+    report, _ = sketched(source, [rows(64) for _ in range(6)], "out.onnx", include="w")
+    assert report.plan.route == "ONNX graph, run by torch"
+
+
+def test_results_without_floating_numbers(tmp_path):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Shape", ["h"], ["s"]), node("Cast", ["s"], ["y"], to=7)]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("n", 48))],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, (2,))],
+        [numpy_helper.from_array(random(48, 32), "w")],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8),
+        tmp_path / "in.onnx",
+    )
+    found, _, _ = opened(tmp_path / "in.onnx", [rows(5)])
+    assert found == "no output holds floating numbers"
 
 
 def test_a_copy_runs_the_same_graph(tmp_path):

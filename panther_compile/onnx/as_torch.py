@@ -22,6 +22,7 @@ from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.torch_ops import OPERATORS, window_pads, with_added
 
+_SAME_NUMBERS = ("Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Flatten")
 _TOLERANCE = 1e-3  # of an output, over its largest magnitude
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
@@ -36,6 +37,7 @@ class _Program:
         uses: which of the layers, and which use of its weight, a node is.
         held: names of the buffers that hold constants.
         last: the place of the last node that reads a value.
+        shown: what a module gives, by name: the outputs, and what those that are choices were chosen by.
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
@@ -50,7 +52,11 @@ class _Program:
             for value in self.read(node):
                 self.last[value] = place
                 self._hold(value)
-        for value in model.graph.outputs:
+        self.shown = {str(one.name): one for one in model.graph.outputs}
+        self.shown |= {
+            f"{one.name}/by": by for one in model.graph.outputs if (by := _chosen_by(one)) is not None
+        }
+        for value in self.shown.values():
             self.last[value] = len(self.nodes)
             self._hold(value)
 
@@ -90,7 +96,7 @@ class OnnxModule(nn.Module):
             self.register_buffer(name, to_torch(tensor))
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """The outputs by name, chances as their logarithms."""
+        """See `_Program.shown`; chances as their logarithms."""
         program = self._program
         values: dict[ir.Value, Any] = {value: getattr(self, name) for value, name in program.held.items()}
         values |= {one: inputs[str(one.name)] for one in program.graph.inputs if str(one.name) in inputs}
@@ -101,7 +107,7 @@ class OnnxModule(nn.Module):
             for value in program.read(node):
                 if program.last[value] == place:
                     values.pop(value, None)
-        return {str(one.name): self.shown(one, values[one]) for one in program.graph.outputs}
+        return {name: self.shown(one, values[one]) for name, one in program.shown.items()}
 
     def _run(self, node: ir.Node, values: Mapping[ir.Value, Any]) -> Any:
         attributes = {name: one.value for name, one in node.attributes.items()} | {
@@ -133,6 +139,15 @@ class OnnxModule(nn.Module):
         if maker is None or not is_onnx(maker, "Softmax"):
             return found
         return found.clamp_min(torch.finfo(found.dtype).tiny).log()
+
+
+def _chosen_by(value: ir.Value | None) -> ir.Value | None:
+    """What an ArgMax behind a value chooses by, as of readers of text; None if there is none."""
+    while value is not None and (node := value.producer()) is not None:
+        if is_onnx(node, "ArgMax"):
+            return node.inputs[0]
+        value = node.inputs[0] if is_onnx(node, *_SAME_NUMBERS) else None
+    return None
 
 
 def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
+import torch
 from torch import Tensor
 
 from panther_compile.calibration.calibrate import fit_model, study_model
@@ -44,10 +45,10 @@ def module_of(
         model: is left as it is.
         sites: of the model.
         dense: the model.
-        feeds: batches that count; both are run on the first.
+        feeds: batches that count; both are run on them.
 
     Raises:
-        DataError: ONNX Runtime cannot run the batch.
+        DataError: ONNX Runtime cannot run a batch.
     """
     if not feeds:
         return "no position of the data counts"
@@ -56,8 +57,12 @@ def module_of(
         module = OnnxModule(model, [(weight, layer_of(weight, one)) for weight, one in layers]).eval()
     except UnknownOperatorError as error:
         return str(error)
-    if not runs_alike(module, model, dense, feeds[0]):
+    if not all(runs_alike(module, model, dense, feed) for feed in feeds):
         return "torch does not run its graph as ONNX Runtime does"
+    with torch.no_grad():
+        results = module(**as_tensors(feeds[0])).values()
+    if not any(one.is_floating_point() for one in results):
+        return "no output holds floating numbers"
     return module
 
 

@@ -160,13 +160,15 @@ def sketch_onnx(
         ratio: stored over dense numbers of the replaced weights, in (0, 1]; or budgets by selector.
         data: inputs of the model, to fit the factors and the biases to: batches, each a mapping from input
             name to array, or a tuple of arrays in the order of the inputs. A few hundred samples of what the
-            model will be used for keep it much closer to itself than the weights alone can tell. ONNX Runtime
-            runs the source on them. Positions where an input called "attention_mask" is 0 do not count.
-            The budget goes by what cutting each weight alone does to the outputs, which is measured.
-            Without data a model of images alone, or of sounds alone, is fitted to some that are made up, if
-            0.25 to 500 million numbers are to be sketched, unless `synthetic=False`.
-        sequential: fit weights one by one, each to what reaches it behind those fitted before: mostly closer,
-            for two runs on the data for each step of the graph in place of three in all, and one more.
+            model will be used for keep it much closer to itself than the weights alone can tell. Torch runs
+            the graph on them, and it is fitted as `sketchify` fits a model, if it gives what ONNX Runtime
+            does; else ONNX Runtime alone does, and the plan's route says why. Positions where an input called
+            "attention_mask" is 0 do not count. Without data a model of images, sounds or texts alone is
+            fitted to some that are made up (`docs/onnx.md` says of which), if 0.25 to 500 million numbers are
+            to be sketched, unless `synthetic=False`.
+        sequential: where ONNX Runtime alone runs it, fit weights one by one, each to what reaches it behind
+            those fitted before, as torch does in any case: mostly closer, for two runs on the data for each
+            step of the graph in place of three in all, and one more.
         then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
             are pairs that int8 costs little, of as many numbers, and the outputs compared are those of the
             int8 file. Weights have a scale for each output, ranges of activations are measured at each call.
