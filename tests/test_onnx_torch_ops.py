@@ -195,10 +195,11 @@ def compare(path, feed):
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     wanted = session.run(None, dict(feed))
     module = OnnxModule(ir.load(path), [])
-    found = list(module(**as_tensors(feed)).values())
-    for one, other, value in zip(found, wanted, module._program.graph.outputs, strict=True):
+    found = module(**as_tensors(feed))
+    for value, other in zip(module._program.graph.outputs, wanted, strict=True):
+        one = found[value.name]
         assert tuple(one.shape) == other.shape
-        shown = module.shown(value, torch.from_numpy(np.asarray(other)))
+        shown = module.as_logits(value, torch.from_numpy(np.asarray(other)))
         torch.testing.assert_close(one, shown, rtol=1e-4, atol=1e-5)
 
 

@@ -107,7 +107,7 @@ class OnnxModule(nn.Module):
             for value in program.read(node):
                 if program.last[value] == place:
                     values.pop(value, None)
-        return {name: self.shown(one, values[one]) for name, one in program.shown.items()}
+        return {name: self.as_logits(one, values[one]) for name, one in program.shown.items()}
 
     def _run(self, node: ir.Node, values: Mapping[ir.Value, Any]) -> Any:
         attributes = {name: one.value for name, one in node.attributes.items()} | {
@@ -133,7 +133,7 @@ class OnnxModule(nn.Module):
             product = _cropped(product, attributes)
         return product if added is None else product + added.reshape(-1, *[1] * (x.dim() - 2))
 
-    def shown(self, value: ir.Value, found: Any) -> Any:
+    def as_logits(self, value: ir.Value, found: Any) -> Any:
         """An output as the module gives it: chances as their logarithms."""
         maker = value.producer()
         if maker is None or not is_onnx(maker, "Softmax"):
@@ -180,7 +180,7 @@ def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: 
     except _ERRORS:  # of an operator that does something else here, whatever comes of that
         return False
     return all(
-        _is_near(found[str(one.name)], module.shown(one, torch.from_numpy(wanted[str(one.name)])))
+        _is_near(found[str(one.name)], module.as_logits(one, torch.from_numpy(wanted[str(one.name)])))
         for one in model.graph.outputs
     )
 

@@ -38,6 +38,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
 from panther_compile.onnx.patterns import holds_graph
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
+from panther_compile.onnx.torch_ops import window_pads
 from panther_compile.onnx.verify import kept_in
 from panther_compile.planning.plan import hides_progress
 from panther_compile.records import Choice, Fitted
@@ -412,23 +413,8 @@ def _is_flipped(use: Use) -> bool:
 
 def _padded(x: Tensor, node: ir.Node) -> Tensor:
     """The input of a convolution with its padding done."""
-    axes = len(x.shape) - 2
     assert node.inputs[1] is not None
     weight = ir.convenience.get_const_tensor(node.inputs[1])  # a Constant node's has no shape of its own
     assert weight is not None
     kernel = [int(size) for size in weight.shape][2:]  # type: ignore[arg-type]
-    strides = node.attributes.get_ints("strides", [1] * axes)
-    dilations = node.attributes.get_ints("dilations", [1] * axes)
-    begins, ends = [0] * axes, [0] * axes
-    how = node.attributes.get_string("auto_pad", "NOTSET")
-    if how == "NOTSET":
-        pads = list(node.attributes.get_ints("pads", [0] * 2 * axes))
-        begins, ends = pads[:axes], pads[axes:]
-    elif how != "VALID":
-        for axis, size in enumerate(x.shape[2:]):
-            reach = dilations[axis] * (kernel[axis] - 1) + 1
-            steps = math.ceil(size / strides[axis]) - 1
-            total = max(0, steps * strides[axis] + reach - size)
-            begins[axis] = total // 2 if how == "SAME_UPPER" else total - total // 2
-            ends[axis] = total - begins[axis]
-    return F.pad(x, [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair])
+    return F.pad(x, window_pads(x, kernel, {name: one.value for name, one in node.attributes.items()}))
