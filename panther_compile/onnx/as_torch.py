@@ -35,7 +35,7 @@ class _Program:
         opset: its version.
         nodes: those that are run.
         uses: which of the layers, and which use of its weight, a node is.
-        held: names of the buffers that hold constants.
+        held: names of the parameters that hold constants.
         last: the place of the last node that reads a value.
         shown: what a module gives, by name: the outputs, and what those that are choices were chosen by.
     """
@@ -93,7 +93,8 @@ class OnnxModule(nn.Module):
         for value, name in self._program.held.items():
             tensor = ir.convenience.get_const_tensor(value)
             assert tensor is not None
-            self.register_buffer(name, to_torch(tensor))
+            # No buffer, of which copies have their own: nothing writes into it.
+            self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """See `_Program.shown`; chances as their logarithms."""
