@@ -232,3 +232,97 @@ def test_batches_that_are_all_padding_do_not_count(tmp_path):
         [(random(2, 6, 48), np.full((2, 6), one, np.int64)) for one in (0, 1)]
     )
     assert [feed["attention_mask"].max() for feed in that_count(feeds)] == [1]
+
+
+def test_constants_that_torch_does_not_have(tmp_path):
+    names = helper.make_tensor("names", TensorProto.STRING, (32,), [f"{one}".encode() for one in range(32)])
+    graph = helper.make_graph(
+        [
+            node("Gemm", ["x", "w", "b"], ["y"]),
+            node("ArgMax", ["y"], ["n"], axis=1, keepdims=0),
+            node("Gather", ["names", "n"], ["label"]),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("n", 48))],
+        [
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ("n", 32)),
+            helper.make_tensor_value_info("label", TensorProto.STRING, ("n",)),
+        ],
+        [numpy_helper.from_array(random(48, 32), "w"), numpy_helper.from_array(random(32), "b"), names],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    onnx.save(model, tmp_path / "in.onnx")
+    report, _ = sketched(tmp_path / "in.onnx", [rows(64)], "out.onnx", include="w")
+    assert report.plan.route.endswith("alone: torch has no STRING, of which names is")
+
+
+def test_no_other_input_than_attention_mask_says_what_counts(tmp_path):
+    other = helper.make_tensor_value_info("padding_mask", TensorProto.INT64, ("n", 6))
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Cast", ["padding_mask"], ["c"], to=TensorProto.FLOAT),
+        node("ReduceMean", ["c"], ["m"]),
+        node("Mul", ["h", "m"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 32)}, x=("n", 6, 48), inputs=[other])
+    data = [(rows(12).reshape(2, 6, 48), np.ones((2, 6), np.int64)) for _ in range(6)]
+    report, _ = sketched(source, data, "out.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+    assert report.fitted["w"].note == ""
+
+
+def test_spliced_texts_are_of_lengths_that_run(tmp_path, monkeypatch):
+    """Of blocks of eight tokens; texts spliced of such of 8, 16, 24, ... tokens may have others."""
+    monkeypatch.setattr("panther_compile.onnx.fit_in_torch.SMALLEST", 1)
+    graph = helper.make_graph(
+        [
+            node("Gather", ["table", "ids"], ["h"]),
+            node("Reshape", ["h", "shape"], ["i"]),
+            node("MatMul", ["i", "w"], ["y"]),
+        ],
+        "g",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, (1, "t"))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, "b", 8, 32))],
+        [
+            numpy_helper.from_array(one, name)
+            for name, one in (
+                ("table", random(64, 48)),
+                ("shape", np.array([0, -1, 8, 48])),
+                ("w", random(48, 32)),
+            )
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "in.onnx")
+    data = [RNG.integers(0, 64, (1, 8 * (1 + place % 5))) for place in range(20)]
+    report, _ = sketched(tmp_path / "in.onnx", data, "out.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+
+
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+def test_arrays_that_are_not_to_be_written(tmp_path):
+    data = [rows(64) for _ in range(4)]
+    for one in data:
+        one.flags.writeable = False
+    report, _ = sketched(deep(tmp_path / "in.onnx"), data, "out.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+
+
+@pytest.mark.parametrize("alpha", [1.0, 8.0, -3.0])
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_the_last_bias_makes_up_for_means_whatever_its_product_is_scaled_by(
+    tmp_path, monkeypatch, alpha, by_torch
+):
+    if not by_torch:
+        monkeypatch.setattr("panther_compile.onnx.fit_to_data.module_of", lambda *_: "not asked")
+    weights = {"a": random(48, 96), "p": random(96), "w": random(96, 32), "b": random(32)}
+    nodes = [
+        node("Gemm", ["x", "a", "p"], ["h"]),
+        node("Relu", ["h"], ["r"]),
+        node("Gemm", ["r", "w", "b"], ["y"], alpha=alpha, beta=2.0),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, weights)
+    data = [rows(64) for _ in range(8)]
+    _, target = sketched(source, data, "out.onnx", exclude="w")  # the last product stays dense
+    wanted, found = (run(path, np.concatenate(data))[0] for path in (source, target))
+    assert np.abs((found - wanted).mean(0)).max() < 1e-4 * np.abs(wanted).mean()

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 OTHERS = ("attention_mask", "token_type_ids", "position_ids")
 
 
-def encoder(path, others=OTHERS, *, ids="input_ids", dtype=TensorProto.INT64, longest=40):
+def encoder(path, others=OTHERS, *, ids="input_ids", dtype=TensorProto.INT64, longest=40, sizes=("n", "t")):
     """Tokens and places looked up, and two products; masks and types do not matter to it."""
     path.parent.mkdir(exist_ok=True)
     basis = RNG.standard_normal((8, 64)).astype(np.float32)
@@ -43,8 +43,8 @@ def encoder(path, others=OTHERS, *, ids="input_ids", dtype=TensorProto.INT64, lo
     graph = helper.make_graph(
         nodes,
         "g",
-        [helper.make_tensor_value_info(one, dtype, ("n", "t")) for one in (ids, *others)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("n", "t", 64))],
+        [helper.make_tensor_value_info(one, dtype, sizes) for one in (ids, *others)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (*sizes, 64))],
         [numpy_helper.from_array(one, name) for name, one in weights.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
@@ -90,8 +90,48 @@ def test_other_models_get_none(tmp_path):
     assert made_for(encoder(source, (*OTHERS, "task_ids"))) is None
     assert made_for(encoder(source, ids="tokens")) is None
     assert made_for(encoder(source, longest=8)) is None  # no length that is tried
-    (tmp_path / "tokenizer.json").write_text("no tokenizer")
-    assert made_for(encoder(source)) is None  # no tokenizer that can be read
+
+
+@pytest.mark.parametrize("text", ["no tokenizer", "{}", "[]", '{"model": {"type": "of tomorrow"}}'])
+@pytest.mark.filterwarnings("ignore:the tokenizer at")
+def test_a_tokenizer_that_cannot_be_read_is_none(tmp_path, text):
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert made_for(encoder(tmp_path / "in.onnx")) is None
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((1, 16), 448), (("n", 16), 14), ((4, "t"), 112)])
+def test_texts_have_the_sizes_that_a_file_fixes(tmp_path, monkeypatch, sizes, count):
+    monkeypatch.setattr("panther_compile.onnx.sketch.SMALLEST", 1)
+    tokenizer().save_pretrained(tmp_path)
+    source = encoder(tmp_path / "in.onnx", ("attention_mask",), sizes=sizes)
+    feeds = made_for(source).feeds
+    assert len(feeds) == count
+    for feed in feeds:
+        assert all(
+            wanted in ("n", "t", size) for wanted, size in zip(sizes, feed["input_ids"].shape, strict=True)
+        )
+    assert pc.sketch_onnx(source, tmp_path / "out.onnx", 0.5, progress=False).made_up
+
+
+def test_texts_of_one_length_where_others_do_not_run(tmp_path):
+    """A graph of blocks of 16 tokens."""
+    tokenizer().save_pretrained(tmp_path)
+    blocks = [
+        node("Gather", ["table", "input_ids"], ["h"]),
+        node("Reshape", ["h", "shape"], ["y"]),
+    ]
+    table, shape = np.ones((len(VOCABULARY), 8), np.float32), np.array([0, -1, 16, 8])
+    graph = helper.make_graph(
+        blocks,
+        "g",
+        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ("n", "t"))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("n", "b", 16, 8))],
+        [numpy_helper.from_array(table, "table"), numpy_helper.from_array(shape, "shape")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "in.onnx").write_bytes(model.SerializeToString())
+    assert {feed["input_ids"].shape for feed in made_for(tmp_path / "in.onnx").feeds} == {(32, 128)}
 
 
 def test_a_sketch_is_closer_on_texts(tmp_path, monkeypatch):

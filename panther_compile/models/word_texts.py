@@ -11,6 +11,7 @@ PMI-based word embeddings", TACL 2016, equation 2.1). The topic is a word, rare 
 """
 
 import sys
+import warnings
 from dataclasses import dataclass
 from itertools import takewhile
 from os import PathLike
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import normalize
+
+from panther_compile.errors import first_line
 
 _FIRST = 20.0  # added to the rank of a word
 _SIGNS, _STOPS = 0.15, ".,"  # share of single characters, and which of them come up ten times as often
@@ -144,10 +147,17 @@ def _beside(model: Any) -> Any:
 
 
 def tokenizer_at(place: str | PathLike[str]) -> Any:
-    """The tokenizer in a folder, or of a name that transformers has kept; None if there is none."""
+    """The tokenizer in a folder, or of a name that transformers has kept; None if there is none.
+
+    Warns:
+        UserWarning: there is one that cannot be read.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError):  # none is there, or what reads it is not installed
+        return None
+    except Exception as error:  # of a damaged file, or one of a newer format, tokenizers raises just that
+        warnings.warn(f"the tokenizer at {place} cannot be read: {first_line(error)}", stacklevel=2)
         return None

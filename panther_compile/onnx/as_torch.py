@@ -21,7 +21,12 @@ from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.torch_ops import OPERATORS, window_pads, with_added
+from panther_compile.onnx.verify import MASK
 
+_TYPES = {
+    *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.BOOL),
+    *(ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8),
+}
 _SAME_NUMBERS = ("Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Flatten")
 _TOLERANCE = 1e-3  # of an output, over its largest magnitude
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
@@ -93,6 +98,8 @@ class OnnxModule(nn.Module):
         for value, name in self._program.held.items():
             tensor = ir.convenience.get_const_tensor(value)
             assert tensor is not None
+            if tensor.dtype not in _TYPES:
+                raise UnknownOperatorError(f"torch has no {tensor.dtype.name}, of which {value.name} is")
             # No buffer, of which copies have their own: nothing writes into it.
             self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
 
@@ -100,7 +107,9 @@ class OnnxModule(nn.Module):
         """See `_Program.shown`; chances as their logarithms."""
         program = self._program
         values: dict[ir.Value, Any] = {value: getattr(self, name) for value, name in program.held.items()}
-        values |= {one: inputs[str(one.name)] for one in program.graph.inputs if str(one.name) in inputs}
+        values |= {
+            one: inputs[name] for one in program.graph.inputs if (name := _argument(one.name)) in inputs
+        }
         for place, node in enumerate(program.nodes):
             found = self._run(node, values)
             made = found if isinstance(found, tuple | list) else (found,)
@@ -168,8 +177,28 @@ def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
 
 
 def as_tensors(feed: Feed) -> dict[str, Tensor]:
-    """The arrays of a batch, by the names of the inputs."""
-    return {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in feed.items()}
+    """The arrays of a batch as the module takes them."""
+    return {_argument(name): _as_tensor(array) for name, array in feed.items()}
+
+
+def runs(module: OnnxModule, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether torch runs the graph on inputs, of sizes that the data do not have."""
+    try:
+        with torch.no_grad():
+            module(**inputs)
+    except _ERRORS:
+        return False
+    return True
+
+
+def _argument(name: str | None) -> str:
+    """What an input is called; of masks the one that says what counts in a file has its own name."""
+    return MASK if name == MASK else f"input {name}"
+
+
+def _as_tensor(array: Any) -> Tensor:
+    array = np.asarray(array, order="C")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: Feed) -> bool:

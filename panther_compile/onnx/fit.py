@@ -101,6 +101,11 @@ class End:
         """The name of the output."""
         return str(self.output.name)
 
+    @property
+    def scale(self) -> float:
+        """Of the product, in the output."""
+        return self.use.node.attributes.get_float("alpha", 1.0) if self.use.node.op_type == "Gemm" else 1.0
+
 
 def find_ends(model: ir.Model, sites: OnnxFound) -> list[End]:
     """The ends of a model; a weight that several nodes read makes none."""
@@ -111,13 +116,13 @@ def find_ends(model: ir.Model, sites: OnnxFound) -> list[End]:
         outputs = sizes[0] if use.is_conv or not use.linear_is_transposed else sizes[-1]
         transposed = use.node.op_type == "ConvTranspose"  # its weight is (I, O / G, ...)
         bias = bias_of(use, outputs) if len(weight.uses) == 1 and not transposed else None
-        if bias is not None and bias.node.outputs[0] in [*model.graph.outputs]:
+        if bias is not None and bias.node.outputs[0] in [*model.graph.outputs] and bias.scale:
             ends.append(End(use, bias.node.outputs[0]))
     return ends
 
 
 def missing_means(ends: Sequence[End], runs: Runs) -> Iterator[tuple[End, Tensor]]:
-    """What the outputs of the sketched model lack (O,), float64, in the mean over the data."""
+    """What the products lack (O,), float64, in the mean over the data, that outputs are made of."""
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = defaultdict(int)
     for feed, (dense, sketched) in zip(runs.feeds, runs([end.output for end in ends]), strict=True):
@@ -127,7 +132,7 @@ def missing_means(ends: Sequence[End], runs: Runs) -> Iterator[tuple[End, Tensor
             found = kept_rows(missing.movedim(1, -1), None) if end.use.is_conv else kept_rows(missing, kept)
             sums[end.name] = sums.get(end.name, 0.0) + found.sum(dim=0)
             rows[end.name] += len(found)
-    yield from ((end, sums[end.name] / rows[end.name]) for end in ends if rows[end.name])
+    yield from ((end, sums[end.name] / rows[end.name] / end.scale) for end in ends if rows[end.name])
 
 
 @dataclass(frozen=True, slots=True)

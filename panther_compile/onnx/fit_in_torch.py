@@ -21,7 +21,7 @@ from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.spliced import spliced
 from panther_compile.models.synthetic import MOST_SPLICED
-from panther_compile.onnx.as_torch import OnnxModule, as_tensors, layer_of, runs_alike
+from panther_compile.onnx.as_torch import OnnxModule, as_tensors, layer_of, runs, runs_alike
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.sites import OnnxFound
@@ -96,7 +96,8 @@ def fit_in_torch(
     calls = [Call((), dict(as_tensors(feed)), feed.place) for feed in feeds]
     numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
     if beside and config.synthetic and SMALLEST <= numbers <= LARGEST:
-        calls = list(interleaved(calls, tuple(spliced(calls, MOST_SPLICED))))
+        texts = [call for call in spliced(calls, MOST_SPLICED) if runs(module, call.kwargs)]
+        calls = list(interleaved(calls, texts))
     taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output
     config = replace(config, narrow=False, output=taken)
     studied = study_model(module, replace(found, sites=layers), config, route, calls)

@@ -89,13 +89,19 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int, folder: Pat
 def _texts(model: ir.Model, dense: ObservedModel, seed: int, folder: Path) -> MadeUp | None:
     """Texts of words at random, if the model reads tokens alone, and its vectors and tokenizer are found."""
     vocabulary = None if _others(dense, 1, 1) is None else _vocabulary(model, folder)
-    for length in _LENGTHS if vocabulary is not None else ():
-        ones = np.ones((1, length), dtype=np.int64)
-        if _runs(dense, _text_feed(dense, ones)):
-            assert vocabulary is not None
-            generator = torch.Generator().manual_seed(seed)
-            drawn = vocabulary.batches(_BATCHES, _TEXTS, length, generator)
-            return MadeUp("made-up texts of words", [_text_feed(dense, one.numpy()) for one in drawn])
+    if vocabulary is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    size, longest = next(one.shape for one in dense.inputs if one.name == _IDS)
+    size = size if isinstance(size, int) else _TEXTS
+    count = -(-_BATCHES * _TEXTS // size)
+    for length in (longest,) if isinstance(longest, int) else _LENGTHS:
+        several = () if isinstance(longest, int) else (vocabulary.batches(count, size, length, generator),)
+        alike = [vocabulary.texts(size, length, generator) for _ in range(count)]
+        for drawn in (*several, alike):  # of many lengths, or where it does not take those, of one
+            feeds = [_text_feed(dense, one.numpy()) for one in drawn]
+            if all(_runs(dense, feed) for feed in feeds):
+                return MadeUp("made-up texts of words", feeds)
     return None
 
 
@@ -111,7 +117,9 @@ def _others(dense: ObservedModel, count: int, length: int) -> dict[str, Any] | N
     ones = np.ones((count, length), dtype=np.int64)
     known = {MASK: ones, _TYPES: 0 * ones, _PLACES: ones.cumsum(1) - 1}
     wanted = [one.name for one in dense.inputs if one.name != _IDS]
-    whole = all(one.type in ("tensor(int64)", "tensor(int32)") for one in dense.inputs)
+    whole = all(
+        one.type in ("tensor(int64)", "tensor(int32)") and len(one.shape) == 2 for one in dense.inputs
+    )
     return {name: known[name] for name in wanted} if whole and set(wanted) <= set(known) else None
 
 
