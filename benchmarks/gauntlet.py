@@ -48,10 +48,9 @@ NOTES = """\
 - ocr-rec at .75 was asked for a CER of .05 without data, which is reached, of .005 with it, and to be 1.2
   times as fast. It is not: about four fifths of its multiplications are in the layers replaced, so 1.26 is
   the most there can be if all are cut alike, and the cuts go to late layers, where maps are small. What was
-  tried, by energies: 768 pictures in place of 192, a CER of .014; `sequential=True`, .015 and 1.11 times as
-  fast; read into torch node by node and sketched there by the gradients of its logits, .015, and 200 steps
-  of healing then gained nothing. In int8, `then="int8"`, it is 1.5 to 1.6 times as fast: at .75 a CER of
-  .023, with no sketch .010 (`docs/quantize.md`).
+  tried, by ONNX Runtime alone: 768 pictures in place of 192, a CER of .014; `sequential=True`, .015 and 1.11
+  times as fast. By torch, with gradients, as it is now, it is at .011. In int8, `then="int8"`, it is 1.5 to
+  1.6 times as fast: at .75 a CER of .023, with no sketch .010 (`docs/quantize.md`).
 - efficientnet is fitted to 128 crops of four photographs, and judged on crops of five others among a thousand
   classes; without data it is destroyed, and says so. It has no other linear layer than its head, which is
   sketched with the rest: left alone at .75 of the rest, at 8 % more numbers, it keeps .566 at a KL of 1.24.
