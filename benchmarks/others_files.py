@@ -71,7 +71,7 @@ def voices(count: int, seed: int, *, held_out: bool) -> Batches:
     sounds = []
     for place in range(count):
         sound = spoken.speak(
-            said[(97 * seed + place) % len(said)], names[(2 * place + held_out) % len(names)]
+            said[(97 * seed + place) % len(said)], f"en+{names[(2 * place + held_out) % len(names)]}"
         )
         sound = np.resize(sound, 43_844) + noise.normal(0, 10 ** noise.uniform(-4, -1), 43_844)
         sounds.append(sound / np.abs(sound).max() * noise.uniform(0.2, 0.9))
