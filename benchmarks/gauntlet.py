@@ -50,7 +50,7 @@ NOTES = """\
   the most there can be if all are cut alike, and the cuts go to late layers, where maps are small. What was
   tried, by ONNX Runtime alone: 768 pictures in place of 192, a CER of .014; `sequential=True`, .015 and 1.11
   times as fast. By torch, with gradients, as it is now, it is at .011. In int8, `then="int8"`, it is 1.5 to
-  1.6 times as fast: at .75 a CER of .023, with no sketch .010 (`docs/quantize.md`).
+  1.6 times as fast: at .75 a CER of .016, with no sketch .012 (`docs/quantize.md`).
 - efficientnet is fitted to 128 crops of four photographs, and judged on crops of five others among a thousand
   classes; without data it is destroyed, and says so. It has no other linear layer than its head, which is
   sketched with the rest: left alone at .75 of the rest, at 8 % more numbers, it keeps .566 at a KL of 1.24.
