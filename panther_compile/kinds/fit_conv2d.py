@@ -94,7 +94,7 @@ class _Outputs:
     arrivals: Sequence[Arrival]
 
     def of_each(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each arrival at most so many: (n, O) without the bias, and what is read (n, I', kh, kw)."""
+        """For each arrival n outputs (n, O), without bias, and what the last factor reads (n, I', kh, kw)."""
         for arrival in self.arrivals:
             one = arrival.evened()
             pairs = zip(self._windows(one.x, most), self._windows(one.z, most), strict=True)

@@ -65,7 +65,7 @@ def _every(x: Tensor, steps: Iterable[int]) -> Tensor:
 
 
 def _some(view: Tensor, axes: int, most: int) -> Iterator[Tensor]:
-    """Of (N, I, *places, *rest) at most so many places of all N: (n, I, *rest), in parts."""
+    """A sample (n, I, *rest) of the places of a view (N, I, *places, *rest), yielded in parts."""
     sizes = torch.Size((len(view), *view.shape[2 : 2 + axes]))
     count = sizes.numel()
     chosen = torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()

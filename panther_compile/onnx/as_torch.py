@@ -100,7 +100,7 @@ class OnnxModule(nn.Module):
             assert tensor is not None
             if tensor.dtype not in _TYPES:
                 raise UnknownOperatorError(f"torch has no {tensor.dtype.name}, of which {value.name} is")
-            # No buffer, of which copies have their own: nothing writes into it.
+            # A parameter, not a buffer: copies of the module share parameters, and copy buffers.
             self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class End:
 
     @property
     def scale(self) -> float:
-        """Of the product, in the output."""
+        """The factor that the node multiplies the product by: alpha of a Gemm, else 1."""
         return self.use.node.attributes.get_float("alpha", 1.0) if self.use.node.op_type == "Gemm" else 1.0
 
 
