@@ -40,7 +40,10 @@ except ModuleNotFoundError:
 
 
 # What applies to an ONNX file, of the fields of SketchConfig.
-ONNX_OPTIONS = ("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "seed", "device")
+ONNX_OPTIONS = (
+    *("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "seed", "device"),
+    *("refine", "refine_steps"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,8 +23,9 @@ from panther_compile.errors import (
     NoTargetError,
     SketchQualityWarning,
 )
-from panther_compile.healing.healer import heal, keep_report
-from panther_compile.healing.report import HealReport, heal_report
+from panther_compile.healing.healer import keep_report
+from panther_compile.healing.refine import refine
+from panther_compile.healing.report import HealReport
 from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
@@ -296,9 +297,10 @@ def learn_and_make(
 def make(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
     """Plan, fit and sketch at the ratio of the options, and heal."""
     made = fit(prepared, config, studied)
-    if studied is not None and config.refine != "none":
-        return replace(made, healed=_refine(prepared.model, made.new, studied.calls, config))
-    return made
+    if studied is None or config.refine == "none":
+        return made
+    small = copy_model(prepared.model, made.new)
+    return replace(made, healed=refine(small, prepared.model, studied.calls, config))
 
 
 def fit(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
@@ -413,24 +415,6 @@ def _sketch(
             fitted |= record
             new |= replacements_of(site, owner, layer)
     return new, fitted
-
-
-def _refine(
-    dense: nn.Module, new: Mapping[nn.Module, nn.Module], calls: Sequence[Call], config: SketchConfig
-) -> HealReport:
-    """Heal the new layers, where they are in a copy of the dense model."""
-    healed = heal(
-        copy_model(dense, new),
-        teacher=dense,
-        data=calls,
-        steps=config.refine_steps,
-        method=config.refine,
-        output=config.output,
-        seed=config.seed,
-        progress=config.progress,
-        inplace=True,
-    )
-    return heal_report(healed)
 
 
 def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:

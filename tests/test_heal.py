@@ -18,6 +18,7 @@ from panther_compile.errors import (
 )
 from panther_compile.healing import healer
 from panther_compile.healing.landmarks import MOST, find_landmarks, watched
+from panther_compile.healing.report import HEALED_SINCE
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call
 
@@ -266,10 +267,10 @@ def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     healed = pc.heal(small, teacher=teacher, data=batches(), steps=5)
     pc.save_sketched(healed, tmp_path / "small")
     for model in (healed, pc.load_sketched(encoder(1), tmp_path / "small")):
-        assert {row.note for row in pc.sketch_report(model).sketched} == {healer._NOTE}
+        assert {row.note for row in pc.sketch_report(model).sketched} == {HEALED_SINCE}
     assert {row.note for row in pc.sketch_report(small).sketched} == {""}
     again = pc.heal(healed, teacher=teacher, data=batches(), steps=5)
-    assert {row.note for row in pc.sketch_report(again).sketched} == {healer._NOTE}
+    assert {row.note for row in pc.sketch_report(again).sketched} == {HEALED_SINCE}
 
 
 @pytest.mark.slow
@@ -279,7 +280,7 @@ def test_a_model_that_was_refined_tells_of_it(inplace):
     small = pc.sketchify(conv_net(), 0.2, data=images(4), **options)
     report = pc.heal_report(small)
     assert report.after["output"] < report.before["output"]
-    assert {row.note for row in pc.sketch_report(small).sketched} == {healer._NOTE}
+    assert {row.note for row in pc.sketch_report(small).sketched} == {HEALED_SINCE}
 
 
 def test_block_that_got_worse_is_put_back(monkeypatch):

@@ -214,7 +214,7 @@ def test_fitted_layers_have_no_bias_of_their_own(tmp_path):
     source = deep(tmp_path / "in.onnx")
     module, sites, feeds = opened(source, [rows(64) for _ in range(6)])
     config = SketchConfig(min_params=64, allow_slower=True, progress=False)
-    _, found = fit_in_torch(module, sites, config, feeds, lambda plan: plan, "", beside=True)
+    found = fit_in_torch(module, sites, config, feeds, lambda plan: plan, "", beside=True).weights
     assert set(found.shifts) <= {"a"}  # the only product that a bias is added to
     for layer, _ in found.ready.values():
         assert isinstance(layer, SketchedLayer)
@@ -326,3 +326,64 @@ def test_the_last_bias_makes_up_for_means_whatever_its_product_is_scaled_by(
     _, target = sketched(source, data, "out.onnx", exclude="w")  # the last product stays dense
     wanted, found = (run(path, np.concatenate(data))[0] for path in (source, target))
     assert np.abs((found - wanted).mean(0)).max() < 1e-4 * np.abs(wanted).mean()
+
+
+def branched(path):
+    """Two products a branch, one of them of what is made outside, where something else reads it too."""
+
+    def info(name):
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 48))
+
+    def branch(name, *, inner):
+        last = node("Add", [f"{name}_p", "h"], [f"{name}_y"])
+        if inner:
+            arms = [
+                helper.make_graph([node(op, [f"{name}_p"], [f"{op}_z"])], op, [], [info(f"{op}_z")])
+                for op in ("Tanh", "Neg")
+            ]
+            last = node("If", ["positive"], [f"{name}_y"], then_branch=arms[0], else_branch=arms[1])
+        weight = numpy_helper.from_array(random(48, 48) / 7, f"{name}_w")
+        return helper.make_graph(
+            [node("MatMul", ["h", f"{name}_w"], [f"{name}_p"]), last], name, [], [info(f"{name}_y")], [weight]
+        )
+
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("ReduceMean", ["x"], ["mean"], keepdims=0),
+        node("Greater", ["mean", "zero"], ["positive"]),
+        node(
+            "If",
+            ["positive"],
+            ["z"],
+            then_branch=branch("then", inner=True),
+            else_branch=branch("else", inner=False),
+        ),
+        node("Add", ["z", "h"], ["y"]),
+    ]
+    return make(path, nodes, {"w": random(48, 48) / 7, "zero": np.float32(0)})
+
+
+def test_the_branch_that_is_taken_is_run(tmp_path):
+    source = branched(tmp_path / "in.onnx")
+    module, sites, _ = opened(source, [rows(8) + 9, rows(8) - 9])
+    assert isinstance(module, OnnxModule)
+    names = [site.name for site, _ in sites.found.sites]
+    weights = [layer.weight.requires_grad_() for layer in module.layers]
+    for mean, taken in ((9, "then_w"), (-9, "else_w")):
+        x = rows(16) + mean
+        found = module(**{"input x": torch.from_numpy(x)})["y"]
+        np.testing.assert_allclose(found.detach(), run(source, x)[0], rtol=1e-4, atol=1e-4)
+        reached = [one is not None for one in torch.autograd.grad(found.sum(), weights, allow_unused=True)]
+        assert [name for name, one in zip(names, reached, strict=True) if one] == ["w", taken]
+
+
+def test_weights_in_branches_are_fitted_by_torch(tmp_path):
+    source = branched(tmp_path / "in.onnx")
+    data = [rows(64) + mean for mean in (2, -2) for _ in range(4)]
+    report, target = sketched(source, data, "out.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+    assert {line.name for line in report.plan.sketched} == {"w", "then_w", "else_w"}
+    _, plain = sketched(source, None, "plain.onnx")
+    for mean in (2, -2):
+        x = rows(64) + mean
+        assert far(source, target, x) < 0.7 * far(source, plain, x)

@@ -5,4 +5,5 @@ match       the loss: how far the small model is from its teacher on a call
 descent     how the factors are changed
 report      what came of it
 healer      all of it: `heal`
+refine      the same, as the options of `sketchify` and `sketch_onnx` say
 """

@@ -22,7 +22,7 @@ from panther_compile.errors import (
 from panther_compile.healing.descent import Descent, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
-from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport
+from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
@@ -36,7 +36,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
-_NOTE = "healed since, the errors are those before"
 # Weight of the hidden states, where the result is judged by its divergence, and where by its distance.
 _BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
 _EVALUATIONS = 10  # of the held-out batches, while healing
@@ -246,14 +245,10 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
     keep_attribute(model, HEALING_ATTRIBUTE, report)
     record: SketchRecord | None = vars(model).get(RECORD_ATTRIBUTE)
     if record is not None and not report.reverted:
-        fitted = {
-            name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, _NOTE)))))
-            for name, one in record.fitted.items()
-        }
         closeness = record.closeness  # of before
         if closeness is not None and closeness.grade:
             closeness = replace(closeness, inputs=f"{closeness.inputs}; before it was healed")
-        keep_record(model, replace(record, fitted=fitted, closeness=closeness))
+        keep_record(model, replace(record, fitted=noted_as_healed(record.fitted), closeness=closeness))
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
 """What healing did: kept on the model it healed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from panther_compile.errors import NoTargetError
+from panther_compile.records import Fitted
 from panther_compile.reporting.tables import render_table
 
 HEALING_ATTRIBUTE = "_panther_healing"
+HEALED_SINCE = "healed since, the errors are those before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,14 @@ class HealReport:
         """Whether the model is as it was, as no step made it better."""
         return self.kept_step == 0
 
+    def line(self) -> str:
+        """How much closer the result came, in a line."""
+        before, after = self.before["output"], self.after["output"]
+        return (
+            f"healed: {self.steps} steps, the one after {self.kept_step} kept; held-out loss of the outputs "
+            f"{before:.5f} to {after:.5f}"
+        )
+
     def __str__(self) -> str:
         """A table: one line for each landmark and the result."""
         rows = [(name, f"{self.before[name]:.5f}", f"{self.after[name]:.5f}") for name in self.before]
@@ -65,3 +76,11 @@ def heal_report(model: nn.Module) -> HealReport:
     if report is None:
         raise NoTargetError(f"{type(model).__name__} holds no report of healing: call heal first")
     return report
+
+
+def noted_as_healed(fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
+    """What came of the layers, which says that they were healed since."""
+    return {
+        name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, HEALED_SINCE)))))
+        for name, one in fitted.items()
+    }

@@ -6,7 +6,7 @@ them, nor are factors shared.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
@@ -16,10 +16,13 @@ from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.choose import choose_plan
 from panther_compile.calibration.inputs import LARGEST, SMALLEST
 from panther_compile.config import SketchConfig
+from panther_compile.healing.refine import refine
+from panther_compile.healing.report import HealReport
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.spliced import spliced
+from panther_compile.models.substitute import copy_with
 from panther_compile.models.synthetic import MOST_SPLICED
 from panther_compile.onnx.as_torch import OnnxModule, as_tensors, layer_of, runs, runs_alike
 from panther_compile.onnx.data import Feed, ObservedModel
@@ -28,6 +31,21 @@ from panther_compile.onnx.sites import OnnxFound
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.verify import kept_in
 from panther_compile.records import SketchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFit:
+    """What was fitted.
+
+    Attributes:
+        plan: that was carried out.
+        weights: that the data reach.
+        healed: what healing did, if it was asked for.
+    """
+
+    plan: SketchPlan
+    weights: FittedWeights
+    healed: HealReport | None
 
 
 def that_count(feeds: Sequence[Feed]) -> list[Feed]:
@@ -75,8 +93,8 @@ def fit_in_torch(
     route: str,
     *,
     beside: bool,
-) -> tuple[SketchPlan, FittedWeights]:
-    """Plan, and fit the weights that data reach.
+) -> TorchFit:
+    """Plan, fit the weights that data reach, and heal them if the options say so.
 
     Args:
         module: of `module_of`.
@@ -88,7 +106,8 @@ def fit_in_torch(
         beside: whether texts that are spliced of those of the data stand beside them.
 
     Raises:
-        DataError: NaN or Inf reaches a weight.
+        DataError: NaN or Inf reaches a weight, or healing needs more batches.
+        HealingError: see `heal`.
     """
     found = sites.found
     pairs = zip(found.sites, module.layers, strict=True)
@@ -103,13 +122,18 @@ def fit_in_torch(
     studied = study_model(module, replace(found, sites=layers), config, route, calls)
     studied = replace(studied, found=found)  # biases are not counted
     plan = form(choose_plan(studied, config))
+    ready = fit_model(studied, config, plan).ready
+    healed = None
+    if config.refine != "none":
+        new = {site.module: ready[site.name][0] for site, _ in layers if site.name in ready}
+        healed = refine(copy_with(module, new), module, calls, config)
     fitted = FittedWeights()
-    for name, (layer, record) in fit_model(studied, config, plan).ready.items():
+    for name, (layer, record) in ready.items():
         bias = layer.bias
         if isinstance(bias, Tensor):
             fitted.shifts[name] = bias.detach().double()
         fitted.ready[name] = _without_bias(layer), record
-    return plan, fitted
+    return TorchFit(plan, fitted, healed)
 
 
 def _without_bias(layer: SketchedLayer) -> SketchedLayer:

@@ -14,6 +14,8 @@ import onnx_ir as ir
 
 from panther_compile.calibration.trials import pick
 from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigError
+from panther_compile.healing.report import HealReport, noted_as_healed
 from panther_compile.onnx.damage import Damages
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.fit import Runs, WeightFit, find_ends, missing_means
@@ -27,6 +29,23 @@ from panther_compile.records import Fitted, SketchPlan
 
 GRAPH = "ONNX graph"
 """How sites are found, for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedToData:
+    """What came of it.
+
+    Attributes:
+        plan: that was carried out.
+        fitted: what came of each weight that the data reach, by its name.
+        feeds: the batches.
+        healed: what healing did, if it was asked for.
+    """
+
+    plan: SketchPlan
+    fitted: dict[str, Fitted]
+    feeds: Sequence[Feed]
+    healed: HealReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +66,8 @@ class DataFit:
     folder: Path
     form: Callable[[SketchPlan], SketchPlan]
 
-    def fit(
-        self, data: OnnxData, *, sequential: bool = False, made_up: bool = False
-    ) -> tuple[SketchPlan, dict[str, Fitted], Sequence[Feed]]:
-        """Plan, and replace the weights that the data reach; gives the batches too.
+    def fit(self, data: OnnxData, *, sequential: bool = False, made_up: bool = False) -> FittedToData:
+        """Plan, and replace the weights that the data reach.
 
         Args:
             data: see `sketch_onnx`.
@@ -58,7 +75,7 @@ class DataFit:
             made_up: whether the data were made up: nothing is tried on them, nor made up beside.
 
         Raises:
-            ConfigTypeError, DataError, OnnxMismatchError: see `sketch_onnx`.
+            ConfigError, ConfigTypeError, DataError, HealingError, OnnxMismatchError: see `sketch_onnx`.
         """
         ends = find_ends(self.model, self.sites)
         outputs = [end.output for end in ends]
@@ -66,7 +83,13 @@ class DataFit:
         feeds = whole.feeds(data)
         counting = that_count(feeds)
         module = module_of(self.model, self.sites, whole, counting)
+        healed = None
         if isinstance(module, str):
+            if self.config.refine != "none":
+                raise ConfigError(
+                    f"refine={self.config.refine!r} trains the weights in torch, which cannot run this file: "
+                    f"{module}; wanted refine='none'"
+                )
             weights = WeightFit(self.model, self.sites, self.config)
             dense = self._observed(*weights.values(weights.names), *outputs)
             plan = self._planned(weights, Runs(feeds, dense), why=module, measured=not made_up)
@@ -74,16 +97,19 @@ class DataFit:
         else:
             dense = self._observed(*outputs)
             route = f"{GRAPH}, run by torch"
-            plan, found = fit_in_torch(
+            found = fit_in_torch(
                 module, self.sites, self.config, counting, self.form, route, beside=not made_up
             )
-            choices = {name: plan.choices[name] for name in found.ready}
-            fitted = rewrite(self.model, self.sites, choices, self.config, found)
+            plan, healed = found.plan, found.healed
+            choices = {name: plan.choices[name] for name in found.weights.ready}
+            fitted = rewrite(self.model, self.sites, choices, self.config, found.weights)
+            if healed is not None and not healed.reverted:
+                fitted = noted_as_healed(fitted)
         if fitted and ends:
             runs, writer = Runs(feeds, dense, self._observed(*outputs)), GraphWriter(self.model)
             for end, missing in missing_means(ends, runs):
                 shift_bias(end.use, missing, writer)
-        return plan, fitted, feeds
+        return FittedToData(plan, fitted, feeds, healed)
 
     def _observed(self, *values: ir.Value) -> ObservedModel:
         """The model as it is now, showing some values; its outputs if there are none."""

@@ -15,10 +15,11 @@ from panther_compile.calibration.inputs import LARGEST, SMALLEST
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
+from panther_compile.healing.report import HealReport
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
-from panther_compile.onnx.fit_to_data import GRAPH, DataFit, keeps_all
+from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData, keeps_all
 from panther_compile.onnx.int8 import (
     as_pairs,
     check_rounding,
@@ -49,6 +50,8 @@ class OnnxSketchOptions(TypedDict, total=False):
     seed: int
     progress: bool | None
     synthetic: bool
+    refine: str
+    refine_steps: int
     device: torch.device | str | None
 
 
@@ -70,6 +73,7 @@ class OnnxReport:
         has_data: whether weights were fitted to data.
         made_up: whether they were fitted to images, sounds or texts that were made up.
         closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
+        healed: what healing did, if it was asked for.
     """
 
     plan: SketchPlan
@@ -80,6 +84,7 @@ class OnnxReport:
     has_data: bool = False
     made_up: bool = False
     closeness: Closeness = NOT_COMPARED
+    healed: HealReport | None = None
 
     @property
     def achieved_ratio(self) -> float:
@@ -92,6 +97,7 @@ class OnnxReport:
         own |= {
             "fitted": {name: asdict(one) for name, one in self.fitted.items()},
             "closeness": asdict(self.closeness),
+            "healed": None if self.healed is None else asdict(self.healed),
         }
         return asdict(self.plan) | {"achieved_ratio": self.achieved_ratio} | own
 
@@ -122,12 +128,14 @@ class OnnxReport:
     def _lines(self) -> list[str]:
         share = self.sketched_bytes / self.dense_bytes
         inputs = "the last batch of the data" if self.has_data else self.closeness.inputs
+        healed = self.healed
         return [
             f"file: {self.dense_bytes:,} to {self.sketched_bytes:,} bytes, {share:.4f}",
             *(
                 f"output {name}: relative error {error:.1e} on {inputs}"
                 for name, error in self.output_errors.items()
             ),
+            *([] if healed is None else [healed.line()]),
         ]
 
 
@@ -175,13 +183,16 @@ def sketch_onnx(
             With data so are convolutions, where that is faster, with ranges that the data show. The opset
             becomes 13 if it was older. At a ratio of 1 nothing but this is done.
         verify: whether to run both; False also writes what ONNX Runtime cannot run.
-        **options: the fields of `SketchConfig` that have a meaning here.
+        **options: the fields of `SketchConfig` that have a meaning here. `refine="kl"` or "block" trains the
+            factors and biases on the data for `refine_steps` steps, as `heal` does, towards the outputs of
+            the source and what the nodes of the weights give; it takes a graph that torch runs.
 
     Warns:
         SketchQualityWarning: the outputs are destroyed; it names the ratio, the cause and what would help.
 
     Raises:
         ConfigError, ConfigTypeError: a path, an option, or the form of the data, is not what is wanted.
+        HealingError: see `heal`.
         DataError: there is no batch, or one does not fit the model's inputs, or NaN or Inf comes of it.
         NoTargetError: nothing in the model can be sketched; the message says why.
         WeightError: a weight holds NaN or Inf.
@@ -192,8 +203,12 @@ def sketch_onnx(
             or types, or are not finite; nothing is written.
     """
     config = _config(ratio, options)
-    if sequential and data is None:
-        raise ConfigError("sequential=True needs data=, inputs of the model to fit it to")
+    refines = config.refine != "none"
+    for option, given in (("sequential=True", sequential), (f"refine={config.refine!r}", refines)):
+        if given and data is None:
+            raise ConfigError(f"{option} needs data=, inputs of the model to fit it to")
+    if refines and keeps_all(config):
+        raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
     model = read_model(source)
@@ -213,7 +228,7 @@ def sketch_onnx(
             f"nothing to sketch in {source}: wanted a MatMul, Gemm or Conv with a constant weight"
             f"{reasons}{more}"
         )
-    fitted: dict[str, Fitted] = {}
+    done = FittedToData(plan, {}, ())
     feeds: Sequence[Feed] = ()
     task = DataFit(model, sites, config, target.parent, form)
     made_up = _made_up(model, config, source.parent, target.parent) if data is None else None
@@ -221,11 +236,13 @@ def sketch_onnx(
     if made_up is not None:
         learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
         if fits_made_up:
-            plan, fitted, _ = task.fit(learnt, made_up=True)
+            done = task.fit(learnt, made_up=True)
     elif data is not None and not plan.sketched:  # int8 alone
         feeds = ObservedModel(model, (), target.parent).feeds(data)
     elif data is not None:
-        plan, fitted, feeds = task.fit(data, sequential=sequential)
+        done = task.fit(data, sequential=sequential)
+        feeds = done.feeds
+    plan, fitted = done.plan, dict(done.fitted)
     rest = {name: choice for name, choice in plan.choices.items() if name not in fitted}
     note = NEVER_REACHED if data is not None or fits_made_up else ""
     others = rewrite(model, sites, rest, config, FittedWeights())
@@ -238,7 +255,16 @@ def sketch_onnx(
     seen = feeds if data is not None else ()
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
-    report = OnnxReport(plan, fitted, before, after, {}, data is not None, fits_made_up)
+    report = OnnxReport(
+        plan,
+        fitted,
+        before,
+        after,
+        output_errors={},
+        has_data=data is not None,
+        made_up=fits_made_up,
+        healed=done.healed,
+    )
     if not compared:
         return report
     (found,) = compared

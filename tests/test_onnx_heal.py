@@ -1,0 +1,200 @@
+"""ONNX files that are healed: their factors trained in torch, towards the outputs of the source."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx_models import far, make, node, run
+from onnx_models import random as normal
+
+import panther_compile as pc
+from panther_compile.cli import main
+from panther_compile.errors import ConfigError, DataError
+from panther_compile.healing.report import HEALED_SINCE
+
+OPTIONS = {"min_params": 64, "allow_slower": True, "progress": False}
+MIX = np.random.default_rng(1).standard_normal((24, 48)).astype(np.float32)
+
+
+def rows(count, seed=0):
+    """(count, 16, 48)"""
+    values = np.random.default_rng(seed).standard_normal((count, 16, 24)) * np.linspace(2, 0.2, 24)
+    return values.astype(np.float32) @ MIX
+
+
+def batches(count=24):
+    return [rows(16, seed) for seed in range(count)]
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """Four products with biases, and the mean over positions."""
+    weights, nodes, x = {}, [], "x"
+    for place in range(4):
+        weights |= {f"w{place}": normal(48, 48) / 7, f"b{place}": normal(48) / 4}
+        nodes += [node("MatMul", [x, f"w{place}"], [f"m{place}"])]
+        nodes += [node("Add", [f"m{place}", f"b{place}"], [f"a{place}"])]
+        nodes += [node("Relu", [f"a{place}"], [x := f"t{place}"])]
+    nodes += [node("ReduceMean", [x], ["y"], axes=[1], keepdims=0)]
+    return make(tmp_path / "deep.onnx", nodes, weights, x=("n", 16, 48))
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Three convolutions with biases, and the mean over places."""
+    weights = {"k0": normal(16, 3, 3, 3) / 5, "b0": normal(16)}
+    weights |= {"k1": normal(24, 16, 3, 3) / 12, "b1": normal(24), "k2": normal(24, 24, 1, 1) / 5}
+    nodes = [
+        node("Conv", ["x", "k0", "b0"], ["c0"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        node("Relu", ["c0"], ["r0"]),
+        node("Conv", ["r0", "k1", "b1"], ["c1"], kernel_shape=[3, 3], strides=[2, 2]),
+        node("Relu", ["c1"], ["r1"]),
+        node("Conv", ["r1", "k2"], ["c2"], kernel_shape=[1, 1]),
+        node("GlobalAveragePool", ["c2"], ["y"]),
+    ]
+    return make(tmp_path / "images.onnx", nodes, weights, x=("n", 3, 12, 12))
+
+
+def pictures(count, seed):
+    coarse = np.random.default_rng(seed).standard_normal((count, 3, 4, 4)).astype(np.float32)
+    return coarse.repeat(3, 2).repeat(3, 3)
+
+
+def sketched(source, data, ratio=0.4, name="out.onnx", **options):
+    target = source.with_name(name)
+    report = pc.sketch_onnx(source, target, ratio, data=data, **(OPTIONS | options))
+    return report, target
+
+
+def test_a_healed_file_is_closer_on_other_inputs(deep):
+    x = rows(256, 99)
+    (wanted,) = run(deep, x)
+    before, closed = sketched(deep, batches(), name="closed.onnx")
+    after, healed = sketched(deep, batches(), refine="kl", refine_steps=120)
+    assert before.healed is None
+    assert far(run(healed, x)[0], wanted) < 0.9 * far(run(closed, x)[0], wanted)
+    assert after.achieved_ratio == before.achieved_ratio
+    assert after.plan.choices == before.plan.choices
+
+
+def test_convolutions_and_their_biases_are_healed(images):
+    data, x = [pictures(32, seed) for seed in range(16)], pictures(64, 99)
+    (wanted,) = run(images, x)
+    _, closed = sketched(images, data, 0.35, name="closed.onnx")
+    report, healed = sketched(images, data, 0.35, refine="kl", refine_steps=120)
+    assert far(run(healed, x)[0], wanted) < 0.95 * far(run(closed, x)[0], wanted)
+    assert not report.healed.reverted
+    biases = [
+        {one.name: onnx.numpy_helper.to_array(one) for one in onnx.load(path).graph.initializer}
+        for path in (closed, healed)
+    ]
+    same = {name for name in biases[0] if biases[0][name].ndim == 1}
+    assert any(not np.array_equal(biases[0][name], biases[1][name]) for name in same)
+
+
+def test_what_weights_give_is_healed_alone(images):
+    data = [pictures(32, seed) for seed in range(16)]
+    report, _ = sketched(images, data, 0.35, refine="block", refine_steps=60)
+    before, after = ({**one, "output": 0.0} for one in (report.healed.before, report.healed.after))
+    assert sum(after.values()) < sum(before.values())
+
+
+def test_the_report_tells_of_it(deep):
+    report, _ = sketched(deep, batches(), refine="kl", refine_steps=20)
+    assert report.healed.steps == 20
+    assert report.healed.after["output"] < report.healed.before["output"]
+    assert {one.note for one in report.fitted.values()} == {HEALED_SINCE}
+    assert report.healed.line() in str(report)
+    assert report.healed.line() in report._repr_html_()
+    assert json.loads(json.dumps(report.to_dict()))["healed"]["steps"] == 20
+
+
+def test_the_source_is_what_it_was(deep):
+    before = deep.read_bytes()
+    sketched(deep, batches(), refine="kl", refine_steps=5)
+    assert deep.read_bytes() == before
+
+
+def test_it_is_the_same_each_time(deep):
+    files = [sketched(deep, batches(), refine="kl", refine_steps=5)[1].read_bytes() for _ in range(2)]
+    assert files[0] == files[1]
+
+
+def test_in_int_8_too(tmp_path):
+    weights = {name: normal(192, 192) / 14 for name in "abc"}
+    nodes = [
+        node("MatMul", ["x", "a"], ["h"]),
+        node("Relu", ["h"], ["i"]),
+        node("MatMul", ["i", "b"], ["j"]),
+        node("Relu", ["j"], ["k"]),
+        node("MatMul", ["k", "c"], ["l"]),
+        node("Relu", ["l"], ["m"]),
+        node("ReduceMean", ["m"], ["y"], axes=[1], keepdims=0),
+    ]
+    source = make(tmp_path / "wide.onnx", nodes, weights, x=("n", 16, 192))
+    *data, x = (np.tile(rows(32, seed), 4) for seed in range(13))
+    (wanted,) = run(source, x)
+    _, closed = sketched(source, data, 0.2, name="closed.onnx", then="int8")
+    report, healed = sketched(source, data, 0.2, refine="kl", refine_steps=100, then="int8")
+    assert not report.healed.reverted
+    assert far(run(healed, x)[0], wanted) < 0.9 * far(run(closed, x)[0], wanted)
+
+
+def test_what_padding_hides_does_not_count(tmp_path):
+    mask = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ("n", 6))
+    kept = onnx.helper.make_tensor_value_info("kept", onnx.TensorProto.INT64, ("n", 6))
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Relu", ["h"], ["r"]),
+        node("MatMul", ["r", "v"], ["y"]),
+        node("Identity", ["attention_mask"], ["kept"]),
+    ]
+    weights = {"w": normal(48, 48) / 7, "v": normal(48, 48) / 7}
+    source = make(tmp_path / "m.onnx", nodes, weights, x=("n", 6, 48), inputs=[mask], outputs=[kept])
+    hidden = np.tile(np.int64([1, 1, 1, 1, 0, 0]), (8, 1))
+
+    def data(padding):
+        for seed in range(6):
+            x = rows(8, seed)[:, :6].copy()
+            x[:, 4:] = padding
+            yield x, hidden
+
+    files = [
+        sketched(source, list(data(padding)), refine="kl", refine_steps=5)[1].read_bytes()
+        for padding in (0.0, 50.0)
+    ]
+    assert files[0] == files[1]
+
+
+def test_what_cannot_be_healed_is_refused(deep, runtime_alone):
+    with pytest.raises(ConfigError, match=r"refine='kl' trains the weights in torch, .*: not asked;"):
+        sketched(deep, batches(), refine="kl")
+    assert not deep.with_name("out.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"data": None}, ConfigError, "refine='kl' needs data="),
+        ({"ratio": 1.0, "then": "int8"}, ConfigError, "of which a ratio of 1 makes none"),
+        ({"data": batches(1)}, DataError, "data holds 1 batch, wanted at least 2"),
+        ({"refine": "more"}, ConfigError, "refine='more'"),
+        ({"refine_steps": 0}, ConfigError, "refine_steps=0"),
+    ],
+)
+def test_options_that_have_no_meaning(deep, options, error, message):
+    with pytest.raises(error, match=message):
+        sketched(deep, **({"data": batches(2), "refine": "kl"} | options))
+    assert not deep.with_name("out.onnx").exists()
+
+
+def test_it_is_healed_from_the_command_line(deep, capsys):
+    np.savez(deep.with_name("data.npz"), x=np.concatenate(batches(4)))
+    options = ["--data", str(deep.with_name("data.npz")), "--refine", "kl", "--refine-steps", "3"]
+    target = str(deep.with_name("out.onnx"))
+    assert (
+        main(["sketch-onnx", str(deep), target, *options, "--json", "--ratio", "0.2", "--min-params", "64"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["healed"]["steps"] == 3
