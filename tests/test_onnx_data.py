@@ -241,6 +241,7 @@ def test_a_branch_that_is_never_taken_is_sketched_without(tmp_path):
     stored = {line.name: line.stored_numbers for line in report.plan.layers}
     assert stored["then_w"] <= 0.5 * 32 * 32
     assert stored["w"] + stored["else_w"] > 0.95 * 0.5 * (48 + 32) * 32
+    assert report.plan.route == "ONNX graph, run by torch"
 
 
 def test_padded_positions_do_not_count(tmp_path):

@@ -6,7 +6,7 @@ what ONNX Runtime gives.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther_compile.onnx.branches import seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
 from panther_compile.onnx.patterns import is_onnx
@@ -32,45 +33,58 @@ _TOLERANCE = 1e-3  # of an output, over its largest magnitude
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
+class _Body:
+    """The nodes of a graph, or of a branch, in the order in which they are run.
+
+    Attributes:
+        nodes: that are run.
+        freed: after each of them, what they made that nothing reads any more.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.nodes = [node for node in graph if not is_onnx(node, "Constant")]
+        last = {value: place for place, node in enumerate(self.nodes) for value in node.outputs}
+        last |= {value: place for place, node in enumerate(self.nodes) for value in _read(node)}
+        self.freed: list[list[ir.Value]] = [[] for _ in self.nodes]
+        own, kept = set(self.nodes), set(graph.outputs)
+        for value, place in last.items():
+            if value.producer() in own and value not in kept:
+                self.freed[place].append(value)
+
+
 class _Program:
     """What is run, in which order; copies of a module share it.
 
     Attributes:
         graph: of the model.
         opset: its version.
-        nodes: those that are run.
+        bodies: of the graph, and of the branches in it.
         uses: which of the layers, and which use of its weight, a node is.
         held: names of the parameters that hold constants.
-        last: the place of the last node that reads a value.
         shown: what a module gives, by name: the outputs, and what those that are choices were chosen by.
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
-        self.nodes = [node for node in model.graph if not is_onnx(node, "Constant")]
+        self.bodies = {graph: _Body(graph) for graph in seen_graphs(model)}
         self.uses = {use.node: (place, use) for place, one in enumerate(weights) for use in one.uses}
         self.held: dict[ir.Value, str] = {}
-        self.last: dict[ir.Value, int] = {}
-        for place, node in enumerate(self.nodes):
-            if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
-                raise UnknownOperatorError(f"{node.domain or 'ONNX'} {node.op_type} is not known here")
-            for value in self.read(node):
-                self.last[value] = place
-                self._hold(value)
         self.shown = {str(one.name): one for one in model.graph.outputs}
-        self.shown |= {
-            f"{one.name}/by": by for one in model.graph.outputs if (by := _chosen_by(one)) is not None
-        }
-        for value in self.shown.values():
-            self.last[value] = len(self.nodes)
-            self._hold(value)
-
-    def read(self, node: ir.Node) -> Iterable[ir.Value]:
-        """What a node reads, but for the weight that a layer stands for."""
-        use = self.uses[node][1] if node in self.uses else None
-        for index, value in enumerate(node.inputs):
-            if value is not None and (use is None or index != use.index):
-                yield value
+        chosen = ((one, _chosen_by(one)) for one in model.graph.outputs)
+        self.shown |= {f"{one.name}/by": by for one, by in chosen if by is not None}
+        for graph, body in self.bodies.items():
+            for node in body.nodes:
+                known = node.op_type in OPERATORS or node.op_type == "If"
+                if not known or node.domain not in ("", "ai.onnx"):
+                    raise UnknownOperatorError(f"{node.domain or 'ONNX'} {node.op_type} is not known here")
+                layers = self.uses.get(node)
+                for index, value in enumerate(node.inputs):
+                    if value is not None and (layers is None or index != layers[1].index):
+                        self._hold(value)
+            for value in graph.outputs:
+                self._hold(value)
+        for freed in self.bodies[self.graph].freed:
+            freed[:] = [value for value in freed if value not in self.shown.values()]
 
     def __deepcopy__(self, memo: Any) -> "_Program":
         return self
@@ -81,7 +95,7 @@ class _Program:
 
 
 class OnnxModule(nn.Module):
-    """Runs a graph without branches, loops and functions.
+    """Runs a graph, and the branches in it that are taken; one without loops and functions.
 
     Args:
         model: is left as it is.
@@ -110,14 +124,26 @@ class OnnxModule(nn.Module):
         values |= {
             one: inputs[name] for one in program.graph.inputs if (name := _argument(one.name)) in inputs
         }
-        for place, node in enumerate(program.nodes):
-            found = self._run(node, values)
+        self._run_all(program.graph, values)
+        return {name: self.as_logits(one, values[one]) for name, one in program.shown.items()}
+
+    def _run_all(self, graph: ir.Graph, values: dict[ir.Value, Any]) -> None:
+        """Run the nodes of a graph, and put what they make beside what is known."""
+        body = self._program.bodies[graph]
+        for node, freed in zip(body.nodes, body.freed, strict=True):
+            found = self._branch(node, values) if node.op_type == "If" else self._run(node, values)
             made = found if isinstance(found, tuple | list) else (found,)
             values.update(zip(node.outputs, made, strict=False))
-            for value in program.read(node):
-                if program.last[value] == place:
-                    values.pop(value, None)
-        return {name: self.as_logits(one, values[one]) for name, one in program.shown.items()}
+            for value in freed:
+                values.pop(value, None)
+
+    def _branch(self, node: ir.Node, values: dict[ir.Value, Any]) -> list[Any]:
+        """What the branch of an If gives that is taken."""
+        (condition,) = node.inputs
+        name = "then_branch" if bool(values[condition]) else "else_branch"  # type: ignore[index]
+        branch = node.attributes[name].as_graph()
+        self._run_all(branch, values)
+        return [values[one] for one in branch.outputs]
 
     def _run(self, node: ir.Node, values: Mapping[ir.Value, Any]) -> Any:
         attributes = {name: one.value for name, one in node.attributes.items()} | {
@@ -149,6 +175,17 @@ class OnnxModule(nn.Module):
         if maker is None or not is_onnx(maker, "Softmax"):
             return found
         return found.clamp_min(torch.finfo(found.dtype).tiny).log()
+
+
+def _read(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, and what the branches in it do."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            branch = attribute.as_graph()
+            yield from branch.outputs
+            for inner in branch:
+                yield from _read(inner)
 
 
 def _chosen_by(value: ir.Value | None) -> ir.Value | None:
