@@ -151,6 +151,11 @@ class SketchConfig:
         return (("*", float(self.ratio)),)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether no layer is to become smaller: every budget is 1."""
+        return all(ratio == 1.0 for _, ratio in self.ratios())
+
+    @property
     def logits(self) -> bool | None:
         """Whether the model's results are logits; None: those called so."""
         return {"auto": None, "logits": True, "features": False}[self.output]

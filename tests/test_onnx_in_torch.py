@@ -273,7 +273,7 @@ def test_no_other_input_than_attention_mask_says_what_counts(tmp_path):
 
 def test_spliced_texts_are_of_lengths_that_run(tmp_path, monkeypatch):
     """Of blocks of eight tokens; texts spliced of such of 8, 16, 24, ... tokens may have others."""
-    monkeypatch.setattr("panther_compile.onnx.fit_in_torch.SMALLEST", 1)
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
     graph = helper.make_graph(
         [
             node("Gather", ["table", "ids"], ["h"]),

@@ -48,7 +48,7 @@ def off(source, target, x):
 
 
 def test_images_are_closer_than_the_weights_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("panther_compile.onnx.sketch.SMALLEST", 1)
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
     source, x = network(tmp_path / "in.onnx", (32, 32), hidden=192, width=256), smooth(16, seed=1)
     fitted = pc.sketch_onnx(source, tmp_path / "fitted.onnx", 0.5, progress=False)
     alone = pc.sketch_onnx(source, tmp_path / "alone.onnx", 0.5, progress=False, synthetic=False)

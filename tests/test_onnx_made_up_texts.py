@@ -102,7 +102,7 @@ def test_a_tokenizer_that_cannot_be_read_is_none(tmp_path, text):
 
 @pytest.mark.parametrize(("sizes", "count"), [((1, 16), 448), (("n", 16), 14), ((4, "t"), 112)])
 def test_texts_have_the_sizes_that_a_file_fixes(tmp_path, monkeypatch, sizes, count):
-    monkeypatch.setattr("panther_compile.onnx.sketch.SMALLEST", 1)
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
     tokenizer().save_pretrained(tmp_path)
     source = encoder(tmp_path / "in.onnx", ("attention_mask",), sizes=sizes)
     feeds = made_for(source).feeds
@@ -135,7 +135,7 @@ def test_texts_of_one_length_where_others_do_not_run(tmp_path):
 
 
 def test_a_sketch_is_closer_on_texts(tmp_path, monkeypatch):
-    monkeypatch.setattr("panther_compile.onnx.sketch.SMALLEST", 1)
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
     tokenizer().save_pretrained(tmp_path)
     source = encoder(tmp_path / "in.onnx", ("attention_mask",))
     fitted = pc.sketch_onnx(source, tmp_path / "fitted.onnx", 0.5, progress=False)

@@ -95,8 +95,7 @@ def read_inputs(
         return Inputs(data, (), "the data it was fitted to")
     if not asked and not config.synthetic:
         return Inputs(None, (), f"{absent}, and synthetic=False")
-    numbers, dense = _numbers(found), all(ratio == 1.0 for _, ratio in config.ratios())
-    fits = asked or SMALLEST <= numbers <= LARGEST
+    fits, dense = asked or is_worth_it(found), config.keeps_all
     batches = _FIT + _JUDGE if fits else _JUDGE
     try:
         made = make_inputs(model, batches, seed=config.seed, sample=fits, progress=not hides_progress(config))
@@ -132,9 +131,8 @@ def with_texts_beside(
         calls: the data.
         config: the options.
     """
-    dense = all(ratio == 1.0 for _, ratio in config.ratios())
     tokens = sum(_tokens(call) for call in calls)
-    if dense or not tokens or not config.synthetic or not SMALLEST <= _numbers(found) <= LARGEST:
+    if config.keeps_all or not tokens or not config.synthetic or not is_worth_it(found):
         return list(calls), ""
     try:
         texts = texts_beside(
@@ -159,9 +157,9 @@ def _integers(call: Call) -> list[Tensor]:
     return [one for one in leaves if isinstance(one, Tensor) and one.dim() and one.dtype in kinds]
 
 
-def _numbers(found: Found) -> int:
-    """How many numbers may be sketched."""
-    return sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
+def is_worth_it(found: Found) -> bool:
+    """Whether enough numbers are to be sketched, and not too many, to fit them to what is made up unasked."""
+    return SMALLEST <= found.numbers <= LARGEST
 
 
 def read_output(

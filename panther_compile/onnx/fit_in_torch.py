@@ -14,7 +14,7 @@ from torch import Tensor
 
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.choose import choose_plan
-from panther_compile.calibration.inputs import LARGEST, SMALLEST
+from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.config import SketchConfig
 from panther_compile.healing.refine import refine
 from panther_compile.healing.report import HealReport
@@ -113,8 +113,7 @@ def fit_in_torch(
     pairs = zip(found.sites, module.layers, strict=True)
     layers = tuple((replace(site, module=layer), kind) for (site, kind), layer in pairs)
     calls = [Call((), dict(as_tensors(feed)), feed.place) for feed in feeds]
-    numbers = sum(p.numel() for site, _ in found.sites for p in site.module.parameters())
-    if beside and config.synthetic and SMALLEST <= numbers <= LARGEST:
+    if beside and config.synthetic and is_worth_it(found):
         texts = [call for call in spliced(calls, MOST_SPLICED) if runs(module, call.kwargs)]
         calls = list(interleaved(calls, texts))
     taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output

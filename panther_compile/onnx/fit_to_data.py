@@ -148,11 +148,6 @@ class DataFit:
         return fitted
 
 
-def keeps_all(config: SketchConfig) -> bool:
-    """Whether no weight is to become smaller."""
-    return all(ratio == 1.0 for _, ratio in config.ratios())
-
-
 def _closest(
     plain: SketchPlan,
     plan_by: Callable[..., SketchPlan],
@@ -164,7 +159,7 @@ def _closest(
 
     Where that is not known all is as planned; see `pick`.
     """
-    if keeps_all(config) or not plain.sketched:
+    if config.keeps_all or not plain.sketched:
         return plain
     uniform = partial(plan_by, allocation=Allocation("uniform"), whole=False)
     found = damages.by_weight(uniform(replace(config, ratio=0.5, allow_slower=True)))

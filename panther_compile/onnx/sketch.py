@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 import onnx_ir as ir
 import torch
 
-from panther_compile.calibration.inputs import LARGEST, SMALLEST
+from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
@@ -19,7 +19,7 @@ from panther_compile.healing.report import HealReport
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
-from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData, keeps_all
+from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.int8 import (
     as_pairs,
     check_rounding,
@@ -30,7 +30,7 @@ from panther_compile.onnx.int8 import (
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
 from panther_compile.onnx.made_weights import fold_made_weights
 from panther_compile.onnx.rewrite import rewrite
-from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
+from panther_compile.onnx.sites import find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
 from panther_compile.planning.plan import make_plan
 from panther_compile.records import NEVER_REACHED, Closeness, Fitted, SketchPlan, SketchRecord
@@ -207,7 +207,7 @@ def sketch_onnx(
     for option, given in (("sequential=True", sequential), (f"refine={config.refine!r}", refines)):
         if given and data is None:
             raise ConfigError(f"{option} needs data=, inputs of the model to fit it to")
-    if refines and keeps_all(config):
+    if refines and config.keeps_all:
         raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
@@ -221,7 +221,7 @@ def sketch_onnx(
         return as_pairs(plan, config.round_rank_to, kernels=data is not None) if then == "int8" else plan
 
     plan = form(make_plan(sites.found, config, GRAPH))
-    if not plan.sketched and (then == "none" or not keeps_all(config)):
+    if not plan.sketched and (then == "none" or not config.keeps_all):
         reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
         more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
         raise NoTargetError(
@@ -232,7 +232,7 @@ def sketch_onnx(
     feeds: Sequence[Feed] = ()
     task = DataFit(model, sites, config, target.parent, form)
     made_up = _made_up(model, config, source.parent, target.parent) if data is None else None
-    fits_made_up = made_up is not None and _is_worth_it(sites)
+    fits_made_up = made_up is not None and is_worth_it(sites.found)
     if made_up is not None:
         learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
         if fits_made_up:
@@ -278,18 +278,12 @@ def sketch_onnx(
 
 def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:
     """Inputs that are made up where there is no data, if the model is one that it can be done for."""
-    if not config.synthetic or keeps_all(config):
+    if not config.synthetic or config.keeps_all:
         return None
     try:
         return made_up_inputs(model, ObservedModel(model, (), folder), config.seed, beside)
     except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
         return None
-
-
-def _is_worth_it(sites: OnnxFound) -> bool:
-    """Whether so many numbers are to be sketched that they are fitted to what was made up."""
-    numbers = sum(p.numel() for site, _ in sites.found.sites for p in site.module.parameters())
-    return SMALLEST <= numbers <= LARGEST
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:

@@ -31,6 +31,11 @@ class Found:
     skipped: tuple[LayerPlan, ...]
     order: tuple[str, ...]
 
+    @property
+    def numbers(self) -> int:
+        """How many may be sketched."""
+        return sum(p.numel() for site, _ in self.sites for p in site.module.parameters())
+
 
 @dataclass(frozen=True, slots=True)
 class _Match:
