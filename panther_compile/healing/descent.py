@@ -21,6 +21,9 @@ BETAS = (0.9, 0.99)
 CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
 WARM_UP = 0.1  # share of the steps
 _SMALLEST = 1e-30
+# Of a gradient, whose square float32 can tell from 0; and relative to the mean of a factor. What is smaller
+# would be divided by nothing: gradients of what dead channels are multiplied by.
+_LEAST, _LEAST_SHARE = 1e-18, 1e-6
 _FLOOR = 1e-4  # of the eigenvalues of a metric, relative to their mean
 
 
@@ -131,7 +134,8 @@ class Descent:
             bent = factor.bend(_matrix(gradient.float()) * clip)
             mean.lerp_(bent, 1 - BETAS[0])
             square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
-            size = (square / (1 - BETAS[1] ** self._taken)).sqrt_().add_(_SMALLEST)
+            size = (square / (1 - BETAS[1] ** self._taken)).sqrt_()
+            size.add_(_LEAST_SHARE * size.mean() + _LEAST)
             _matrix(master).sub_(factor.bend(mean / size), alpha=rate * factor.scale)
             factor.parameter.copy_(master)
 

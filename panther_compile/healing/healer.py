@@ -41,6 +41,7 @@ _BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
 _EVALUATIONS = 10  # of the held-out batches, while healing
 _FEWEST_JUDGES = 8  # batches held out, where there are so many
 _ASTRAY = 1.25  # times the loss before the first step: the rate is too high
+_SUSPECT = 3.0  # times that loss, on the batch of one step: time to look whether it is
 _SLOWER, _SLOWEST = 0.25, 0.01  # factor of such a rate, and the least share of the one given
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
@@ -167,10 +168,13 @@ class _Healer:
                 descent.step(self._gradients(loss, parameters))
                 step += 1
                 bar.update()
-                if step % every and step < self.steps:
+                is_due = step % every == 0 or step == self.steps
+                if not is_due and float(loss) <= _SUSPECT * at_start:
                     continue
                 found = self._judge()
                 now = self._objective(found)
+                if not is_due and now <= _ASTRAY * at_start:
+                    continue  # the batch is one of those that are hard
                 bar.set_postfix(start=f"{at_start:.4f}", now=f"{now:.4f}")
                 worse = 0 if now < last else worse + 1
                 last = now
