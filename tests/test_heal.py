@@ -1,6 +1,7 @@
 """Healing: closer to the teacher on batches it never saw, never worse, and nothing else is touched."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from panther_compile.errors import (
     TeacherMismatchError,
 )
 from panther_compile.healing import healer
+from panther_compile.healing.descent import Descent, Factor
 from panther_compile.healing.landmarks import MOST, find_landmarks, watched
 from panther_compile.healing.report import HEALED_SINCE
 from panther_compile.layers.base import SketchedLayer
@@ -142,7 +144,22 @@ def test_convolutions_get_closer():
         assert (healed(batch) - wanted).norm() < 0.9 * (small(batch) - wanted).norm()
 
 
-def test_absurd_rate_changes_nothing():
+@pytest.fixture
+def whole_steps(monkeypatch):
+    """Steps as long as the rate says."""
+    monkeypatch.setattr("panther_compile.healing.descent.MOST_GAIN", math.inf)
+
+
+@pytest.mark.parametrize("lr", [100.0, 1e30])
+def test_an_absurd_rate_is_cut_to_what_there_is_to_gain(lr):
+    teacher = encoder()
+    healed = pc.heal(sketched_encoder(teacher), teacher=teacher, data=batches(), steps=20, lr=lr)
+    report = pc.heal_report(healed)
+    assert report.after["output"] < 0.5 * report.before["output"]
+    assert report.lr == lr
+
+
+def test_absurd_rate_changes_nothing(whole_steps):
     teacher = encoder()
     small = sketched_encoder(teacher)
     healed = pc.heal(small, teacher=teacher, data=batches(), steps=20, lr=100.0)
@@ -155,7 +172,7 @@ def test_absurd_rate_changes_nothing():
 
 
 @pytest.mark.slow
-def test_a_rate_that_leads_astray_is_lowered():
+def test_a_rate_that_leads_astray_is_lowered(whole_steps):
     teacher = encoder()
     small = sketched_encoder(teacher)
     reports = [
@@ -168,7 +185,7 @@ def test_a_rate_that_leads_astray_is_lowered():
         assert report.after["output"] < 0.3 * report.before["output"]
 
 
-def test_loss_that_overflows_while_healing_is_reported_and_reverted():
+def test_loss_that_overflows_while_healing_is_reported_and_reverted(whole_steps):
     teacher = encoder()
     small = sketched_encoder(teacher)
     healed = pc.heal(small, teacher=teacher, data=batches(), steps=20, lr=1e30)
@@ -294,7 +311,7 @@ def test_block_that_got_worse_is_put_back(monkeypatch):
         """Mends the second block and spoils the first."""
 
         @torch.no_grad()
-        def step(self, gradients):
+        def step(self, gradients, loss):
             for factor in self._factors:
                 if factor.parameter is small.layers[1].linear2.up.weight:
                     factor.parameter.div_(16)
@@ -493,3 +510,42 @@ def test_nothing_to_match():
         model.register_forward_hook(lambda *_: "text")
     with pytest.raises(HealingError, match="no floating tensor of equal shape"):
         pc.heal(small, teacher=teacher, data=batches(2), steps=1)
+
+
+def test_gradients_next_to_nothing_make_no_long_step():
+    """Those of what a dead channel is multiplied by: their squares are 0 in float32."""
+    parameter = nn.Parameter(torch.ones(4, 3))
+    gradient = torch.full((4, 3), 0.1)
+    gradient[0] = 1e-24
+    steps = Descent([Factor(parameter, 1.0)], 0.01, 10)
+    for _ in range(3):
+        steps.step([gradient], torch.tensor(100.0))
+    change = (parameter - 1).abs()
+    assert float(change[0].max()) < 1e-6
+    assert float(change[1:].min()) > 1e-3
+
+
+def test_a_step_takes_no_more_than_there_is():
+    """A rate far above what a loss near 0 allows: the linear gain is 100 times the loss."""
+    parameter = nn.Parameter(torch.ones(100))
+    gradient = torch.ones(100)
+    steps = Descent([Factor(parameter, 1.0)], 0.1, 1)
+    steps.step([gradient], torch.tensor(0.1))
+    assert float((gradient * (1 - parameter)).sum()) == pytest.approx(0.3 * 0.1, rel=1e-3)
+
+
+def test_a_rate_that_is_far_too_high_is_seen_at_once(whole_steps, monkeypatch):
+    teacher = conv_net()
+    small = pc.sketchify(teacher, 0.6, data=images(8), **SKETCH)
+    begun = []
+
+    class Counted(healer.Descent):
+        def __init__(self, factors, lr, steps):
+            begun.append((lr, steps))
+            super().__init__(factors, lr, steps)
+
+    monkeypatch.setattr(healer, "Descent", Counted)
+    pc.heal(small, teacher=teacher, data=images(8), steps=100, lr=0.5, progress=False)
+    rates, left = zip(*begun, strict=True)
+    assert rates[1] == 0.125
+    assert left[1] > 95  # not after a tenth of the steps

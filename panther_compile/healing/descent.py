@@ -19,6 +19,7 @@ from panther_compile.layers.base import SketchedLayer
 
 BETAS = (0.9, 0.99)
 CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
+MOST_GAIN = 0.3  # of the loss, that a step may take
 WARM_UP = 0.1  # share of the steps
 _SMALLEST = 1e-30
 # Of a gradient, whose square float32 can tell from 0; and relative to the mean of a factor. What is smaller
@@ -122,18 +123,28 @@ class Descent:
         self._squares = [torch.zeros_like(mean) for mean in self._means]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take a step; None is a factor that the loss does not reach."""
+    def step(self, gradients: Sequence[Tensor | None], loss: Tensor) -> None:
+        """Take a step.
+
+        Args:
+            gradients: of the factors; None of one that the loss does not reach.
+            loss: whose gradients they are. A step that would take more than `MOST_GAIN` of it, were it
+                linear, is cut to that, as in Polyak's rule: no loss is below 0.
+        """
         self._taken += 1
         rate = self._lr * self._schedule() / (1 - BETAS[0] ** self._taken)
         clip = self._clip([gradient for gradient in gradients if gradient is not None])
         state = zip(self._factors, self._masters, self._means, self._squares, gradients, strict=True)
-        for factor, master, mean, square, gradient in state:
-            if gradient is None:
-                continue
+        reached = [(*one, gradient) for *one, gradient in state if gradient is not None]
+        gains = []
+        for factor, _, mean, square, gradient in reached:
             bent = factor.bend(_matrix(gradient.float()) * clip)
             mean.lerp_(bent, 1 - BETAS[0])
             square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
+            gains.append(factor.scale * mean.abs().sum())
+        gain = rate * float(torch.stack(gains).sum()) if gains else 0.0
+        rate *= min(1.0, MOST_GAIN * float(loss) / gain) if gain else 1.0
+        for factor, master, mean, square, _ in reached:
             size = (square / (1 - BETAS[1] ** self._taken)).sqrt_()
             size.add_(_LEAST_SHARE * size.mean() + _LEAST)
             _matrix(master).sub_(factor.bend(mean / size), alpha=rate * factor.scale)

@@ -165,7 +165,7 @@ class _Healer:
                     name = next(name for name, value in losses.items() if not bool(torch.isfinite(value)))
                     stopped = f"stopped: the loss at {name} is not finite after step {step}"
                     break
-                descent.step(self._gradients(loss, parameters))
+                descent.step(self._gradients(loss, parameters), loss.detach())
                 step += 1
                 bar.update()
                 is_due = step % every == 0 or step == self.steps
