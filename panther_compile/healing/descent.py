@@ -135,7 +135,9 @@ class Descent:
         rate = self._lr * self._schedule() / (1 - BETAS[0] ** self._taken)
         clip = self._clip([gradient for gradient in gradients if gradient is not None])
         state = zip(self._factors, self._masters, self._means, self._squares, gradients, strict=True)
-        reached = [(*one, gradient) for *one, gradient in state if gradient is not None]
+        reached = [
+            (one, at, mean, square, given) for one, at, mean, square, given in state if given is not None
+        ]
         gains = []
         for factor, _, mean, square, gradient in reached:
             bent = factor.bend(_matrix(gradient.float()) * clip)

@@ -7,6 +7,7 @@ what ONNX Runtime gives.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,23 +34,36 @@ _TOLERANCE = 1e-3  # of an output, over its largest magnitude
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
-class _Body:
-    """The nodes of a graph, or of a branch, in the order in which they are run.
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A node that is run.
 
     Attributes:
-        nodes: that are run.
-        freed: after each of them, what they made that nothing reads any more.
+        node: of the graph, or of a branch.
+        given: its attributes, and how many outputs it has.
+        freed: what it or a node before it made, and nothing reads any more.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.nodes = [node for node in graph if not is_onnx(node, "Constant")]
-        last = {value: place for place, node in enumerate(self.nodes) for value in node.outputs}
-        last |= {value: place for place, node in enumerate(self.nodes) for value in _read(node)}
-        self.freed: list[list[ir.Value]] = [[] for _ in self.nodes]
-        own, kept = set(self.nodes), set(graph.outputs)
-        for value, place in last.items():
-            if value.producer() in own and value not in kept:
-                self.freed[place].append(value)
+    node: ir.Node
+    given: Mapping[str, Any]
+    freed: list[ir.Value]
+
+
+def _steps(graph: ir.Graph) -> list[_Step]:
+    """The nodes of a graph, or of a branch, in their order."""
+    nodes = [node for node in graph if not is_onnx(node, "Constant")]
+    last = {value: place for place, node in enumerate(nodes) for value in node.outputs}
+    last |= {value: place for place, node in enumerate(nodes) for value in _read(node)}
+    steps = [_Step(node, _given(node), []) for node in nodes]
+    own, kept = set(nodes), set(graph.outputs)
+    for value, place in last.items():
+        if value.producer() in own and value not in kept:
+            steps[place].freed.append(value)
+    return steps
+
+
+def _given(node: ir.Node) -> dict[str, Any]:
+    return {name: one.value for name, one in node.attributes.items()} | {"outputs": len(node.outputs)}
 
 
 class _Program:
@@ -58,7 +72,7 @@ class _Program:
     Attributes:
         graph: of the model.
         opset: its version.
-        bodies: of the graph, and of the branches in it.
+        steps: of the graph, and of each branch in it.
         uses: which of the layers, and which use of its weight, a node is.
         held: names of the parameters that hold constants.
         shown: what a module gives, by name: the outputs, and what those that are choices were chosen by.
@@ -66,14 +80,14 @@ class _Program:
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
         self.graph, self.opset = model.graph, model.opset_imports.get("", 1)
-        self.bodies = {graph: _Body(graph) for graph in seen_graphs(model)}
+        self.steps = {graph: _steps(graph) for graph in seen_graphs(model)}
         self.uses = {use.node: (place, use) for place, one in enumerate(weights) for use in one.uses}
         self.held: dict[ir.Value, str] = {}
         self.shown = {str(one.name): one for one in model.graph.outputs}
         chosen = ((one, _chosen_by(one)) for one in model.graph.outputs)
         self.shown |= {f"{one.name}/by": by for one, by in chosen if by is not None}
-        for graph, body in self.bodies.items():
-            for node in body.nodes:
+        for graph, steps in self.steps.items():
+            for node in (step.node for step in steps):
                 known = node.op_type in OPERATORS or node.op_type == "If"
                 if not known or node.domain not in ("", "ai.onnx"):
                     raise UnknownOperatorError(f"{node.domain or 'ONNX'} {node.op_type} is not known here")
@@ -83,8 +97,8 @@ class _Program:
                         self._hold(value)
             for value in graph.outputs:
                 self._hold(value)
-        for freed in self.bodies[self.graph].freed:
-            freed[:] = [value for value in freed if value not in self.shown.values()]
+        for step in self.steps[self.graph]:
+            step.freed[:] = [value for value in step.freed if value not in self.shown.values()]
 
     def __deepcopy__(self, memo: Any) -> "_Program":
         return self
@@ -129,26 +143,22 @@ class OnnxModule(nn.Module):
 
     def _run_all(self, graph: ir.Graph, values: dict[ir.Value, Any]) -> None:
         """Run the nodes of a graph, and put what they make beside what is known."""
-        body = self._program.bodies[graph]
-        for node, freed in zip(body.nodes, body.freed, strict=True):
-            found = self._branch(node, values) if node.op_type == "If" else self._run(node, values)
+        for step in self._program.steps[graph]:
+            found = self._branch(step, values) if step.node.op_type == "If" else self._run(step, values)
             made = found if isinstance(found, tuple | list) else (found,)
-            values.update(zip(node.outputs, made, strict=False))
-            for value in freed:
+            values.update(zip(step.node.outputs, made, strict=False))
+            for value in step.freed:
                 values.pop(value, None)
 
-    def _branch(self, node: ir.Node, values: dict[ir.Value, Any]) -> list[Any]:
+    def _branch(self, step: _Step, values: dict[ir.Value, Any]) -> list[Any]:
         """What the branch of an If gives that is taken."""
-        (condition,) = node.inputs
-        name = "then_branch" if bool(values[condition]) else "else_branch"  # type: ignore[index]
-        branch = node.attributes[name].as_graph()
+        (condition,) = step.node.inputs
+        branch = step.given["then_branch" if bool(values[condition]) else "else_branch"]  # type: ignore[index]
         self._run_all(branch, values)
         return [values[one] for one in branch.outputs]
 
-    def _run(self, node: ir.Node, values: Mapping[ir.Value, Any]) -> Any:
-        attributes = {name: one.value for name, one in node.attributes.items()} | {
-            "outputs": len(node.outputs)
-        }
+    def _run(self, step: _Step, values: Mapping[ir.Value, Any]) -> Any:
+        node, attributes = step.node, step.given
         if node not in self._program.uses:
             inputs = [None if one is None else values[one] for one in node.inputs]
             return OPERATORS[node.op_type](inputs, attributes, self._program.opset)
