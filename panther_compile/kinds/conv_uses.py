@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.kinds.source import QUESTIONS, is_self, own_functions
+from panther_compile.kinds.source import is_question, is_self, own_functions
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CALLS = ("conv1d", "conv2d", "conv3d")
@@ -91,7 +91,7 @@ def _used_by_call(node: ast.AST, has_bias: bool) -> tuple[ast.AST, ...] | None:
 
 def _asked(node: ast.AST) -> Iterator[ast.AST]:
     """What is only asked for its type."""
-    if isinstance(node, ast.Attribute) and node.attr in QUESTIONS and _reads(node.value, "weight"):
+    if isinstance(node, ast.Attribute) and is_question(node) and _reads(node.value, "weight"):
         yield node.value
 
 

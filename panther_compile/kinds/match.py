@@ -96,7 +96,7 @@ def computes_linear(module: nn.Linear) -> bool:
     return _gives(graph, held, x, F.linear(x, weight, bias))
 
 
-class _Reader(fx.Tracer):
+class _BufferTracer(fx.Tracer):
     """Buffers too are read as nodes, so that what a forward writes into them is not written."""
 
     proxy_buffer_attributes = True
@@ -116,7 +116,7 @@ def read_forward(module: nn.Module, *, training: bool | None = None) -> fx.Graph
     vars(shadow).update((k, copy.copy(v) if isinstance(v, dict | list | set) else v) for k, v in held)
     shadow.training = module.training if training is None else training
     try:
-        graph = _Reader().trace(shadow)
+        graph = _BufferTracer().trace(shadow)
     # Tracing runs the subclass's own code on proxies, which may raise anything: then it is another layer.
     except Exception:
         return None

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-QUESTIONS = ("shape", "dtype", "device", "ndim", "size", "dim")  # asked of a weight without its values
+# What is asked of a weight without reading its values.
+METADATA = frozenset({"dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"})
+METADATA_CALLS = frozenset({"size", "dim", "numel", "nelement", "element_size", "is_floating_point"})
 
 
 def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> list[ast.FunctionDef] | None:
@@ -57,6 +59,12 @@ def _functions(cls: type[Any], base: type[Any]) -> Iterator[ast.FunctionDef]:
 def is_self(node: ast.AST) -> bool:
     """Whether an expression is the module itself."""
     return isinstance(node, ast.Name) and node.id == "self"
+
+
+def is_question(node: ast.AST) -> bool:
+    """Whether an attribute is read that a tensor has without its values."""
+    asked = METADATA | METADATA_CALLS
+    return isinstance(node, ast.Attribute) and node.attr in asked and isinstance(node.ctx, ast.Load)
 
 
 def in_order(node: ast.AST) -> Iterator[ast.AST]:

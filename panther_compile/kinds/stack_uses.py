@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from panther_compile.kinds.source import QUESTIONS, in_order, is_self, own_functions
+from panther_compile.kinds.source import in_order, is_question, is_self, own_functions
 from panther_compile.layers.matrix_stacks import is_stack
 from panther_compile.layers.stack_product import read_product
 
@@ -172,8 +172,7 @@ class _Reader:
         """A part or a view of the stack, or a question about it."""
         if self._stack(node.value) is None:
             return
-        asks = isinstance(node, ast.Attribute) and node.attr in QUESTIONS
-        if asks or self._stack(node) is not None:
+        if is_question(node) or self._stack(node) is not None:
             self._known.add(node.value)
 
     def _call(self, node: ast.Call) -> None:

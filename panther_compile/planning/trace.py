@@ -13,13 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import first_line
 from panther_compile.kinds.registry import is_known
+from panther_compile.kinds.source import METADATA, METADATA_CALLS
 from panther_compile.layers.own_weights import holds_own_weights
 from panther_compile.models.substitute import held_tensors
 from panther_compile.passes.lift_functional import liftable_call
-
-# What is asked of a weight without reading its values.
-_METADATA = frozenset({"dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"})
-_METADATA_CALLS = frozenset({"size", "dim", "numel", "nelement", "element_size", "is_floating_point"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +79,8 @@ def _reads(graph: fx.Graph) -> tuple[frozenset[str], frozenset[str]]:
 
 def _asks_metadata(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return node.target in _METADATA_CALLS
-    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
+        return node.target in METADATA_CALLS
+    return node.op == "call_function" and node.target is getattr and node.args[1] in METADATA
 
 
 def read_run(model: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[str]:
