@@ -409,7 +409,7 @@ def test_landmarks_are_blocks_thinned_out():
     teacher = encoder(depth=20, width=16)
     small = pc.sketchify(teacher, 0.5, include="layers.*", **SKETCH)
     call = Call((), batches(1)[0])
-    names = find_landmarks(small, teacher, call)
+    names = find_landmarks(small, teacher, [call])
     assert len(names) == MOST
     assert names[-1] == "layers.19"
     with watched(small, names) as hidden:
@@ -549,3 +549,26 @@ def test_a_rate_that_is_far_too_high_is_seen_at_once(whole_steps, monkeypatch):
     rates, left = zip(*begun, strict=True)
     assert rates[1] == 0.125
     assert left[1] > 95  # not after a tenth of the steps
+
+
+def test_batches_of_silence_do_not_rule():
+    teacher = conv_net()
+    small = pc.sketchify(teacher, 0.2, data=images(8), **SKETCH)
+    data = [batch * (place % 4 > 0) for place, batch in enumerate(images(24))]
+    report = pc.heal_report(pc.heal(small, teacher=teacher, data=data, steps=40, output="features"))
+    assert report.before["output"] < 100
+    assert report.after["output"] < report.before["output"]
+
+
+def test_what_is_exact_is_not_judged_at_each_step(monkeypatch):
+    teacher = nn.Sequential(nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False), nn.Linear(32, 8))
+    product = nn.Sequential(nn.Linear(32, 32, bias=False), teacher[2])
+    with torch.no_grad():
+        product[0].weight.copy_(teacher[1].weight @ teacher[0].weight)
+    data = [torch.randn(16, 32, generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    small = pc.sketchify(product, 0.5, data=data, include="0", exclude="1", **SKETCH)
+    judged = []
+    old = healer._Healer._judge
+    monkeypatch.setattr(healer._Healer, "_judge", lambda self: judged.append(1) or old(self))
+    pc.heal(small, teacher=product, data=data, steps=100, output="logits")
+    assert len(judged) < 40

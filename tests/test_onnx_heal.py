@@ -5,13 +5,15 @@ import json
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx_models import far, make, node, run
 from onnx_models import random as normal
 
 import panther_compile as pc
 from panther_compile.cli import main
-from panther_compile.errors import ConfigError, DataError
+from panther_compile.errors import ConfigError, DataError, HealingError
 from panther_compile.healing.report import HEALED_SINCE
+from panther_compile.records import NEVER_REACHED
 
 OPTIONS = {"min_params": 64, "allow_slower": True, "progress": False}
 MIX = np.random.default_rng(1).standard_normal((24, 48)).astype(np.float32)
@@ -198,3 +200,108 @@ def test_it_is_healed_from_the_command_line(deep, capsys):
         == 0
     )
     assert json.loads(capsys.readouterr().out)["healed"]["steps"] == 3
+
+
+def info(name, sizes=None, dtype=onnx.TensorProto.FLOAT):
+    return onnx.helper.make_tensor_value_info(name, dtype, sizes)
+
+
+def branch(name, nodes, **weights):
+    held = [onnx.numpy_helper.from_array(one, key) for key, one in weights.items()]
+    return onnx.helper.make_graph(nodes, name, [], [info(nodes[-1].output[0])], held)
+
+
+def branched(path, *, has_outer=True, has_both=True):
+    """An If by the sign of the mean, a product in one branch or both, products outside or none."""
+    h = "h" if has_outer else "x"
+    one = branch("one", [node("MatMul", [h, "v"], ["one_y"])], v=normal(48, 48) / 7)
+    other = branch("other", [node("Relu", [h], ["other_y"])])
+    if has_both:
+        other = branch("other", [node("MatMul", [h, "u"], ["other_y"])], u=normal(48, 48) / 7)
+    nodes = [
+        node("ReduceMean", ["x"], ["mean"], keepdims=0),
+        node("Greater", ["mean", "zero"], ["positive"]),
+        node("If", ["positive"], ["z" if has_outer else "y"], then_branch=one, else_branch=other),
+    ]
+    weights = {"zero": np.float32(0)}
+    if has_outer:
+        nodes = [node("MatMul", ["x", "w"], ["m"]), node("Relu", ["m"], ["h"]), *nodes]
+        nodes += [node("MatMul", ["z", "t"], ["y"])]
+        weights |= {"w": normal(48, 48) / 7, "t": normal(48, 48) / 7}
+    return make(path, nodes, weights, x=("n", 16, 48))
+
+
+@pytest.mark.parametrize("method", ["kl", "block"])
+@pytest.mark.parametrize("means", [(3, -3), (3,) * 11 + (-3,), (3,)])
+@pytest.mark.parametrize(("has_outer", "has_both"), [(True, True), (True, False), (False, False)])
+def test_branches_that_some_batches_take(tmp_path, method, means, has_outer, has_both):
+    source = branched(tmp_path / "in.onnx", has_outer=has_outer, has_both=has_both)
+    data = [rows(8, seed) + means[seed % len(means)] for seed in range(24)]
+    report, _ = sketched(source, data, refine=method, refine_steps=20)
+    assert report.plan.route == "ONNX graph, run by torch"
+    assert report.healed.after["output"] >= 0
+    assert "held-out loss at" in str(report.healed)
+
+
+def test_weights_that_no_batch_reaches_are_sketched_by_themselves(tmp_path):
+    source = branched(tmp_path / "in.onnx", has_outer=False, has_both=False)
+    report, _ = sketched(source, [rows(8, seed) - 3 for seed in range(12)], refine="kl", refine_steps=20)
+    assert report.healed.reverted
+    assert {one.note for one in report.fitted.values()} == {NEVER_REACHED}
+
+
+def test_kernels_that_data_leave_alone_are_healed_too(tmp_path):
+    weights = {"t": normal(16, 8, 3, 3) / 6, "k": normal(24, 16, 1, 1) / 4}
+    nodes = [
+        node("ConvTranspose", ["x", "t"], ["h"], kernel_shape=[3, 3], group=2),
+        node("Relu", ["h"], ["r"]),
+        node("Conv", ["r", "k"], ["c"], kernel_shape=[1, 1]),
+        node("GlobalAveragePool", ["c"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 6, 6))
+    means = np.random.default_rng(5).standard_normal((13, 16, 16, 1, 1)).astype(np.float32)
+    *data, x = means + 0.3 * normal(13, 16, 16, 6, 6)
+    (wanted,) = run(source, x)
+    _, closed = sketched(source, data, 0.5, name="closed.onnx", include="t")
+    report, healed = sketched(source, data, 0.5, refine="kl", refine_steps=60, include="t")
+    assert report.fitted["t"].note.startswith("data leaves it alone: a grouped kernel")
+    assert report.healed.before["output"] > 0.6  # of both kernels; of the second alone .38
+    assert far(run(healed, x)[0], wanted) < far(run(closed, x)[0], wanted)
+
+
+def test_wherever_the_caller_stands(images):
+    data = [pictures(16, seed) for seed in range(4)]
+    before = torch.random.get_rng_state()
+    _, plain = sketched(images, data, 0.35, name="plain.onnx", refine="kl", refine_steps=3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    with torch.inference_mode():
+        _, inside = sketched(images, data, 0.35, refine="kl", refine_steps=3)
+    assert inside.read_bytes() == plain.read_bytes()
+
+
+def test_an_error_names_the_batch_as_it_was_given(tmp_path):
+    nodes = [
+        node("MatMul", ["x", "w"], ["y"]),
+        node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        node("Greater", ["sum", "most"], ["is_large"]),
+        node("Where", ["is_large", "infinite", "y"], ["z"]),
+    ]
+    weights = {"w": normal(48, 48) / 7, "most": np.float32(1e5), "infinite": np.float32(np.inf)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 48), outputs=[info("z")])
+    data = batches(12)
+    data[5] = data[5] + 100
+    with pytest.raises(HealingError, match="holds NaN or Inf on batch 5 of the data"):
+        sketched(source, data, refine="kl", refine_steps=40)
+
+
+def test_outputs_that_are_truths(tmp_path):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("MatMul", ["h", "v"], ["y"]),
+        node("Greater", ["y", "zero"], ["z"]),
+    ]
+    weights = {"w": normal(48, 48) / 7, "v": normal(48, 48) / 7, "zero": np.float32(0)}
+    outputs = [info("z", dtype=onnx.TensorProto.BOOL)]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 48), outputs=outputs)
+    report, _ = sketched(source, batches(6), refine="kl", refine_steps=5)
+    assert report.plan.route == "ONNX graph, run by torch"

@@ -108,7 +108,7 @@ def heal(
     hides = not sys.stderr.isatty() if progress is None else not progress
     with _calm((result, teacher)):
         taken = recognize_output(teacher, calls[:1]).output if output == "auto" else output
-        landmarks = find_landmarks(result, teacher, calls[places[0]])
+        landmarks = find_landmarks(result, teacher, [calls[place] for place in places])
         if method == "block" and not landmarks:
             raise HealingError(
                 f"no module of {type(small).__name__} gives hidden states under the same name as in the "
@@ -122,6 +122,7 @@ def heal(
             logits=OUTPUTS[taken],
             half=_half_pays(result),
             cache_bytes=cache_bytes,
+            usual=places[:count],
         )
         report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
     keep_report(result, report)
@@ -155,7 +156,7 @@ class _Healer:
         rate, descent = self.lr, Descent(factors, self.lr, self.steps)
         places = self._places()
         every = max(1, self.steps // _EVALUATIONS)
-        stopped, step = f"all {self.steps} steps taken", 0
+        stopped, step, missed = f"all {self.steps} steps taken", 0, 0
         bar = ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False)
         try:
             while step < self.steps:
@@ -165,11 +166,20 @@ class _Healer:
                     name = next(name for name, value in losses.items() if not bool(torch.isfinite(value)))
                     stopped = f"stopped: the loss at {name} is not finite after step {step}"
                     break
-                descent.step(self._gradients(loss, parameters), loss.detach())
+                gradients = self._gradients(loss, parameters)
+                missed = 0 if gradients else missed + 1
+                if missed == len(self.trained_on):
+                    raise HealingError(
+                        f"the loss reaches none of the sketched layers on {missed} batches: its graph is cut "
+                        "somewhere, or goes another way"
+                    )
+                if gradients:
+                    descent.step(gradients, loss.detach())
                 step += 1
                 bar.update()
                 is_due = step % every == 0 or step == self.steps
-                if not is_due and float(loss) <= _SUSPECT * at_start:
+                may_slow_down = rate > _SLOWEST * self.lr
+                if not is_due and not (may_slow_down and float(loss) > _SUSPECT * at_start):
                     continue
                 found = self._judge()
                 now = self._objective(found)
@@ -181,7 +191,7 @@ class _Healer:
                 if now < best:
                     best, after, kept_step = now, found, step
                     kept = [parameter.detach().clone() for parameter in parameters]
-                elif now > _ASTRAY * at_start and rate > _SLOWEST * self.lr:
+                elif now > _ASTRAY * at_start and may_slow_down:
                     _restore(parameters, kept)
                     rate *= _SLOWER
                     descent = Descent(factors, rate, self.steps - step)
@@ -219,24 +229,28 @@ class _Healer:
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
         hidden = [loss for name, loss in losses.items() if name != OUTPUT]
+        result = losses[OUTPUT] if self.method == "kl" else losses[OUTPUT].new_zeros(())
+        if not hidden:
+            return result
         beside = _BESIDE_LOGITS if self.match.has_logits else _BESIDE_FEATURES
-        weight = beside if self.method == "kl" else 1.0
-        parts = [weight * torch.stack(hidden).mean()] if hidden else []
-        if self.method == "kl":
-            parts.append(losses[OUTPUT])
-        return torch.stack(parts).sum()
+        return result + (beside if self.method == "kl" else 1.0) * torch.stack(hidden).mean()
 
     @torch.no_grad()
     def _judge(self) -> dict[str, Tensor]:
-        """The mean losses on the batches that are held out."""
-        found = [self.match.losses(place) for place in self.judged_by]
-        return {name: torch.stack([losses[name] for losses in found]).mean() for name in found[0]}
+        """The mean losses on the batches that are held out, of each landmark on those that reach it."""
+        found: dict[str, list[Tensor]] = {}
+        for place in self.judged_by:
+            for name, loss in self.match.losses(place).items():
+                found.setdefault(name, []).append(loss)
+        order = (*self.match.landmarks, OUTPUT)
+        return {name: torch.stack(found[name]).mean() for name in order if name in found}
 
     def _gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Of each parameter; none at all if the loss reaches no sketched layer."""
+        if not loss.requires_grad:
+            return ()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        if all(gradient is None for gradient in gradients):
-            raise HealingError("the loss reaches none of the sketched layers: its graph is cut somewhere")
-        return gradients
+        return gradients if any(gradient is not None for gradient in gradients) else ()
 
     def _places(self) -> Iterator[int]:
         """The batches to train on, all of them in a new order each time round."""

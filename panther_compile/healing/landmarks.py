@@ -18,28 +18,41 @@ from panther_compile.models.outputs import named_tensors
 MOST = 12
 """Landmarks of a model with more blocks than this are thinned out, the last one kept."""
 
+_TRIED = 16  # calls, at most, to find what is reached in some alone
+
 Hidden = dict[str, list[Tensor]]
 """What came out of each landmark, one tensor for each time that it was called."""
 
 
-def find_landmarks(small: nn.Module, teacher: nn.Module, call: Call) -> tuple[str, ...]:
+def find_landmarks(small: nn.Module, teacher: nn.Module, calls: Sequence[Call]) -> tuple[str, ...]:
     """Names of the modules that give tensors of equal shapes in both models, in the order of the small one.
 
     Args:
         small: the sketched model.
         teacher: the dense one.
-        call: one to try.
+        calls: of both; more than the first is run only where modules are reached by some alone.
     """
     layers = tuple(name for name, module in small.named_modules() if isinstance(module, SketchedLayer))
     for names in (tuple(_blocks(small)), layers):
         there = [name for name in names if name and _holds(teacher, name)]
-        with torch.no_grad(), watched(small, there) as ours, watched(teacher, there) as theirs:
+        alike = _alike(small, teacher, there, calls[:_TRIED])
+        if alike:
+            return tuple(_thinned([name for name in there if name in alike]))
+    return ()
+
+
+def _alike(small: nn.Module, teacher: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> set[str]:
+    """Those that give tensors of equal shapes, and as many, in the first of the calls that reaches them."""
+    alike, waiting = set[str](), list(names)
+    for call in calls:
+        with torch.no_grad(), watched(small, waiting) as ours, watched(teacher, waiting) as theirs:
             call.run(small)
             call.run(teacher)
-        alike = [name for name in there if ours[name] and _shapes(ours[name]) == _shapes(theirs[name])]
-        if alike:
-            return tuple(_thinned(alike))
-    return ()
+        alike |= {name for name in waiting if ours[name] and _shapes(ours[name]) == _shapes(theirs[name])}
+        waiting = [name for name in waiting if not ours[name]]
+        if not waiting:
+            break
+    return alike
 
 
 @contextmanager

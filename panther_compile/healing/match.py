@@ -4,11 +4,15 @@ hidden   mean over the landmarks of  E (t - s)² / Var t
 output   of logits the Kullback-Leibler divergence in nats a row, else  E (t - s)² / Var t, and where there
          are positions the same of the mean over them, which shows errors that have a direction
 
-over the positions that are no padding. What the teacher gives is computed once and kept while it fits.
+over the positions that are no padding. Var t is of the batch, and a thousandth of its usual value at least:
+some batches hold silence. What the teacher gives is computed once and kept while it fits.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +24,9 @@ from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
 
-OUTPUT = "output"
+OUTPUT, POOLED = "output", "pooled output"
 _SMALLEST = 1e-12  # variance of what does not vary at all
+_LEAST_SHARE = 1e-3  # of the usual variance, that a batch is said to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Match:
         logits: whether the results are logits; None: those called "logits" are.
         half: run both models under bfloat16 autocast.
         cache_bytes: what the teacher's answers may take up.
+        usual: places of calls that tell how much things usually vary.
 
     Attributes:
         has_logits: whether a result is compared by its divergence; known once there were losses.
@@ -64,24 +70,30 @@ class Match:
         logits: bool | None,
         half: bool,
         cache_bytes: int,
+        usual: Sequence[int],
     ) -> None:
         self.small, self.teacher, self.calls, self.landmarks = small, teacher, calls, landmarks
         self._logits, self._half, self._left = logits, half, cache_bytes
         self._kept = [kept_positions(small, call) for call in calls]
         self._answers: dict[int, Given] = {}
         self.has_logits = False
+        self._least = self._usual_variances(usual)
 
     def losses(self, place: int) -> dict[str, Tensor]:
         """The loss at each landmark, and under "output" that of the result, for the call at a place.
+
+        Landmarks that one of the models does not reach, or more often than the other, have none.
 
         Raises:
             HealingError: the teacher gives NaN or Inf, or results of the models do not go together.
         """
         wanted, found = self._answer(place), self._run(self.small, place)
         kept = self._kept[place]
+        least = self._least
         losses = {
-            name: _mean(_error(t, s, kept) for t, s in zip(visits, found.hidden[name], strict=False))
+            name: _mean(_error(t, s, kept, least[name]) for t, s in zip(visits, theirs, strict=True))
             for name, visits in wanted.hidden.items()
+            if visits and len(theirs := found.hidden[name]) == len(visits)
         }
         pairs = [
             (name, t, s)
@@ -97,10 +109,25 @@ class Match:
         losses[OUTPUT] = _mean(
             _divergence(t, s, kept)
             if self._is_logits(name)
-            else _error(t, s, kept) + _pooled_error(t, s, kept)
+            else _error(t, s, kept, least[OUTPUT, name]) + _pooled_error(t, s, kept, least[POOLED, name])
             for name, t, s in pairs
         )
         return losses
+
+    @torch.no_grad()
+    def _usual_variances(self, places: Sequence[int]) -> dict[Any, float]:
+        """The least variance that is counted, by landmark, and by result."""
+        found: dict[Any, list[float]] = defaultdict(list)
+        for place in places:
+            answer, kept = self._answer(place), self._kept[place]
+            for name, visits in answer.hidden.items():
+                found[name] += [_variance(kept_rows(one.float(), kept)) for one in visits]
+            for name, one in answer.output:
+                found[OUTPUT, name].append(_variance(kept_rows(one.float(), kept)))
+                if (pooled := _pooled(one, kept)) is not None:
+                    found[POOLED, name].append(_variance(pooled))
+        usual = {name: _LEAST_SHARE * fmean(each) for name, each in found.items() if each}
+        return defaultdict(lambda: _SMALLEST, {name: one for name, one in usual.items() if one > 0})
 
     def _is_logits(self, name: str) -> bool:
         return name == LOGITS if self._logits is None else self._logits
@@ -121,7 +148,7 @@ class Match:
         for name, tensor in named:
             if not bool(torch.isfinite(kept_rows(tensor, self._kept[place])).all()):
                 raise HealingError(
-                    f"the teacher's {name or OUTPUT} holds NaN or Inf on batch {place} of data"
+                    f"the teacher's {name or OUTPUT} holds NaN or Inf on {self.calls[place].what}"
                 )
         if answer.size <= self._left:
             self._left -= answer.size
@@ -129,30 +156,45 @@ class Match:
         return answer
 
 
-def _error(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
+def _error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:
     """Mean squared error over the variance of what is wanted, about the mean of each column."""
     target, guess = kept_rows(wanted.float(), kept), kept_rows(found.float(), kept)
+    return (guess - target).square().mean() / _spread(target).clamp_min(least)
+
+
+def _spread(target: Tensor) -> Tensor:
     centred = target - target.mean(0) if len(target) > 1 else target
-    return (guess - target).square().mean() / centred.square().mean().clamp_min(_SMALLEST)
+    return centred.square().mean()
 
 
-def _pooled_error(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
+def _variance(target: Tensor) -> float:
+    return float(_spread(target)) if len(target) else 0.0
+
+
+def _pooled_error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:
     """The error of the means over positions, of tensors (B, T, F) and (B, C, H, W); 0 of others."""
-    if wanted.dim() == 4:
-        return _error(wanted.float().mean((2, 3)), found.float().mean((2, 3)), None)
-    if wanted.dim() != 3 or (kept is not None and wanted.shape[:2] != kept.shape):
+    target, guess = _pooled(wanted, kept), _pooled(found, kept)
+    if target is None or guess is None:
         return wanted.new_zeros(())
-    weights = wanted.new_ones(wanted.shape[:2], dtype=torch.float32) if kept is None else kept.float()
+    return _error(target, guess, None, least)
+
+
+def _pooled(given: Tensor, kept: Tensor | None) -> Tensor | None:
+    """The means over positions (B, F); None of what has none."""
+    if given.dim() == 4:
+        return given.float().mean((2, 3))
+    if given.dim() != 3 or (kept is not None and given.shape[:2] != kept.shape):
+        return None
+    weights = given.new_ones(given.shape[:2], dtype=torch.float32) if kept is None else kept.float()
     weights = weights / weights.sum(1, keepdim=True).clamp_min(1.0)
-    target, guess = (torch.einsum("bt,btf->bf", weights, t.float()) for t in (wanted, found))
-    return _error(target, guess, None)
+    return torch.einsum("bt,btf->bf", weights, given.float())
 
 
 def _divergence(wanted: Tensor, found: Tensor, kept: Tensor | None) -> Tensor:
     """KL(teacher || small) in nats a row."""
     target = kept_rows(wanted.float(), kept).log_softmax(-1)
     guess = kept_rows(found.float(), kept).log_softmax(-1)
-    return F.kl_div(guess, target, log_target=True, reduction="batchmean")
+    return F.kl_div(guess, target, log_target=True, reduction="batchmean").clamp_min(0.0)  # rounding
 
 
 def _mean(losses: Iterable[Tensor]) -> Tensor:

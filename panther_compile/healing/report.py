@@ -53,7 +53,8 @@ class HealReport:
 
     def __str__(self) -> str:
         """A table: one line for each landmark and the result."""
-        rows = [(name, f"{self.before[name]:.5f}", f"{self.after[name]:.5f}") for name in self.before]
+        names = dict.fromkeys((*self.before, *self.after))
+        rows = [(name, *(_written(losses, name) for losses in (self.before, self.after))) for name in names]
         footer = (
             f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out, "
             f"at last at a rate of {self.lr:g}; {self.stopped}",
@@ -64,6 +65,10 @@ class HealReport:
         )
         columns = (("held-out loss at", "left"), ("before", "right"), ("after", "right"))
         return render_table("Healing", columns, rows, footer)
+
+
+def _written(losses: Mapping[str, float], name: str) -> str:
+    return f"{losses[name]:.5f}" if name in losses else ""
 
 
 def heal_report(model: nn.Module) -> HealReport:

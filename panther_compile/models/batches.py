@@ -149,7 +149,7 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
 
     Args:
         model: tells what its `forward` takes, and where its tensors are.
-        data: see `Data`; a list of `Call` is taken as it is.
+        data: see `Data`; a list of `Call` is taken as it is, places too.
 
     Raises:
         ConfigTypeError: data is none of these, or a batch is no tensor, mapping, tuple or list.
@@ -163,7 +163,7 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
         for call in source:
             call = _without_cache(model, call)
             move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor | Mapping))
-            calls.append(Call(move(call.args), move(call.kwargs), len(calls)))
+            calls.append(Call(move(call.args), move(call.kwargs), call.place))
             _check_not_empty(model, calls[-1])
     except (ConfigTypeError, DataError):
         raise
@@ -209,7 +209,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
     calls: list[Call] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call(args, dict(kwargs)))
+        calls.append(Call(args, dict(kwargs), len(calls)))
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
@@ -241,16 +241,16 @@ def _call(model: nn.Module, batch: Any, place: int) -> Call:
     if isinstance(batch, Call):
         return batch
     if isinstance(batch, Tensor):
-        return Call((batch,), {})
+        return Call((batch,), {}, place)
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        return Call((), {key: value for key, value in batch.items() if takes_any or key in names})
+        return Call((), {key: one for key, one in batch.items() if takes_any or key in names}, place)
     if isinstance(batch, tuple | list):
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        return Call(tuple(batch) if takes_any else tuple(batch)[:places], {})
+        return Call(tuple(batch) if takes_any else tuple(batch)[:places], {}, place)
     raise ConfigTypeError(
         f"batch {place} of data is a {type(batch).__name__}, wanted a tensor, a tuple or list of arguments, "
         "or a mapping of keywords"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.choose import choose_plan
@@ -18,6 +18,7 @@ from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.config import SketchConfig
 from panther_compile.healing.refine import refine
 from panther_compile.healing.report import HealReport
+from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.output_kind import recognize_output
@@ -30,7 +31,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.sites import OnnxFound
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.verify import kept_in
-from panther_compile.records import SketchPlan
+from panther_compile.records import NEVER_REACHED, SketchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class TorchFit:
 
     Attributes:
         plan: that was carried out.
-        weights: that the data reach.
+        weights: all that the plan sketches.
         healed: what healing did, if it was asked for.
     """
 
@@ -94,7 +95,7 @@ def fit_in_torch(
     *,
     beside: bool,
 ) -> TorchFit:
-    """Plan, fit the weights that data reach, and heal them if the options say so.
+    """Plan, fit the weights that data reach, sketch others by themselves, and heal all if the options say so.
 
     Args:
         module: of `module_of`.
@@ -121,21 +122,25 @@ def fit_in_torch(
     studied = study_model(module, replace(found, sites=layers), config, route, calls)
     studied = replace(studied, found=found)  # biases are not counted
     plan = form(choose_plan(studied, config))
-    ready = fit_model(studied, config, plan).ready
-    healed = None
-    if config.refine != "none":
-        new = {site.module: ready[site.name][0] for site, _ in layers if site.name in ready}
-        healed = refine(copy_with(module, new), module, calls, config)
+    calibrated = fit_model(studied, config, plan)
+    notes = {name: f"data leaves it alone: {why}" for name, why in studied.left_alone.items()}
+    notes |= dict.fromkeys(calibrated.unreached, NEVER_REACHED)
+    new: dict[nn.Module, nn.Module] = {}
     fitted = FittedWeights()
-    for name, (layer, record) in ready.items():
+    for site, kind in layers:
+        made = sketch_site(site, kind, plan.choices, config, calibrated.ready)
+        if made is not None:
+            layer, records = made
+            assert isinstance(layer, SketchedLayer)
+            new[site.module] = layer
+            record = records[site.name]
+            fitted.ready[site.name] = layer, replace(record, note=notes.get(site.name, record.note))
+    healed = None
+    if new and config.refine != "none":
+        healed = refine(copy_with(module, new), module, calls, config)
+    for name, (layer, _) in fitted.ready.items():
         bias = layer.bias
-        if isinstance(bias, Tensor):
+        if isinstance(bias, Tensor) and bool(bias.any()):
             fitted.shifts[name] = bias.detach().double()
-        fitted.ready[name] = _without_bias(layer), record
+        layer.up.bias = None  # type: ignore[union-attr] # the graph adds it
     return TorchFit(plan, fitted, healed)
-
-
-def _without_bias(layer: SketchedLayer) -> SketchedLayer:
-    """The layer with no bias, as the graph adds it."""
-    layer.up.bias = None  # type: ignore[union-attr]
-    return layer

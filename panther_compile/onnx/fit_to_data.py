@@ -37,7 +37,7 @@ class FittedToData:
 
     Attributes:
         plan: that was carried out.
-        fitted: what came of each weight that the data reach, by its name.
+        fitted: what came of weights, by name; some that the data do not reach may be left to be sketched.
         feeds: the batches.
         healed: what healing did, if it was asked for.
     """

@@ -16,6 +16,7 @@ from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
 from panther_compile.healing.report import HealReport
+from panther_compile.models.surroundings import undisturbed
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
@@ -211,6 +212,29 @@ def sketch_onnx(
         raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
+    report = _sketched(source, target, config, data, sequential=sequential, then=then, verify=verify)
+    if not verify:
+        return report
+    if report.plan.sketched:
+        fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
+        warn_if_destroyed(SketchRecord(report.plan, report.fitted), report.closeness, fitted_to=fitted_to)
+    else:
+        warn_if_destroyed_by_int8(report.closeness, stacklevel=2)
+    return report
+
+
+@undisturbed()
+def _sketched(
+    source: Path,
+    target: Path,
+    config: SketchConfig,
+    data: OnnxData | None,
+    *,
+    sequential: bool,
+    then: str,
+    verify: bool,
+) -> OnnxReport:
+    """The stages: read, find, plan and fit, sketch what is left, write and compare."""
     model = read_model(source)
     before = stored_bytes(model, source)
     fold_made_weights(model)
@@ -268,11 +292,6 @@ def sketch_onnx(
     if not compared:
         return report
     (found,) = compared
-    if plan.sketched:
-        fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
-        warn_if_destroyed(SketchRecord(plan, fitted), found.closeness, fitted_to=fitted_to)
-    else:
-        warn_if_destroyed_by_int8(found.closeness, stacklevel=2)
     return replace(report, output_errors=found.errors, closeness=found.closeness)
 
 
