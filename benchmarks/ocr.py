@@ -176,7 +176,7 @@ def _describe(
             "layers": len(layers),
             "replaced": sum(line.dense_numbers for line in layers),
             "numbers": sum(line.dense_numbers for line in report.plan.layers),
-            "healing": "none, a file has no gradients",
+            "healing": "not measured",
             "in": f"{CALIBRATION} pictures of other words in other fonts",
             "off": "not measured",
             "remark": "",

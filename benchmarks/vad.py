@@ -110,7 +110,7 @@ def _describe(store: Store, name: str, mark: str, report: pc.OnnxReport, *, quic
             "layers": len(layers),
             "replaced": sum(line.dense_numbers for line in layers),
             "numbers": sum(line.dense_numbers for line in report.plan.layers),
-            "healing": "none, a file has no gradients",
+            "healing": "not measured",
             "in": f"{RECORDINGS} recordings of {SECONDS} seconds, of other sentences by other voices",
             "off": "not measured",
             "remark": "",
