@@ -572,3 +572,38 @@ def test_what_is_exact_is_not_judged_at_each_step(monkeypatch):
     monkeypatch.setattr(healer._Healer, "_judge", lambda self: judged.append(1) or old(self))
     pc.heal(small, teacher=product, data=data, steps=100, output="logits")
     assert len(judged) < 40
+
+
+class Routed(nn.Module):
+    """Rows go to one of two experts, by what a sketched layer gives."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        h = self.first(x)
+        out = torch.zeros_like(h)
+        for place, expert in enumerate(self.experts):
+            rows = (h[:, 0] > 0) == bool(place)
+            if bool(rows.any()):
+                out[rows] = expert(h[rows])
+        return self.last(out + h)
+
+
+@pytest.mark.parametrize("method", ["kl", "block"])
+def test_rows_that_are_routed_elsewhere(method):
+    teacher = Routed().eval()
+    generator = torch.Generator().manual_seed(3)
+    # Some batches reach one expert alone, and near the border the sketch routes rows to the other.
+    x = [torch.randn(16, 24, generator=generator) for _ in range(24)]
+    data = [one[teacher.first(one)[:, 0] > 0] if place % 3 else one for place, one in enumerate(x)]
+    small = pc.sketchify(teacher, 0.3, data=data, include=["first", "experts.*"], exclude="last", **SKETCH)
+    healed = pc.heal(small, teacher=teacher, data=data, steps=40, method=method)
+    report = pc.heal_report(healed)
+    assert {name.partition(".")[0] for name in report.before} == {"experts", "output"}
+    assert not report.reverted

@@ -25,7 +25,7 @@ Hidden = dict[str, list[Tensor]]
 
 
 def find_landmarks(small: nn.Module, teacher: nn.Module, calls: Sequence[Call]) -> tuple[str, ...]:
-    """Names of the modules that give tensors of equal shapes in both models, in the order of the small one.
+    """Names of the modules that give tensors alike in both models, in the order of the small one.
 
     Args:
         small: the sketched model.
@@ -42,13 +42,13 @@ def find_landmarks(small: nn.Module, teacher: nn.Module, calls: Sequence[Call]) 
 
 
 def _alike(small: nn.Module, teacher: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> set[str]:
-    """Those that give tensors of equal shapes, and as many, in the first of the calls that reaches them."""
+    """Those that give tensors of equal shapes, but for rows, in the first of the calls that reaches them."""
     alike, waiting = set[str](), list(names)
     for call in calls:
         with torch.no_grad(), watched(small, waiting) as ours, watched(teacher, waiting) as theirs:
             call.run(small)
             call.run(teacher)
-        alike |= {name for name in waiting if ours[name] and _shapes(ours[name]) == _shapes(theirs[name])}
+        alike |= {name for name in waiting if ours[name] and _of_a_row(ours[name]) == _of_a_row(theirs[name])}
         waiting = [name for name in waiting if not ours[name]]
         if not waiting:
             break
@@ -97,7 +97,12 @@ def _holds(model: nn.Module, name: str) -> bool:
     return True
 
 
-def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+def _of_a_row(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [tensor.shape[1:] for tensor in tensors]
+
+
+def shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    """Of each tensor."""
     return [tensor.shape for tensor in tensors]
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.errors import HealingError
-from panther_compile.healing.landmarks import Hidden, watched
+from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -82,7 +82,7 @@ class Match:
     def losses(self, place: int) -> dict[str, Tensor]:
         """The loss at each landmark, and under "output" that of the result, for the call at a place.
 
-        Landmarks that one of the models does not reach, or more often than the other, have none.
+        Landmarks that the models do not reach alike, as often and with as many rows, have none.
 
         Raises:
             HealingError: the teacher gives NaN or Inf, or results of the models do not go together.
@@ -93,7 +93,7 @@ class Match:
         losses = {
             name: _mean(_error(t, s, kept, least[name]) for t, s in zip(visits, theirs, strict=True))
             for name, visits in wanted.hidden.items()
-            if visits and len(theirs := found.hidden[name]) == len(visits)
+            if visits and shapes(theirs := found.hidden[name]) == shapes(visits)
         }
         pairs = [
             (name, t, s)
@@ -103,7 +103,7 @@ class Match:
         if not pairs:
             raise HealingError(
                 f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
-                f"equal shape: {_shapes(found)} and {_shapes(wanted)}"
+                f"equal shape: {_described(found)} and {_described(wanted)}"
             )
         self.has_logits = any(self._is_logits(name) for name, _, _ in pairs)
         losses[OUTPUT] = _mean(
@@ -201,5 +201,5 @@ def _mean(losses: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(losses)).mean()
 
 
-def _shapes(given: Given) -> str:
+def _described(given: Given) -> str:
     return ", ".join(f"{name or 'tensor'} {tuple(t.shape)}" for name, t in given.output) or "no tensor"
