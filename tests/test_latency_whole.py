@@ -180,15 +180,13 @@ def test_layers_that_were_not_timed_alone_go_first():
 
 
 def test_healing_waits_for_the_layers_that_stay(timers, monkeypatch):
-    from panther_compile import sketching
-
     healed = []
 
     def heal(model, **options):
         healed.append(sketched_names(model))
         return pc.heal(model, **options)
 
-    monkeypatch.setattr(sketching, "heal", heal)
+    monkeypatch.setattr("panther_compile.healing.refine.heal", heal)
     timers(lambda names: 0.9 if len(names) == 4 else 1.2)
     pc.sketchify(mlp(), data=[example()] * 3, refine="block", refine_steps=1, narrow=False, **LATENCY)
     assert healed == [{"0", "4"}]
