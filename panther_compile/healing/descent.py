@@ -22,8 +22,8 @@ CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
 MOST_GAIN = 0.3  # of the loss, that a step may take
 WARM_UP = 0.1  # share of the steps
 _SMALLEST = 1e-30
-# Of a gradient, whose square float32 can tell from 0; and relative to the mean of a factor. What is smaller
-# would be divided by nothing: gradients of what dead channels are multiplied by.
+# Added to the size that a gradient is divided by, the second as a share of its mean in the factor. Squares
+# of gradients below 1e-22, as of dead channels, are 0 in float32: they would be divided by next to nothing.
 _LEAST, _LEAST_SHARE = 1e-18, 1e-6
 _FLOOR = 1e-4  # of the eigenvalues of a metric, relative to their mean
 

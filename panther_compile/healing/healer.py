@@ -246,7 +246,7 @@ class _Healer:
         return {name: torch.stack(found[name]).mean() for name in order if name in found}
 
     def _gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Of each parameter; none at all if the loss reaches no sketched layer."""
+        """The gradient of each parameter or None; empty if the loss reaches no sketched layer."""
         if not loss.requires_grad:
             return ()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

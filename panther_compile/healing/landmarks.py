@@ -102,7 +102,7 @@ def _of_a_row(tensors: Sequence[Tensor]) -> list[torch.Size]:
 
 
 def shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    """Of each tensor."""
+    """The shape of each tensor."""
     return [tensor.shape for tensor in tensors]
 
 
