@@ -519,7 +519,7 @@ def test_gradients_next_to_nothing_make_no_long_step():
     gradient[0] = 1e-24
     steps = Descent([Factor(parameter, 1.0)], 0.01, 10)
     for _ in range(3):
-        steps.step([gradient], torch.tensor(100.0))
+        steps.step([gradient], 100.0)
     change = (parameter - 1).abs()
     assert float(change[0].max()) < 1e-6
     assert float(change[1:].min()) > 1e-3
@@ -530,7 +530,7 @@ def test_a_step_takes_no_more_than_there_is():
     parameter = nn.Parameter(torch.ones(100))
     gradient = torch.ones(100)
     steps = Descent([Factor(parameter, 1.0)], 0.1, 1)
-    steps.step([gradient], torch.tensor(0.1))
+    steps.step([gradient], 0.1)
     assert float((gradient * (1 - parameter)).sum()) == pytest.approx(0.3 * 0.1, rel=1e-3)
 
 

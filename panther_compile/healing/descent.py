@@ -123,7 +123,7 @@ class Descent:
         self._squares = [torch.zeros_like(mean) for mean in self._means]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor | None], loss: Tensor) -> None:
+    def step(self, gradients: Sequence[Tensor | None], loss: float) -> None:
         """Take a step.
 
         Args:
@@ -145,7 +145,7 @@ class Descent:
             square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
             gains.append(factor.scale * mean.abs().sum())
         gain = rate * float(torch.stack(gains).sum()) if gains else 0.0
-        rate *= min(1.0, MOST_GAIN * float(loss) / gain) if gain else 1.0
+        rate *= min(1.0, MOST_GAIN * loss / gain) if gain else 1.0
         for factor, master, mean, square, _ in reached:
             size = (square / (1 - BETAS[1] ** self._taken)).sqrt_()
             size.add_(_LEAST_SHARE * size.mean() + _LEAST)

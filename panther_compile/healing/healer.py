@@ -19,7 +19,8 @@ from panther_compile.errors import (
     NoTargetError,
     TeacherMismatchError,
 )
-from panther_compile.healing.descent import Descent, factors_of
+from panther_compile.healing.best_state import BestState, numbers
+from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
@@ -143,88 +144,78 @@ class _Healer:
 
     def run(self, hides_progress: bool) -> HealReport:
         """Heal the model, and leave it in the best state that was seen, whatever happens."""
-        before = after = self._judge()
-        at_start = best = last = self._objective(before)
-        kept_step, worse = 0, 0
-        if not math.isfinite(best):
-            bad = next(name for name, loss in before.items() if not math.isfinite(loss))
-            raise HealingError(f"the loss at {bad} is {float(before[bad])} before the first step")
-        factors = factors_of(outermost(self.match.small))
-        parameters = [factor.parameter for factor in factors]
-        start = kept = [parameter.detach().clone() for parameter in parameters]
-        reverted: list[str] = []
-        rate, descent = self.lr, Descent(factors, self.lr, self.steps)
-        places = self._places()
-        every = max(1, self.steps // _EVALUATIONS)
-        stopped, step, missed = f"all {self.steps} steps taken", 0, 0
-        bar = ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False)
+        small = self.match.small
+        layers = list(outermost(small))
+        learnt = [one for one in nn.ModuleList(layers).parameters() if one.is_floating_point()]
+        best = BestState(learnt, self._judge, self._objective)
+        if not math.isfinite(best.first):
+            bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
+            raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
         try:
-            while step < self.steps:
-                losses = self.match.losses(next(places))
-                loss = self._objective(losses)
-                if not bool(torch.isfinite(loss)):
-                    name = next(name for name, value in losses.items() if not bool(torch.isfinite(value)))
-                    stopped = f"stopped: the loss at {name} is not finite after step {step}"
-                    break
-                gradients = self._gradients(loss, parameters)
-                missed = 0 if gradients else missed + 1
-                if missed == len(self.trained_on):
-                    raise HealingError(
-                        f"the loss reaches none of the sketched layers on {missed} batches: its graph is cut "
-                        "somewhere, or goes another way"
-                    )
-                if gradients:
-                    descent.step(gradients, loss.detach())
-                step += 1
-                bar.update()
-                is_due = step % every == 0 or step == self.steps
-                may_slow_down = rate > _SLOWEST * self.lr
-                if not is_due and not (may_slow_down and float(loss) > _SUSPECT * at_start):
-                    continue
-                found = self._judge()
-                now = self._objective(found)
-                if not is_due and now <= _ASTRAY * at_start:
-                    continue  # the batch is one of those that are hard
-                bar.set_postfix(start=f"{at_start:.4f}", now=f"{now:.4f}")
-                worse = 0 if now < last else worse + 1
-                last = now
-                if now < best:
-                    best, after, kept_step = now, found, step
-                    kept = [parameter.detach().clone() for parameter in parameters]
-                elif now > _ASTRAY * at_start and may_slow_down:
-                    _restore(parameters, kept)
-                    rate *= _SLOWER
-                    descent = Descent(factors, rate, self.steps - step)
-                    last, worse = best, 0
-                elif worse == _PATIENCE:
-                    stopped = f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
-                    break
-            for name, inside in self._blocks(parameters) if kept_step else ():
-                trial = [a if one else b for a, b, one in zip(start, kept, inside, strict=True)]
-                _restore(parameters, trial)
-                found = self._judge()
-                if self._objective(found) < best:
-                    best, after, kept = self._objective(found), found, trial
-                    reverted.append(name)
+            with ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False) as bar:
+                taken, rate, stopped = self._descend(factors_of(layers), best, bar)
+            reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:
-            bar.close()
-            _restore(parameters, kept)
+            best.restore()
         return HealReport(
-            before={name: float(loss) for name, loss in before.items()},
-            after={name: float(loss) for name, loss in after.items()},
-            steps=step,
-            kept_step=kept_step,
+            before=best.before,
+            after=best.after,
+            steps=taken,
+            kept_step=best.step,
             stopped=stopped,
             batches=(len(self.trained_on), len(self.judged_by)),
             lr=rate,
-            blocks_reverted=tuple(reverted),
+            blocks_reverted=reverted,
         )
 
-    def _blocks(self, parameters: Sequence[Tensor]) -> Iterator[tuple[str, list[bool]]]:
-        """The name of each landmark, and which of the parameters are its own."""
-        for name in self.match.landmarks:
-            own = {id(parameter) for parameter in self.match.small.get_submodule(name).parameters()}
-            yield name, [id(parameter) in own for parameter in parameters]
+    def _descend(
+        self, factors: Sequence[Factor], best: BestState, bar: ProgressBar
+    ) -> tuple[int, float, str]:
+        """Take steps, and look every so often how the model does.
+
+        Returns:
+            How many steps were taken, the rate of the last ones, and why they ended.
+        """
+        parameters = [factor.parameter for factor in factors]
+        rate, descent = self.lr, Descent(factors, self.lr, self.steps)
+        places, every = self._places(), max(1, self.steps // _EVALUATIONS)
+        last, worse, missed = best.first, 0, 0
+        for step in range(1, self.steps + 1):
+            losses = self.match.losses(next(places))
+            loss = self._objective(losses)
+            size = float(loss.detach())
+            if not math.isfinite(size):
+                name = next(name for name, one in numbers(losses).items() if not math.isfinite(one))
+                return step - 1, rate, f"stopped: the loss at {name} is not finite after step {step - 1}"
+            gradients = self._gradients(loss, parameters)
+            missed = 0 if gradients else missed + 1
+            if missed == len(self.trained_on):
+                raise HealingError(
+                    f"the loss reaches none of the sketched layers on {missed} batches: its graph is cut "
+                    "somewhere, or goes another way"
+                )
+            if gradients:
+                descent.step(gradients, size)
+            bar.update()
+            is_due = step % every == 0 or step == self.steps
+            may_slow_down = rate > _SLOWEST * self.lr
+            if not is_due and not (may_slow_down and size > _SUSPECT * best.first):
+                continue
+            now = best.look(step)
+            is_astray = now > _ASTRAY * best.first
+            if not is_due and not is_astray:
+                continue  # the batch is one of those that are hard
+            bar.set_postfix(start=f"{best.first:.4f}", now=f"{now:.4f}")
+            worse = 0 if now < last else worse + 1
+            last = now
+            if is_astray and may_slow_down:
+                best.restore()
+                rate *= _SLOWER
+                descent = Descent(factors, rate, self.steps - step)
+                last, worse = best.least, 0
+            elif worse == _PATIENCE:
+                return step, rate, f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
+        return self.steps, rate, f"all {self.steps} steps taken"
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
@@ -267,12 +258,6 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
         if closeness is not None and closeness.grade:
             closeness = replace(closeness, inputs=f"{closeness.inputs}; before it was healed")
         keep_record(model, replace(record, fitted=noted_as_healed(record.fitted), closeness=closeness))
-
-
-@torch.no_grad()
-def _restore(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
 
 
 def _judges(held_out: float, batches: int, steps: int) -> int:
