@@ -13,8 +13,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from panther_compile.errors import ModelSourceError
+from panther_compile.layers.own_weights import Lifted
 from panther_compile.names import owner_of
-from panther_compile.planning.own_weights import Lifted, lifted_tensors
+from panther_compile.planning.own_weights import lifted_tensors
 from panther_compile.shelf import Shelf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,6 +9,7 @@ calls of the layers, whatever they have been replaced by.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,21 @@ from panther_compile.layers.weight_products import KernelFactor, MatrixFactor
 
 _WRITTEN = ("data", "grad", "requires_grad")
 _DENSE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """Where the tensor of a layer that stands for a parameter is in the dense model.
+
+    Attributes:
+        parameter: the name of the parameter.
+        place: of one matrix of it; None for all of it.
+        transposed: whether that matrix is (I, O).
+    """
+
+    parameter: str
+    place: int | None = None
+    transposed: bool = False
 
 
 class OwnWeight(StandsForWeight, nn.Module):
@@ -44,6 +60,18 @@ class OwnWeight(StandsForWeight, nn.Module):
     @abstractmethod
     def dense(self) -> nn.Parameter | None:
         """The parameter that it stands for; None if a layer was replaced."""
+
+    @abstractmethod
+    def tensors(self, parameter: str) -> dict[str, Lifted]:
+        """Where the tensors of its layers are in the dense model, by their names in this one.
+
+        Args:
+            parameter: the name of what it stands for.
+        """
+
+    def other_names(self, parameter: str) -> tuple[str, ...]:
+        """Names that its layers may be asked for by, besides their own."""
+        return (parameter,)
 
     def __getattr__(self, name: str) -> Any:
         """See `factor`: whatever a forward asks of a parameter."""
@@ -117,6 +145,13 @@ class Matrices(OwnWeight):
             return None
         return stack_of_parts(self.layers, transposed=self.transposed)[0]
 
+    def tensors(self, parameter: str) -> dict[str, Lifted]:
+        """See `OwnWeight`."""
+        return {
+            f"{parameter}.{place}.weight": Lifted(parameter, place, self.transposed)
+            for place in range(len(self.layers))
+        }
+
 
 class Kernel(OwnWeight):
     """The weight of a convolution, as one without padding, which has the bias of that convolution.
@@ -148,6 +183,15 @@ class Kernel(OwnWeight):
     def dense(self) -> nn.Parameter | None:
         """See `OwnWeight`."""
         return self.layer._parameters["weight"] if type(self.layer) in _DENSE else None
+
+    def tensors(self, parameter: str) -> dict[str, Lifted]:
+        """See `OwnWeight`."""
+        bias = f"{parameter.removesuffix('weight')}bias"
+        return {f"{parameter}.layer.weight": Lifted(parameter), f"{parameter}.layer.bias": Lifted(bias)}
+
+    def other_names(self, parameter: str) -> tuple[str, ...]:
+        """See `OwnWeight`; that of the module too, which has no other weight."""
+        return (parameter, parameter.rpartition(".")[0])
 
 
 def _is_alone(tensor: Tensor) -> bool:

@@ -13,7 +13,6 @@ The modules keep their class and their forward, whose text says what it does wit
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -24,7 +23,7 @@ from panther_compile.kinds.match import is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
 from panther_compile.kinds.stack_uses import stacks_of
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, OwnWeight
 from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
@@ -87,31 +86,12 @@ def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> Non
             vars(module).setdefault(_INITIALIZED, True)
 
 
-@dataclass(frozen=True, slots=True)
-class Lifted:
-    """Where the tensor of a layer that stands for a parameter is in the dense model.
-
-    Attributes:
-        parameter: the name of the parameter.
-        place: of one matrix of it; None for all of it.
-        transposed: whether that matrix is (I, O).
-    """
-
-    parameter: str
-    place: int | None = None
-    transposed: bool = False
-
-
 def lifted_tensors(model: nn.Module) -> dict[str, Lifted]:
     """The tensors of layers that stand for parameters, by name, none of them sketched yet."""
     found: dict[str, Lifted] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Matrices):
-            for place in range(len(module.layers)):
-                found[f"{name}.{place}.weight"] = Lifted(name, place, module.transposed)
-        elif isinstance(module, Kernel):
-            found[f"{name}.layer.weight"] = Lifted(name)
-            found[f"{name}.layer.bias"] = Lifted(f"{name.removesuffix('weight')}bias")
+        if isinstance(module, OwnWeight):
+            found |= module.tensors(name)
     return found
 
 

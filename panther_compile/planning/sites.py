@@ -15,7 +15,7 @@ from panther_compile.kinds.match import is_adapter
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
-from panther_compile.layers.own_weights import Kernel, OwnWeight
+from panther_compile.layers.own_weights import OwnWeight
 from panther_compile.planning.trace import Reading
 from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
 
@@ -243,9 +243,8 @@ def _matches(
     if owner is not None:
         seen.update(id(part) for part in module.modules())
         aliases = tuple(alias for alias in names.all(module) if alias != name)
-        if isinstance(parent, OwnWeight):  # called by the parameter, and by the module that has no other
-            weight = name.rpartition(".")[0]
-            aliases += (weight, weight.rpartition(".")[0]) if isinstance(parent, Kernel) else (weight,)
+        if isinstance(parent, OwnWeight):
+            aliases += parent.other_names(name.rpartition(".")[0])
         yield _Match(name, module, owner.matches(module) or "", owner, aliases, plain_form(module))
         return
     for child_name, child in module.named_children():
