@@ -10,11 +10,10 @@ from torch import nn
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import (
     NoTargetError,
-    WeightError,
     WrappedModelError,
 )
 from panther_compile.kinds.match import is_adapter
-from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
+from panther_compile.layers.base import check_factors, outermost
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
@@ -159,7 +158,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     """
     check_module(model)
     _check_unadapted(model)
-    _check_factors(model)
+    check_factors(model, "densify the model")
     with undisturbed():
         dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
         if not dense:
@@ -194,14 +193,3 @@ def _tie_again(dense: Mapping[nn.Module, nn.Module]) -> None:
                 continue
             if mine.is_meta or torch.equal(mine, other):
                 setattr(*owner_of(plain, name), other)
-
-
-def _check_factors(model: nn.Module) -> None:
-    """Raise WeightError where a factor was quantized or sharded: it cannot be multiplied out."""
-    for name, layer in model.named_modules():
-        for key, parameter in layer.named_parameters() if isinstance(layer, SketchedLayer) else ():
-            if keeps_numbers_elsewhere(parameter):
-                raise WeightError(
-                    f"{name}{'.' if name else ''}{key} is a {type(parameter).__name__}: densify the model "
-                    "before it is quantized or sharded"
-                )

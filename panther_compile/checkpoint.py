@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
 
 from panther_compile.config import check_device
 from panther_compile.errors import (
@@ -121,7 +122,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     if not layers:
         advice = "call sketchify first"
         if RECORD_ATTRIBUTE in vars(model):
-            advice = "sketchify left all of it dense, and torch.save(model.state_dict()) keeps it"
+            advice = "all its layers are dense, and torch.save(model.state_dict()) keeps them"
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: {advice}")
     tensors, aliases = _split_aliases(_state(model))
     try:
@@ -415,6 +416,7 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
     """Put the tensors into the model, tie what was tied, freeze what was frozen."""
+    _drop_parametrizations(model, tensors)
     persistent = set(model.state_dict())
     buffers = _all_buffers(model)
     device = next((tensor.device for tensor in tensors.values()), None)
@@ -448,6 +450,14 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
         owner._buffers[leaf] = tensors[name]
     for name in persistent - set(parameters) - set(buffers):  # the extra state of a module, as a tensor
         owner_of(model, name)[0].set_extra_state(tensors[name])
+
+
+def _drop_parametrizations(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Have weights that are stored as they are, not as what makes them, be so in the model."""
+    for name, module in model.named_modules():
+        for key in list(module.parametrizations) if parametrize.is_parametrized(module) else ():
+            if (f"{name}.{key}" if name else key) in tensors:
+                parametrize.remove_parametrizations(module, key)
 
 
 def _check_tensors(

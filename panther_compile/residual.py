@@ -22,6 +22,7 @@ from panther_compile.errors import (
     SelectorError,
     SketchQualityWarning,
     TeacherMismatchError,
+    WeightError,
 )
 from panther_compile.layers.base import SketchedLayer, check_rank, copy_into
 from panther_compile.layers.residual import ResidualLinear, matrix_of
@@ -166,6 +167,7 @@ def add_residual(
         RankError: the rank is larger than a layer's smaller side.
         SelectorError: a selector matches no quantized layer.
         TeacherMismatchError: a layer has another size in the dense model.
+        WeightError: a weight is on the meta device, or holds NaN or Inf.
         WrappedModelError: a model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(quantized)
@@ -275,7 +277,7 @@ def _twins(quantized: nn.Module, dense: nn.Module) -> dict[str, nn.Linear]:
     """The dense layers of the quantized ones, by name."""
     theirs = {
         name: layer
-        for name, layer in dense.named_modules()
+        for name, layer in dense.named_modules(remove_duplicate=False)  # a quantizer may have made two of one
         if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
     }
     found = {}
@@ -287,7 +289,15 @@ def _twins(quantized: nn.Module, dense: nn.Module) -> dict[str, nn.Linear]:
             continue
         if _size_of(layer) != (twin.out_features, twin.in_features):
             raise TeacherMismatchError(f"{name} is {layer}, and {twin} in the dense model")
-        if not torch.equal(matrix_of(layer, twin.weight), twin.weight):
+        for which, one in (("quantized", layer), ("dense", twin)):
+            if any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers())):
+                raise WeightError(
+                    f"{name} of the {which} model is on the meta device: load its weights first"
+                )
+        matrix = matrix_of(layer, twin.weight)
+        if not bool(torch.isfinite(matrix).all()):
+            raise WeightError(f"the weight of {name}, {layer}, holds NaN or Inf")
+        if not torch.equal(matrix, twin.weight):
             found[name] = twin
     if not found:
         raise NoTargetError(

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from panther_compile.errors import NoTargetError
 from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.factorization.pivot import from_pivoted
-from panther_compile.layers.base import is_plain, outermost, take_over
+from panther_compile.layers.base import check_factors, is_plain, outermost, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
 from panther_compile.models.substitute import copy_with, replace_inside
 from panther_compile.models.surroundings import eval_mode, undisturbed
+from panther_compile.planning.own_weights import lower_own_weights
 from panther_compile.planning.sites import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,26 +31,30 @@ def prepare_int8(model: Model, data: Data | None = None, *, inplace: bool = Fals
     `export_onnx(..., then="int8")`, which calls this itself.
 
     Args:
-        model: with sketched layers. Attention, LSTMs and experts are left as they are.
+        model: with sketched layers. Attention, LSTMs and experts are left as they are, and narrow layers that
+            are dense but for the features left out.
         data: batches as for `sketchify`; the latents are even for them. Without, for inputs of equal power.
         inplace: change the model given, in place of a copy.
 
     Raises:
         ConfigTypeError: the model is no `nn.Module`, or the data is none of what `sketchify` takes.
         DataError: there is no batch, the model cannot run one, or NaN or Inf comes of it.
-        NoTargetError: the model holds no sketched linear layer.
+        NoTargetError: the model holds no sketched layer.
+        WeightError: a factor was quantized or sharded, is on the meta device, or holds NaN or Inf.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(model)
+    if next(outermost(model), None) is None:
+        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
+    check_factors(model, "call prepare_int8", numbers=True)
     layers = rounded_layers(model)
-    if not layers:
-        raise NoTargetError(f"{type(model).__name__} holds no SketchedLinear of plain factors")
     with undisturbed():
         seen = {} if data is None else _covariances(model, layers, record_calls(model, data))
         new: dict[nn.Module, nn.Module] = {}
         for group in _sharing(layers):
             new |= _rewritten(group, next((seen[one] for one in group if one in seen), None))
         result = replace_inside(model, new) if inplace else copy_with(model, new)
+        lower_own_weights(result)
     for layer in outermost(result):
         if isinstance(layer, NarrowLinear):
             layer.ranks = (layer.ranks[0], *getattr(layer.narrow, "ranks", ()))

@@ -16,6 +16,7 @@ from panther_compile.errors import (
     HealingError,
     NoTargetError,
     TeacherMismatchError,
+    WeightError,
 )
 from panther_compile.healing import healer
 from panther_compile.healing.descent import Descent, Factor
@@ -607,3 +608,11 @@ def test_rows_that_are_routed_elsewhere(method):
     report = pc.heal_report(healed)
     assert {name.partition(".")[0] for name in report.before} == {"experts", "output"}
     assert not report.reverted
+
+
+def test_factors_that_were_quantized_are_told_of(monkeypatch):
+    teacher = conv_net()
+    small = pc.sketchify(teacher, 0.6, data=images(8), **SKETCH)
+    monkeypatch.setattr("panther_compile.layers.base.keeps_numbers_elsewhere", lambda _: True)
+    with pytest.raises(WeightError, match="heal the model before it is quantized"):
+        pc.heal(small, teacher=teacher, data=images(8), steps=1)

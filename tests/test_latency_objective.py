@@ -10,7 +10,7 @@ from zoo import ZOO, call
 
 import panther_compile as pc
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, WeightError
+from panther_compile.errors import ConfigError, ConfigTypeError, DataError, NoTargetError, WeightError
 from panther_compile.planning import timing
 from panther_compile.planning.plan import PAYS
 from panther_compile.planning.timing import side_by_side, time_sites
@@ -400,3 +400,8 @@ def test_with_a_real_clock(monkeypatch):
     for line in plan.layers:
         assert kinds[line.name] is (nn.Linear if line.choice is None else pc.SketchedLinear)
     assert small(x).shape == (256, 16)
+
+
+def test_an_example_that_the_model_cannot_run():
+    with pytest.raises(DataError, match=r"batch 0 of example_inputs: .* \(\(3, 5\)"):
+        pc.plan_sketch(mlp(), example_inputs=torch.randn(3, 5), **LATENCY)

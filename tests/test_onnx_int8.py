@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -12,6 +13,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.cli import main
+from panther_compile.errors import NoTargetError
 from panther_compile.onnx import int8
 from panther_compile.onnx.int8 import as_pairs
 from panther_compile.records import Choice, LayerPlan, SketchPlan
@@ -182,3 +184,44 @@ def test_branches_that_read_what_is_made_around_them(tmp_path):
     pc.sketch_onnx(source, target, 1.0, then="int8", progress=False)
     x = random(16, 48)
     assert far(run(target, x)[0], run(source, x)[0]) < 0.03
+
+
+class Pooled(nn.Module):
+    """Attention pooling: a product by a vector beside others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 16)
+        self.scores = nn.Parameter(torch.randn(64))
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.last((x * (x @ self.scores).softmax(-1)[..., None]).sum(1))
+
+
+def test_a_product_by_a_vector_stays_in_float(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pooled().eval(), torch.randn(4, 6, 32)
+    path = tmp_path / "int8.onnx"
+    pc.export_onnx(model, x, path, then="int8")
+    assert sum(node.op_type == "MatMulInteger" for node in ir.load(path).graph) == 2
+    assert far(run(path, x.numpy())[0], model(x).detach().numpy()) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_that_cannot_be_in_int8(tmp_path, dtype):
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval().to(dtype)
+    x = torch.randn(4, 32, dtype=dtype)
+    source, target = tmp_path / "plain.onnx", tmp_path / "int8.onnx"
+    with pytest.raises(NoTargetError, match=r"in float32 .* weights here are (FLOAT16|DOUBLE)"):
+        pc.export_onnx(model, x, target, then="int8")
+    pc.export_onnx(model, x, source)
+    with pytest.raises(NoTargetError, match=r"give the model in float32"):
+        pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert not target.exists()
+
+
+def test_convolutions_without_data_cannot_be_in_int8(tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(NoTargetError, match="and no data"):
+        pc.export_onnx(model, x, tmp_path / "int8.onnx", then="int8")

@@ -10,6 +10,7 @@ from onnx_models import far, kinds, make, node, random, run
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.errors import DataError
 from panther_compile.onnx import int8_conv
 from panther_compile.onnx.int8_conv import _rounded_kernel, _Seen
 
@@ -225,3 +226,39 @@ def test_ranges_leave_out_what_costs_less_than_it_takes():
     assert outlier.range()[1] < 75
     np.testing.assert_allclose(plain.means, 0, atol=0.1)
     assert plain.size == 8000
+
+
+class Clamped(nn.Module):
+    """Three convolutions in a row, which are faster in int8 together."""
+
+    def __init__(self, low, high):
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.high = low, high
+        self.layers = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x).clamp(self.low, self.high)).relu()
+        return self.head(self.layers[2](x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize(("low", "high", "stays"), [(0.0, 6.0, False), (0.5, 6.0, True), (None, -0.5, True)])
+def test_a_clip_that_leaves_out_0_stays(tmp_path, low, high, stays):
+    """ONNX Runtime lets ranges stand for activations; 0 is in all of them."""
+    model, data = Clamped(low, high).eval(), torch.randn(12, 32, SIDE, SIDE).split(4)
+    path = tmp_path / "int8.onnx"
+    pc.export_onnx(model, data[0], path, then="int8", data=list(data))
+    assert all(is_rounded for _, is_rounded in stored(path).values())
+    assert any(one.op_type == "Clip" for one in ir.load(path).graph) == stays
+    assert far(run(path, data[0].numpy())[0], model(data[0]).detach().numpy()) < 0.02
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_data_that_are_not_finite(tmp_path, value):
+    model, data = Clamped(0.0, 6.0).eval(), list(torch.randn(16, 32, SIDE, SIDE).split(4))
+    data[1] = data[1].clone()
+    data[1][0, 0, 0, 0] = value
+    with pytest.raises(DataError, match=r"batch 1 of .*data"):
+        pc.export_onnx(model, data[0], tmp_path / "int8.onnx", then="int8", data=data)
+    assert not any(tmp_path.iterdir())

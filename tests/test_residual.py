@@ -16,6 +16,7 @@ from panther_compile.errors import (
     RankError,
     SelectorError,
     TeacherMismatchError,
+    WeightError,
 )
 
 
@@ -313,3 +314,70 @@ def test_a_branch_without_a_device_is_on_the_default_one() -> None:
     layer = pc.ResidualLinear(nn.Linear(6, 4), 6, 4, 2)
     assert {one.device.type for one in layer.parameters()} == {"cpu"}
     assert torch.equal(layer(torch.ones(3, 6)), layer.quantized(torch.ones(3, 6)))
+
+
+class Scaled(nn.Module):
+    """Whole numbers that are held as floats, beside scales."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = of.in_features, of.out_features, of.bias
+        self.scale = nn.Parameter(of.weight.detach().abs().amax(1, keepdim=True) / 3)
+        self.weight = nn.Parameter((of.weight.detach() / self.scale).round())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+class RoundedAtEachCall(nn.Linear):
+    def __init__(self, of):
+        super().__init__(of.in_features, of.out_features, of.bias is not None)
+        self.load_state_dict(of.state_dict())
+
+    def forward(self, x):
+        scale = self.weight.abs().amax() / 3
+        return nn.functional.linear(x, (self.weight / scale).round() * scale, self.bias)
+
+
+@pytest.mark.parametrize("form", [Scaled, RoundedAtEachCall])
+@pytest.mark.parametrize("data", [True, False])
+def test_weights_that_are_not_what_a_layer_multiplies_by(model, form, data):
+    low = copy.deepcopy(model)
+    for name, layer in list(low.named_modules()):
+        if isinstance(layer, nn.Linear):
+            low.set_submodule(name, form(layer).eval())
+    better = pc.add_residual(low, model, rank=16, data=drawn() if data else None)
+    x = torch.cat(drawn(seed=7))
+    assert error(better(x), model(x)) < 0.9 * error(low(x), model(x))
+
+
+def test_a_quantized_model_in_another_dtype_than_the_dense_one(model):
+    low = rounded(model, form="plain").bfloat16()
+    better = pc.add_residual(low, model, rank=16)
+    x = torch.cat(drawn(seed=7))
+    found = better(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert error(found.float(), model(x)) < 0.9 * error(low(x.bfloat16()).float(), model(x))
+
+
+def test_a_layer_in_two_places_that_a_quantizer_made_two_of():
+    dense = nn.Sequential(layer := nn.Linear(24, 24), nn.ReLU(), layer)
+    low = copy.deepcopy(dense)
+    low[2] = copy.deepcopy(low[0])
+    better = pc.add_residual(rounded(low, form="plain"), dense, rank=4)
+    assert [row.name for row in pc.residual_report(better).rows] == ["0", "2"]
+
+
+@pytest.mark.parametrize("which", ["quantized", "dense"])
+def test_weights_that_are_not_there(model, which):
+    low = rounded(model, form="plain")
+    given = {"quantized": low, "dense": model} | {which: copy.deepcopy(model).to("meta")}
+    with pytest.raises(WeightError, match=f"of the {which} model is on the meta device"):
+        pc.add_residual(given["quantized"], given["dense"], rank=4)
+
+
+def test_weights_that_are_not_finite(model):
+    low = rounded(model, form="plain")
+    low.ups[1].weight[0, 0] = float("nan")
+    with pytest.raises(WeightError, match=r"ups.1.*NaN"):
+        pc.add_residual(low, model, rank=4)

@@ -5,10 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import panther_compile as pc
+from panther_compile.errors import WeightError
 from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.rounding import pair_kernels, rounded_layers
 
 
@@ -159,7 +163,7 @@ def test_inplace_and_saved(small, inputs, tmp_path):
 
 
 def test_errors(small, inputs):
-    with pytest.raises(pc.errors.NoTargetError, match="no SketchedLinear"):
+    with pytest.raises(pc.errors.NoTargetError, match="no sketched layer"):
         pc.prepare_int8(nn.Linear(4, 4))
     with pytest.raises(pc.errors.DataError, match="NaN"):
         pc.prepare_int8(small, [inputs * float("nan")])
@@ -183,3 +187,58 @@ def test_kernels_of_one_pixel_become_pairs_or_dense():
     torch.testing.assert_close(paired(x), small(x), rtol=0, atol=1e-5)
     assert small[0].scheme == "pivoted"
     assert pair_kernels(model) is model
+
+
+def test_weights_that_were_made_by_something_are_loaded_as_they_are(tmp_path):
+    def build():
+        model = nn.Sequential(
+            nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 64)
+        )
+        weight_norm(model[2])
+        return model.eval()
+
+    options = {"narrow": False, "min_params": 0, "allow_slower": True}
+    small = pc.prepare_int8(pc.sketchify(build(), {"0": 0.4, "2": 0.9}, **options))
+    assert type(small[2]) is nn.Linear  # no faster as two products
+    pc.save_sketched(small, tmp_path)
+    skeleton = build()
+    again = pc.load_sketched(skeleton, tmp_path)
+    x = torch.randn(3, 128)
+    assert torch.equal(again(x), small(x))
+    assert parametrize.is_parametrized(skeleton[2])
+
+
+def test_matrices_that_are_dense_again_are_a_parameter_again():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 64, 64) / 8)
+
+        def forward(self, x):
+            return torch.bmm(x, self.w)
+
+    torch.manual_seed(0)
+    model = Mixed().eval()
+    small = pc.sketchify(model, 0.5, min_params=0, allow_slower=True, include="*")
+    ready = pc.prepare_int8(small)
+    assert list(ready.state_dict()) == ["w"]
+    x = torch.randn(4, 3, 64)
+    torch.testing.assert_close(ready(x), small(x))
+
+
+def test_where_features_alone_were_left_out_there_is_nothing_to_do():
+    layer = NarrowLinear(8, 4, 6, side="in")
+    model = nn.Sequential(layer).eval()
+    ready = pc.prepare_int8(model)
+    x = torch.randn(3, 8)
+    assert torch.equal(ready(x), model(x))
+
+
+@pytest.mark.parametrize(("value", "says"), [("nan", r"0\.down\.weight holds NaN"), ("meta", "meta device")])
+def test_factors_that_are_not_numbers(small, value, says):
+    if value == "meta":
+        small = small.to("meta")
+    else:
+        small[0].down.weight.data[0, 0] = float("nan")
+    with pytest.raises(WeightError, match=says):
+        pc.prepare_int8(small)

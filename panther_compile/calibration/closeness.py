@@ -76,7 +76,7 @@ class OutputSums:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, bool], _Sums] = {}
-        self._seen = self._other = 0  # tensors; those of another shape
+        self._seen = self._other = self._empty = 0  # tensors; of another shape; without a finite number
 
     def see(self, pairs: Sequence[Pair], kept: Tensor | None = None) -> None:
         """Add the tensors of one result; `kept` is False at positions (batch, length) of padding."""
@@ -84,6 +84,9 @@ class OutputSums:
             self._seen += 1
             if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
                 self._other += 1
+                continue
+            if wanted.numel() and not bool(wanted.isfinite().any()):
+                self._empty += 1
                 continue
             one = self._sums.setdefault((place, is_logits), _LogitSums() if is_logits else _FeatureSums())
             one.see(wanted, found, kept)
@@ -95,6 +98,8 @@ class OutputSums:
             inputs = f"{inputs}, but for {self._other} of {self._seen} results, of another shape"
         if not sums and self._other:
             return Closeness.of_other_shapes()  # as far as `outputs.distance` has it
+        if not sums and self._empty:
+            return Closeness.unknown("the dense model's results are NaN or infinite throughout")
         if not sums:
             return Closeness.unknown("the model's result holds no floating tensor")
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)

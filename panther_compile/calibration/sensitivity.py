@@ -10,6 +10,7 @@ Of few batches G shows few directions, as if errors in all others cost nothing. 
 the multiple of the identity of its trace, the more, the more the projections disagree (Ledoit, Wolf 2004).
 """
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def output_gradients(
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
                 names = list(outputs)
-                number = _projected(result, kept, generator, logits)
+                number, scale = _projected(result, kept, generator, logits)
                 if number is None or not names:
                     break
                 try:
@@ -102,6 +103,7 @@ def output_gradients(
                     break
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
+                        gradient = gradient.float() / scale
                         _add(name, gradient, channel_dims[name], kept, sums, shelf, shrunk=shrunk)
     for one in watched.values():
         one.on_output = None
@@ -119,9 +121,13 @@ def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
 
 def _projected(
     result: Any, kept: Tensor | None, generator: torch.Generator, logits: bool | None
-) -> Tensor | None:
-    """A random number that depends on every tensor of the result that has a gradient; None if none has."""
+) -> tuple[Tensor | None, float]:
+    """A random number that depends on every tensor of the result that has a gradient; None if none has.
+
+    And what it was multiplied by, a power of 2: so that its gradients are numbers of float16.
+    """
     total: Tensor | None = None
+    least = math.inf
     for name, tensor in named_tensors(result):
         if not tensor.requires_grad:
             continue
@@ -142,11 +148,15 @@ def _projected(
             count = int(finite.sum())
             noise.masked_fill_(~finite, 0.0)
             rows = rows.masked_fill(~finite, 0.0)
-        part = (rows * noise).sum()
+        part, size = (rows * noise).sum(), 1.0
         if not is_logits:
-            part = part / (rows.detach().square().sum() / count).clamp_min(1e-30).sqrt()
-        total = part if total is None else total + part
-    return total
+            root = (rows.detach().square().sum() / count).clamp_min(1e-30).sqrt()
+            part, size = part / root, float(root)
+        total, least = part if total is None else total + part, min(least, size)
+    if total is None:
+        return None, 1.0
+    scale = 2.0 ** math.floor(math.log2(least))
+    return total * scale, scale
 
 
 @dataclass(slots=True)
@@ -197,7 +207,7 @@ def _add(
     *,
     shrunk: bool,
 ) -> None:
-    rows = kept_rows(gradient.movedim(channel_dim, -1), kept).float()
+    rows = kept_rows(gradient.movedim(channel_dim, -1), kept)
     covariance = gram(rows).double()
     square = float(covariance.square().sum()) if shrunk else 0.0
     if name in sums:

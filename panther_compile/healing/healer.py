@@ -24,7 +24,7 @@ from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
-from panther_compile.layers.base import outermost
+from panther_compile.layers.base import check_factors, outermost
 from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
@@ -95,6 +95,7 @@ def heal(
         HealingError: the teacher or the model gives NaN before the first step, or there is nothing to match.
         NoTargetError: the model holds no sketched layer.
         TeacherMismatchError: the teacher is not the dense model that this one was made of.
+        WeightError: a factor was quantized or sharded.
     """
     _check_options(steps, method, lr, output, held_out, cache_bytes)
     _check_pair(small, teacher)
@@ -297,6 +298,7 @@ def _check_pair(small: object, teacher: object) -> None:
     sketched = set(outermost(small))
     if not sketched:
         raise NoTargetError(f"{type(small).__name__} holds no sketched layer: call sketchify first")
+    check_factors(small, "heal the model")
     if small is teacher:
         raise TeacherMismatchError("small and teacher are the same model, wanted the dense one as teacher")
     ours, its = device_of(small), device_of(teacher)

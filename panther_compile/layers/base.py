@@ -14,6 +14,7 @@ from panther_compile.errors import (
     FactoredWeightError,
     LayerError,
     RankError,
+    WeightError,
 )
 
 Spec = dict[str, Any]
@@ -203,6 +204,30 @@ def is_called_plainly(factor: nn.Module, kind: type[nn.Module]) -> bool:
 def keeps_numbers_elsewhere(tensor: Tensor) -> bool:
     """Whether a tensor's numbers are in other tensors, as quantizers' and FSDP2's are."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> None:
+    """Check that the factors of a model's sketched layers are tensors to compute with.
+
+    Args:
+        model: with sketched layers.
+        action: what is to be done before they are quantized or sharded, in words.
+        numbers: whether they have to be there, and finite.
+
+    Raises:
+        WeightError: one is not.
+    """
+    for name, layer in model.named_modules():
+        for key, parameter in layer.named_parameters() if isinstance(layer, SketchedLayer) else ():
+            full = f"{name}{'.' if name else ''}{key}"
+            if keeps_numbers_elsewhere(parameter):
+                raise WeightError(
+                    f"{full} is a {type(parameter).__name__}: {action} before it is quantized or sharded"
+                )
+            if numbers and parameter.is_meta:
+                raise WeightError(f"{full} is on the meta device: load the weights first")
+            if numbers and not bool(torch.isfinite(parameter).all()):
+                raise WeightError(f"{full} holds NaN or Inf")
 
 
 def check_rank(rank: int, largest: int, what: str) -> None:

@@ -52,10 +52,10 @@ class ResidualLinear(nn.Module):
         self.train(quantized.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """`(..., I)` to `(..., O)`, in the dtype that f gives; the branch may be of another."""
         y: Tensor = self.quantized(x)
-        more: Tensor = self.up(self.down(x))
-        return y + more
+        more: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
+        return y + more.to(y.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -80,17 +80,28 @@ class ResidualLinear(nn.Module):
 def matrix_of(layer: nn.Module, like: Tensor) -> Tensor:
     """The weight (O, I) of any linear layer: its own, dequantized, or what it makes of the unit vectors.
 
+    Its own is what an `nn.Linear` multiplies by; other classes may scale or round theirs, and are asked.
+
     Args:
         layer: of I inputs.
         like: `(..., I)`; gives the dtype and the device.
     """
-    features = like.shape[-1]
     weight = getattr(layer, "weight", None)
-    if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == features:
+    if type(layer).forward is nn.Linear.forward and isinstance(weight, Tensor):
         if weight.is_quantized or type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return weight.dequantize().to(like)  # type: ignore[no-untyped-call]
-        if weight.is_floating_point():
+        if weight.is_floating_point() and weight.element_size() > 1:
             return weight.detach().to(like)
-    units = torch.eye(features, dtype=like.dtype, device=like.device)
+    units = torch.eye(like.shape[-1], dtype=_taken_by(layer) or like.dtype, device=like.device)
     answers: Tensor = layer(units) - layer(torch.zeros_like(units[:1]))
-    return answers.T
+    return answers.T.to(like)
+
+
+def _taken_by(layer: nn.Module) -> torch.dtype | None:
+    """The floating dtype of what a layer holds, those of eight bits aside; None if there are several."""
+    held = {
+        tensor.dtype
+        for tensor in (*layer.parameters(), *layer.buffers())
+        if tensor.is_floating_point() and tensor.element_size() > 1
+    }
+    return held.pop() if len(held) == 1 else None

@@ -41,16 +41,18 @@ class Call:
         kwargs: likewise.
         place: of the batch in the data, which errors name, in whatever order batches are run; None if it was
             made up.
+        source: what the batch is of, in words.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: int | None = field(default=None, compare=False)
+    source: str = field(default="the data", compare=False)
 
     @property
     def what(self) -> str:
         """The batch, in words."""
-        return "a made-up batch" if self.place is None else f"batch {self.place} of the data"
+        return "a made-up batch" if self.place is None else f"batch {self.place} of {self.source}"
 
     def run(self, model: nn.Module) -> Any:
         """Call the model."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
+    DataError,
     OnnxExportError,
     PantherError,
     WeightError,
@@ -83,6 +84,8 @@ def export_onnx(
         SketchQualityWarning: int8 destroys the outputs on the data.
 
     Raises:
+        DataError: a batch of the data holds NaN.
+        NoTargetError: nothing of the model can be in int8.
         ConfigError, ConfigTypeError: an argument is not what is wanted.
         WeightError: a parameter or buffer is on the meta device.
         OnnxExportError: torch cannot export the model.
@@ -162,6 +165,9 @@ def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
     sizes = [list(one.shape or ()) for one in inputs]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     tensors = [given.get(name) for name in names]
+    for name, tensor in zip(names, tensors, strict=True):
+        if isinstance(tensor, torch.Tensor) and bool(torch.isnan(tensor).any()):
+            raise DataError(f"{call.what}: input {name!r} holds NaN")
     arrays = [tensor.numpy(force=True) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     if not arrays or len(arrays) < len(names) or not all(array.ndim for array in arrays):
         return []

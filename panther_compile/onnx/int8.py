@@ -14,7 +14,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from panther_compile.calibration.closeness import DESTROYED
-from panther_compile.errors import ConfigError, SketchQualityWarning, first_line
+from panther_compile.errors import ConfigError, NoTargetError, SketchQualityWarning, first_line
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
@@ -28,6 +28,10 @@ from panther_compile.records import Closeness, LayerPlan, SketchPlan
 
 ROUNDINGS = ("none", "int8")
 _PRODUCTS = ["MatMul", "Gemm"]
+_IN_INT8 = ("MatMulInteger", "QuantizeLinear")
+_TAKEN = (
+    "then='int8' takes MatMul and Gemm in float32 by constant matrices, and with data Conv, where that pays"
+)
 _HELD_OUT = 4  # one batch in so many judges
 _OLDEST_OPSET = 13
 _AS_FAST = "in int8 it is as fast dense"
@@ -59,6 +63,27 @@ def for_int8(model: ir.Model) -> ir.Model:
             f"then='int8' needs opset {_OLDEST_OPSET} or newer, the source has {opset}, and ONNX cannot "
             f"convert it: {first_line(error)}"
         ) from error
+
+
+def check_can_round(model: ir.Model) -> None:
+    """Check that a model has weights in float32, before anything is fitted to it.
+
+    Raises:
+        NoTargetError: all its weights are of other types.
+    """
+    weights = [value.const_value for value in model.graph.initializers.values()]
+    kinds = {one.dtype for one in weights if one is not None and len(one.shape) > 1}
+    if kinds and ir.DataType.FLOAT not in kinds:
+        raise NoTargetError(
+            f"{_TAKEN}; weights here are {', '.join(sorted(kind.name for kind in kinds))}: give the model in "
+            "float32"
+        )
+
+
+def _check_rounded(path: Path, feeds: Sequence[Feed]) -> None:
+    """Raise NoTargetError if nothing in a file is in int8."""
+    if not any(is_onnx(node, *_IN_INT8) for node in read_model(path).graph.all_nodes()):
+        raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
 
 
 def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
@@ -119,11 +144,14 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
             last ones are closer so.
 
     Raises:
+        NoTargetError: nothing of the model can be in int8.
         OnnxFileError: they cannot be written.
     """
+    check_can_round(model)
     with saved_copy(model, folder) as path, _quiet():
         learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)]
         rounded = _quantized(path, is_large(model), learnt or feeds)
+        _check_rounded(rounded, feeds)
         smooth = read_model(path) if learnt else None
         if smooth is not None and smooth_inputs(smooth, learnt, folder):
             with saved_copy(smooth, path.parent) as other:
@@ -159,15 +187,15 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
         path, plain, skip_symbolic_shape=True, skip_optimization=not fold, save_as_external_data=large
     )
     source = read_model(plain)
-    batched = _batched(source)
-    if batched:  # they are left out by name
+    others = _not_by_matrices(source)
+    if others:  # they are left out by name
         NameFixPass()(source)
         write_model(source, plain)
     quantize_dynamic(
         round_convolutions(plain, feeds, large) if feeds else plain,
         rounded,
         op_types_to_quantize=_PRODUCTS,
-        nodes_to_exclude=[str(node.name) for node in batched],
+        nodes_to_exclude=[str(node.name) for node in others],
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,
@@ -187,14 +215,17 @@ def _sort(path: Path) -> None:
         ir.save(model, path)
 
 
-def _batched(model: ir.Model) -> list[ir.Node]:
-    """The products by a batch of constant matrices: ONNX Runtime takes no scale for each output there."""
+def _not_by_matrices(model: ir.Model) -> list[ir.Node]:
+    """The products by a constant that ONNX Runtime takes no scale for each output of.
+
+    That is a vector, a batch of matrices, or one without an entry.
+    """
     return [
         node
         for node in model.graph
         if is_onnx(node, *_PRODUCTS)
         and (weight := ir.convenience.get_const_tensor(node.inputs[1])) is not None  # type: ignore[arg-type]
-        and len(weight.shape) > 2
+        and (len(weight.shape) != 2 or weight.size == 0)
     ]
 
 

@@ -27,6 +27,7 @@ from onnx_ir.passes.common import NameFixPass
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 
+from panther_compile.errors import DataError
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.files import read_model, write_model
 from panther_compile.onnx.lowering import GraphWriter
@@ -86,7 +87,7 @@ def round_convolutions(path: Path, feeds: Sequence[Feed], large: bool) -> Path:
         large: put weights into a file of their own.
 
     Raises:
-        DataError: ONNX Runtime cannot run a batch.
+        DataError: ONNX Runtime cannot run a batch, or NaN or Inf comes of it.
         OnnxFileError: a file cannot be written.
     """
     plain = read_model(path)
@@ -133,6 +134,7 @@ def _candidates(model: ir.Model) -> list[ir.Node]:
             fits = all(map(_is_float_constant, node.inputs[1:]))
         elif is_onnx(node, *_ACTIVATIONS):
             fits = is_found(node.inputs[0]) and len(node.inputs[0].uses()) == 1  # type: ignore[union-attr]
+            fits = fits and _holds_0(node)
         elif is_onnx(node, *_JOINS):
             fits = all(map(is_found, node.inputs))
         else:
@@ -140,6 +142,15 @@ def _candidates(model: ir.Model) -> list[ir.Node]:
         if fits and not feeds_output(node.outputs[0]):
             found[node] = None
     return list(found)
+
+
+def _holds_0(node: ir.Node) -> bool:
+    """Whether 0 is among what an activation may give, as it is in ranges: they stand for it in the file."""
+    for sign, bound in zip((1, -1), node.inputs[1:3] if is_onnx(node, "Clip") else (), strict=False):
+        tensor = None if bound is None else ir.convenience.get_const_tensor(bound)
+        if bound is not None and (tensor is None or sign * float(tensor.numpy()) > 0):
+            return False
+    return True
 
 
 def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.Node]:
@@ -201,8 +212,12 @@ def _observed(
     names = [str(value.name) for value in values]
     draw = np.random.default_rng(0)
     seen = {name: _Seen(max(1, _SAMPLED // len(feeds))) for name in names}
-    for arrays in ObservedModel(model, list(values), folder).run(feeds, names):
+    for feed, arrays in zip(feeds, ObservedModel(model, list(values), folder).run(feeds, names), strict=True):
         for name in names:
+            if not np.isfinite(arrays[name]).all():
+                raise DataError(
+                    f"batch {feed.place} of data: NaN or Inf reaches or leaves a convolution, {name}"
+                )
             seen[name].add(arrays[name], draw)
     return seen
 

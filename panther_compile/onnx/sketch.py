@@ -23,6 +23,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.int8 import (
     as_pairs,
+    check_can_round,
     check_rounding,
     for_int8,
     int8_model,
@@ -238,7 +239,9 @@ def _sketched(
     model = read_model(source)
     before = stored_bytes(model, source)
     fold_made_weights(model)
-    model = for_int8(model) if then == "int8" else model
+    if then == "int8":
+        check_can_round(model)
+        model = for_int8(model)
     sites = find_onnx_sites(model, config)
 
     def form(plan: SketchPlan) -> SketchPlan:

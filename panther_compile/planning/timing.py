@@ -22,7 +22,7 @@ from panther_compile.kinds.parts import empty_sketch, unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.targets import watch_layers
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
-from panther_compile.models.batches import Call, device_of, record_calls
+from panther_compile.models.batches import Call, device_of, record_calls, run_dense
 from panther_compile.models.stopwatch import seconds_of
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.coupled import SCHEME
@@ -116,13 +116,14 @@ def time_sites(
 
     Raises:
         ConfigTypeError: the example is none of these, or the model cannot be copied.
+        DataError: the model cannot run it.
     """
     if not isinstance(example, Tensor | tuple | list | Mapping | Call):
         raise ConfigTypeError(
             f"example_inputs is a {type(example).__name__}, wanted a tensor, a tuple or list of arguments, "
             "or a mapping of keywords"
         )
-    call = record_calls(model, [example])[0]
+    call = replace(record_calls(model, [example])[0], source="example_inputs")
     runs = _record(model, [site for site, _ in found.sites], call)
 
     def whole(new: Mapping[nn.Module, nn.Module]) -> WholeTimes:
@@ -179,7 +180,7 @@ def _record(model: nn.Module, sites: Sequence[Site], call: Call) -> dict[str, li
     for watched in side.watched.values():
         watched.on_input = see
     with torch.no_grad():
-        call.run(side.model)
+        run_dense(side.model, call)
     return runs
 
 

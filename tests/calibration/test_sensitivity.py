@@ -91,3 +91,19 @@ def test_a_backward_that_fails_is_told_of():
     model = ChangesInPlace(nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 5))
     with pytest.warns(UserWarning, match="no gradient of the model's result .*inplace.* count alike"):
         assert gradients(model, torch.randn(8, 6), logits=False) == {}
+
+
+@pytest.mark.parametrize("size", [3e-5, 1e2])
+def test_gradients_of_small_and_large_results_are_numbers_of_float16(size):
+    """A gradient is the larger the smaller the result; float16 ends at 65,504, and below 6e-8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    with torch.no_grad():
+        model[2].weight.mul_(size)
+        model[2].bias.zero_()
+    x = torch.randn(512, 6)
+    wanted = gradients(model, x, logits=False)
+    found = gradients(model.half(), x.half(), logits=False)
+    for name in ("0", "2"):
+        one, other = (given[name] / given[name].diagonal().mean() for given in (found, wanted))
+        torch.testing.assert_close(one, other, rtol=0, atol=0.1)

@@ -224,7 +224,7 @@ def test_tensors_that_safetensors_does_not_hold(tmp_path, tensor):
 
 def test_a_sketch_that_left_all_dense(tmp_path):
     small = pc.sketchify(nn.Linear(64, 64), 1.0, min_params=0, progress=False)
-    with pytest.raises(NoTargetError, match=r"sketchify left all of it dense, and torch\.save"):
+    with pytest.raises(NoTargetError, match=r"all its layers are dense, and torch\.save"):
         pc.save_sketched(small, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
