@@ -3,8 +3,14 @@
 from torch import nn
 
 
-def parameter_aliases(model: nn.Module) -> dict[str, str]:
-    """{other name: first name} of the parameters that have several."""
+def parameter_aliases(model: nn.Module, body: str = "") -> dict[str, str]:
+    """{other name: first name} of the parameters that have several.
+
+    Args:
+        model: that has them.
+        body: name of a part whose names are the first ones, as it may be loaded without the rest.
+    """
+    named = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    named.sort(key=lambda one: not one[0].startswith(f"{body}.") if body else False)
     first: dict[int, str] = {}
-    names = ((name, id(p)) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: first[key] for name, key in names if first.setdefault(key, name) != name}
+    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}

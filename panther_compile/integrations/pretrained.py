@@ -10,14 +10,15 @@ transformers asks the quantizer of a model what to write beside the weights, and
     from_pretrained    model on the meta device ──► empty layers of the specs ──► weights, as of any model
 
 It is registered when transformers is imported, before or after panther_compile. Where panther_compile is not
-imported, transformers would leave the layers dense, and draw them at random. So that it refuses instead, an
-empty tensor is saved under the name of one dense weight, whose size fits no model.
+imported, or a part with a config of its own is loaded, transformers would leave the layers dense, and draw
+them at random. So that it refuses instead, an empty tensor, whose size fits no model, is saved under the name
+of each dense weight.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,12 @@ from panther_compile.checkpoint import (
 from panther_compile.errors import CheckpointError, CheckpointMismatchError, CheckpointVersionError
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.conversions import keep_apart, without_sketched
+from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.layers.own_weights import OwnWeight
 from panther_compile.models.substitute import replace_inside
+from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, keep_record, on_record_change
 from panther_compile.typed_json import read_record
@@ -61,7 +65,7 @@ class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
         aliases: of parameters that several layers share, {other name: first name}.
         model: the class that was saved.
         version: of this format.
-        ignored: names of the tensors of `_refusal`.
+        ignored: names of the tensors of `empty_weights`.
         base: the name of the dense model; empty if unknown.
         **others: what is for readers of the file.
 
@@ -132,19 +136,20 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
                     "or that it is quantized, not both: save the model before it is quantized, and do that "
                     "again after from_pretrained; or keep its state_dict with torch.save"
                 )
-        refusal = _refusal(model, layers)
+        refused, aliases = empty_weights(model), _aliases(model)
         model.config.quantization_config = self.quantization_config = SketchedModelConfig(
             layers_to_json(model, layers),
-            parameter_aliases(model),
+            aliases,
             type(model).__name__,
-            ignored=list(refusal),
+            ignored=list(refused),
             base=base_name(model.config),
         )
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are written
         record = record_to_json(vars(model).get(RECORD_ATTRIBUTE))
         metadata = {} if record is None else {RECORD_KEY: json.dumps(record)}
-        return {**model.state_dict(), **refusal}, metadata
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+        return {**state, **refused}, metadata
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Those that leave the tensors of sketched layers as they are; early transformers 5 give no model."""
@@ -160,10 +165,11 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         lift_own_weights(model)
         names = _Names(model)
         where = f"config.json of {getattr(model.config, 'name_or_path', '') or type(model).__name__}"
+        here = {entry["name"]: names.of_module(entry["name"]) for entry in sketch.layers}
         entries = [
-            {**entry, "name": name}
+            {**entry, "name": here[entry["name"]]}
             for entry in sketch.layers
-            if (name := names.of_module(entry["name"])) is not None
+            if here[entry["name"]] is not None
         ]
         if not entries:
             raise CheckpointMismatchError(
@@ -172,11 +178,15 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         saved = [read_record(SavedLayer, entry, where) for entry in entries]
         new = empty_layers(model, saved, sketch.model, where)
+        present = [name for name, own in here.items() if own is not None]
+        _check_factors_are_there(dict(zip(present, new.values(), strict=True)), checkpoint_files, where)
+        new |= _tied_to(model, new)
         replace_inside(model, new)
         lower_own_weights(model)
         turn_off_nested_tensors(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         aliases = {names.of_tensor(other): names.of_tensor(first) for other, first in sketch.aliases.items()}
+        aliases = _aliases(model) | aliases
         _tie(model, {a: b for a, b in aliases.items() if a in parameters and b in parameters})
         ignored = {re.escape(form(name)) + "$" for name in sketch.ignored for form in (str, names.of_tensor)}
         model._keys_to_ignore_on_load_unexpected = ignored | set(
@@ -230,9 +240,10 @@ def register(model: nn.Module) -> None:
         if next(outermost(module), None) is not None:
             if getattr(module, "hf_quantizer", None) is None:
                 module.hf_quantizer = SketchedModelQuantizer()
-            _tie(module, parameter_aliases(module))
+            _tie(module, _aliases(module))
         elif ours:
             del module.hf_quantizer
+            _tie_as_dense(module)
         kept = getattr(module.config, "quantization_config", None)
         if isinstance(kept, SketchedModelConfig) and next(outermost(module), None) is None:
             del module.config.quantization_config
@@ -247,15 +258,46 @@ def _pretrained_models(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
+def _aliases(model: Any) -> dict[str, str]:
+    """The parameters that have several names; the first is that of the model without a head."""
+    return parameter_aliases(model, model.base_model_prefix)
+
+
+def _tied_to(model: Any, new: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Sketched layers for those that are tied to a sketched table, of which the saved model had none."""
+    tied: dict[nn.Module, nn.Module] = {}
+    for other, first in getattr(model, "all_tied_weights_keys", {}).items():
+        (table, leaf), (layer, own) = owner_of(model, first), owner_of(model, other)
+        if leaf != "weight" or own != "weight" or layer in new or not isinstance(table, nn.Embedding):
+            continue
+        kind, sketched = find_kind(table), new.get(table)
+        if kind is not None and isinstance(sketched, SketchedLayer) and kind.can_share(table, layer):
+            tied[layer] = kind.share(sketched, layer)
+    return tied
+
+
+_OWN_TIES = "_panther_dense_ties"  # what a model had of its own to say of ties, before it was sketched
+
+
 def _tie(model: Any, aliases: Mapping[str, str]) -> None:
     """Tell transformers which parameters are tied: its own list has names of weights that are gone."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     listed = getattr(model, "all_tied_weights_keys", {})
+    vars(model).setdefault(_OWN_TIES, (dict(listed), vars(model).get("_tied_weights_keys")))
     kept = {a: b for a, b in listed.items() if a in parameters and b in parameters}
     more = {a: b for a, b in aliases.items() if kept.get(b) != a}
     model.all_tied_weights_keys = {**kept, **more}
     if len(kept) < len(listed):
         model._tied_weights_keys = dict(model.all_tied_weights_keys)
+
+
+def _tie_as_dense(model: Any) -> None:
+    """Tell transformers what it knew before a model was sketched, which is dense again."""
+    if _OWN_TIES in vars(model):
+        model.all_tied_weights_keys, own = vars(model).pop(_OWN_TIES)
+        vars(model).pop("_tied_weights_keys", None)
+        if own is not None:  # not that of its class
+            model._tied_weights_keys = own
 
 
 def base_name(config: Any) -> str:
@@ -267,12 +309,40 @@ def base_name(config: Any) -> str:
     return Path(name).name if Path(name).is_dir() else name
 
 
-def _refusal(model: nn.Module, layers: list[SketchedLayer]) -> dict[str, Tensor]:
-    """An empty tensor under the name of a dense weight: whoever loads the dense layers is refused."""
+def empty_weights(model: nn.Module) -> dict[str, Tensor]:
+    """An empty tensor under the name of each dense weight: whoever loads dense layers is refused."""
+    layers, found = set(outermost(model)), dict[str, Tensor]()
+    inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if module in layers and hasattr(module, "weight"):
-            return {f"{name}.weight": torch.empty(0)}
-    return {}
+        if isinstance(module, OwnWeight) and not layers.isdisjoint(module.modules()):
+            inside, found[name] = (*inside, f"{name}."), torch.empty(0)
+        elif isinstance(module, SketchedLayer) and module in layers and not name.startswith(inside):
+            dense = f"{name}.{module.dense_weight}" if name else module.dense_weight
+            found[dense] = torch.empty(module.empty_shape)
+    return found
+
+
+def _check_factors_are_there(
+    layers: Mapping[str, nn.Module], files: Sequence[str] | None, where: str
+) -> None:
+    """Raise CheckpointMismatchError where the files hold no factor of layers, given by their saved names."""
+    held: set[str] = set()
+    for file in files or ():
+        if not str(file).endswith(".safetensors"):
+            return
+        with safe_open(file, framework="pt") as stream:
+            held.update(stream.keys())
+    ends = tuple(  # transformers has names of its own for what holds a layer
+        f".{key}"
+        for layer in layers.values()
+        for key, tensor in layer.state_dict().items()
+        if tensor.dim() > 1 and key != "weight"
+    )
+    if held and not any(f".{name}".endswith(ends) for name in held):
+        raise CheckpointMismatchError(
+            f"{where} says that {next(iter(layers))} is sketched, among {len(layers)}, and the files hold no "
+            "factors: a dense model of that config was saved; take quantization_config out of config.json"
+        )
 
 
 def _read_record(files: list[str] | None) -> Any:

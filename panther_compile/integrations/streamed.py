@@ -27,7 +27,12 @@ from panther_compile.errors import ConfigError, NoTargetError, ResumeError
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.mapped import copy_beside, sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
-from panther_compile.integrations.pretrained import RECORD_KEY, SketchedModelConfig, base_name
+from panther_compile.integrations.pretrained import (
+    RECORD_KEY,
+    SketchedModelConfig,
+    base_name,
+    empty_weights,
+)
 from panther_compile.integrations.stored_weights import (
     INDEX,
     SHARD_BYTES,
@@ -363,14 +368,14 @@ def _write(
     saved = [read_record(SavedLayer, entry, str(source)) for entry in done.layers]
     replace_inside(model, empty_layers(model, saved, name, source))
     lower_own_weights(model)
-    refusal = f"{saved[0].name}.weight"
+    refused = empty_weights(model)
     aliases = parameter_aliases(model) | done.aliases
     model.config.quantization_config = SketchedModelConfig(
-        done.layers, aliases, name, ignored=[refusal], base=base_name(model.config)
+        done.layers, aliases, name, ignored=list(refused), base=base_name(model.config)
     )
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield refusal, torch.empty(0)
+        yield from refused.items()
         yield from weights.others(done.dropped)
         for site in done.sites:
             yield from work.tensors(site)

@@ -404,6 +404,11 @@ class SketchedMultiheadAttention(SketchedLayer):
         """The weight of v (E, vdim), read-only."""
         return self.v_proj.weight
 
+    @property
+    def dense_weight(self) -> str:
+        """See `SketchedLayer`."""
+        return "in_proj_weight" if self.kdim == self.vdim == self.embed_dim else "q_proj_weight"
+
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`; a projection left dense is None."""
         projections = {name: getattr(self, name) for name in PROJECTIONS}

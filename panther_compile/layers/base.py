@@ -30,11 +30,23 @@ class SketchedLayer(nn.Module):
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: of the factors.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
+        dense_weight: what the dense layer calls its weight, or the first of several.
+        empty_shape: of a tensor without numbers to have that name in a file; some are cut up on the way.
     """
 
     scheme: str
     ranks: tuple[int, ...]
     rank_first: ClassVar[bool] = False
+
+    @property
+    def dense_weight(self) -> str:
+        """See above."""
+        return "weight"
+
+    @property
+    def empty_shape(self) -> tuple[int, ...]:
+        """See above."""
+        return (0,)
 
     @property
     def multiplies_out(self) -> bool:

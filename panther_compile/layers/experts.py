@@ -197,6 +197,17 @@ class SketchedExperts(LayerOfParts):
         y = y.squeeze(-1)
         return y + torch.stack([part.bias for part in parts])[ids_S] if self.bias else y  # type: ignore[misc]
 
+    @property
+    def dense_weight(self) -> str:
+        """See `SketchedLayer`."""
+        return next(iter(self.sizes))
+
+    @property
+    def empty_shape(self) -> tuple[int, ...]:
+        """See `SketchedLayer`."""
+        inputs, outputs = self.sizes[self.dense_weight]
+        return self.experts, inputs if self.transposed else outputs, 0
+
     def to_dense(self) -> nn.Module:
         """The module that it replaces, of its own class, with the factors multiplied out."""
         dense = _without_projections(self.rest)

@@ -24,6 +24,11 @@ class RecurrentParts(LayerOfParts):
     dense_type: ClassVar[type[Any]]
     gates: ClassVar[int]
 
+    @property
+    def dense_weight(self) -> str:
+        """See `SketchedLayer`."""
+        return f"weight_{next(iter(self.part_sizes()))}"
+
     def part_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each weight, by name."""
         raise NotImplementedError

@@ -93,7 +93,7 @@ def _find_mode_arguments(graph: fx.Graph) -> Iterator[_ModeArgument]:
             continue
         if schema.name == "aten::add_" and "num_batches_tracked" in str(node.args[0]):
             yield _ModeArgument(node, 1, node.args[1], 0)
-        if schema.name == "aten::instance_norm" and node.args[3] is None:
+        if schema.name in ("aten::instance_norm", "aten::batch_norm") and node.args[3] is None:
             continue  # without running statistics it is the same in train and eval
         for place, argument in enumerate(schema.arguments):
             if argument.name not in _MODE_ARGUMENTS:

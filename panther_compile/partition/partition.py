@@ -1,5 +1,6 @@
 """The verb: a model and a cluster become pipeline stages, shards and strategies."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
+from panther_compile.partition.graph.capture import example_arguments, quiet
 from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
+from panther_compile.partition.graph.modes import differs_by_mode
 from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
@@ -209,7 +212,23 @@ def partition_model(
         raise MeshError(
             f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
         )
+    if found.mesh.pp * found.mesh.tp > 1 and model.training:
+        _warn_of_modes(model, example_inputs)
     return found
+
+
+def _warn_of_modes(model: nn.Module, example_inputs: Any) -> None:
+    """Warn of a model whose graph, read in train mode, is not what it does in eval mode."""
+    args, kwargs = example_arguments(example_inputs)
+    with quiet():
+        differs = differs_by_mode(model, args, kwargs)
+    if differs is not None:
+        warnings.warn(
+            f"{differs} in {type(model).__name__} does something else in eval mode than in train mode, where "
+            "its graph was read: stages and shards go on as in train mode after eval(). To predict as the "
+            "model does, partition it in eval mode",
+            stacklevel=3,
+        )
 
 
 def _read_places(

@@ -82,3 +82,22 @@ def test_a_process_in_a_group_is_refused(part):
             check_layout(part)
     finally:
         dist.destroy_process_group()
+
+
+class Scored(nn.Module):
+    """Products of heads by a vector, as many heads as samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.head = nn.Linear(32, 32), nn.Linear(4, 8)
+        self.vector = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        heads = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.head((heads @ self.vector).transpose(1, 2))
+
+
+def test_products_by_a_vector():
+    slow = Hardware("slow", 1e9, 1e12, 10**10, Link(1e11, 0.0), Link(1e11, 0.0), launch_seconds=0.0)
+    part = partition_model(Scored(), torch.randn(4, 6, 32), mesh={"tp": 2}, hardware=slow)
+    assert len(check_layout(part)) == 2

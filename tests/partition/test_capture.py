@@ -135,7 +135,7 @@ def test_call_form_takes_positions_and_keywords_alike():
     by_position = captured.form.flatten((x,), {"add": add})
     by_name = captured.form.flatten((), {"add": add, "x": x})
     assert [id(t) for t in by_position] == [id(t) for t in by_name] == [id(x), id(add)]
-    with pytest.raises(CaptureError, match="partitioned for those of the example"):
+    with pytest.raises(CaptureError, match="partitioned for the example"):
         captured.form.flatten((x,), {})
     result = captured.form.unflatten(captured.graph_module(x, add))
     assert result["constant"] == 3

@@ -30,7 +30,12 @@ from panther_compile.partition.graph.recomputed import checkpoints_marked, check
 from panther_compile.planning.trace import SketchTracer
 
 _CHECKS = ("_assert", "_guards_fn", "sym_constrain", "_check")
-_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export")
+_NOISY = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._export",
+    "torch._subclasses.fake_tensor",
+    "torch.export",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,11 @@ class CallForm:
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The graph's inputs, from a call as the user writes it."""
         leaves, spec = pytree.tree_flatten(_bind(self.signature, args, {**kwargs, **self.extra}))
-        if spec != self.in_spec:
+        wanted = [Tensor if place in self.tensors else one for place, one in enumerate(self.in_leaves)]
+        if spec != self.in_spec or not all(map(_fits, leaves, wanted)):
             raise CaptureError(
-                f"called with the arguments {spec}, but partitioned for those of the example, {self.in_spec}"
+                f"called with {_described(leaves, spec)}, but partitioned for the example, "
+                f"{_described(wanted, self.in_spec)}: what is no tensor is part of the graph"
             )
         return [leaves[place] for place in self.tensors]
 
@@ -106,6 +113,32 @@ class CallForm:
         for place, output in zip(self.out_tensors, outputs, strict=True):
             leaves[place] = output
         return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def _fits(given: Any, wanted: Any) -> bool:
+    """Whether an argument is what a graph was read with: a tensor, or a plain value that is the same."""
+    if wanted is Tensor:
+        return isinstance(given, Tensor)
+    return not isinstance(wanted, _PLAIN) or (isinstance(given, _PLAIN) and given == wanted)
+
+
+def _described(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
+    """Arguments in words, tensors by the word."""
+    words = [_Word("Tensor") if one is Tensor or isinstance(one, Tensor) else one for one in leaves]
+    args, kwargs = pytree.tree_unflatten(words, spec)
+    return (
+        ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]) or "nothing"
+    )
+
+
+class _Word(str):
+    """Text that is shown as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -146,6 +179,7 @@ def capture(
         raise CaptureError(f"boundaries name no modules of the model: {unknown}; it has {_some(names)}")
     signature = inspect.signature(model.forward)
     extra = _without_cache(model, signature, kwargs)
+    _check_batch_norms(names)
     try:
         bound = _bind(signature, args, {**kwargs, **extra})
     except TypeError as error:
@@ -166,6 +200,17 @@ def capture(
     _clean(graph_module)
     _restore_names(graph_module, model)
     return _captured(graph_module, outputs, model, signature, extra, bound, route)
+
+
+def _check_batch_norms(modules: Mapping[str, nn.Module]) -> None:
+    """Raise CaptureError of statistics that are means over all batches: a graph has one batch's share."""
+    for name, module in modules.items():
+        kept = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if kept and module.training and module.momentum is None:
+            raise CaptureError(
+                f"{name} is a {type(module).__name__} with momentum=None, whose share of each batch in the "
+                "statistics a graph cannot count: give it a momentum, or put it into eval mode"
+            )
 
 
 def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,7 +246,7 @@ def _export(
     model: nn.Module, bound: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[fx.GraphModule | None, Any, BaseException | None]:
     try:
-        with _quiet(), torch.enable_grad(), checkpoints_marked():
+        with quiet(), torch.enable_grad(), checkpoints_marked():
             program = torch.export.export(model, bound[0], bound[1], strict=False)
             graph_module = program.module()
     # The exporter runs the model's own code on fake tensors: it may raise anything.
@@ -251,7 +296,7 @@ class _BoundaryTracer(SketchTracer):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the exporter's own account of a failure, which the error repeats."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     before = [logger.level for logger in loggers]

@@ -311,6 +311,8 @@ def _attention(node: fx.Node, source: fx.Node, shard: Shard, tp: int) -> Rule | 
 
 def _matmul(node: fx.Node, source: fx.Node, shard: Shard, tp: int) -> Rule | None:
     count = len(shape(node))
+    if any(len(shape(operand)) < 2 for operand in node.all_input_nodes):
+        return None  # a vector has no axis of matrices, and so places shift
     out = shard.moved(shard.dim + count - len(shape(source)))
     if shard.dim >= len(shape(source)) - 2 or shape(node)[out.dim] != shape(source)[shard.dim]:
         return None
