@@ -252,3 +252,18 @@ def test_bad_arguments_are_told(change, error, message, tmp_path):
     with pytest.raises(error, match=message):
         pc.export_onnx(given.pop("model"), given.pop("args"), path, **given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dictionary_by_position(tmp_path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, batch):
+            return self.layer(batch["x"]) + batch["y"]
+
+    model, batch = Named().eval(), {"x": torch.randn(3, 8), "y": torch.randn(3, 4)}
+    pc.export_onnx(model, (batch,), tmp_path / "named.onnx")
+    found = run(tmp_path / "named.onnx", list(batch.values()))[0]
+    torch.testing.assert_close(found, model(batch))

@@ -1,5 +1,6 @@
 """Export a model to ONNX, and hold what ONNX Runtime computes from the file against the model."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,9 +95,9 @@ def export_onnx(
         OnnxInvalidError: what torch made is not sound.
     """
     positional = (args,) if isinstance(args, torch.Tensor) else args
-    named = dict(kwargs or {})
     path = checked_path(path, "path")
     _check_arguments(model, positional, opset)
+    positional, named = _with_last_named(model, positional, dict(kwargs or {}))
     check_rounding(then)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
@@ -182,6 +183,16 @@ def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
         for part in parts
         if all(has_sizes(array, wanted) for array, wanted in zip(part.values(), sizes, strict=True))
     ]
+
+
+def _with_last_named(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments; a dictionary at their end by its name: torch's exporter would take it for keywords."""
+    if kwargs or not args or not isinstance(args[-1], dict):
+        return args, kwargs
+    name = list(inspect.signature(model.forward).parameters)[len(args) - 1]
+    return args[:-1], {name: args[-1]}
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:
