@@ -1,15 +1,18 @@
-"""Adam with steps that are as large for every factor as the weights that they change.
+"""Steps that are as large for every factor as the weights that they change: Muon's, and Adam's for vectors.
 
 The factors of one model differ in scale by orders of magnitude, so a rate is relative to the root mean square
-of each tensor. A pivoted weight A [1 C] needs more: its C is as badly conditioned as the pivot columns
-are, and steps of one size in all its entries do harm in some directions and nothing in others. There
-Adam works in the coordinates (AᵀA)^½ C and A (1 + C Cᵀ)^½, in which a step is as long as the change of
-the weight that it makes (the metric of ScaledGD, Tong, Ma & Chi, JMLR 2021).
+of each tensor. Of a matrix whose mean gradient is U S Vᵀ a step is along U Vᵀ, as far in all directions
+(Muon, Jordan et al., 2024, kellerjordan.github.io/posts/muon), where Adam's is as far in all entries.
+A pivoted weight A [1 C] needs more: its C is as badly conditioned as the pivot columns are, and steps of one
+size do harm in some directions and nothing in others. There steps are taken in the coordinates (AᵀA)^½ C and
+A (1 + C Cᵀ)^½, in which one is as long as the change of the weight that it makes (the metric of ScaledGD,
+Tong, Ma & Chi, JMLR 2021).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ BETAS = (0.9, 0.99)
 CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
 MOST_GAIN = 0.3  # of the loss, that a step may take
 WARM_UP = 0.1  # share of the steps
+_NEWTON, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Muon's own
 _SMALLEST = 1e-30
 # Added to the size that a gradient is divided by, the second as a share of its mean in the factor. Squares
 # of gradients below 1e-22, as of dead channels, are 0 in float32: they would be divided by next to nothing.
@@ -36,7 +40,7 @@ class Factor:
         parameter: seen as a matrix (n, m), its first dimension against the others.
         scale: root mean square of its entries; in the coordinates below that which gives it the norm of the
             whole weight.
-        left: M^-½ (n, n), where Adam works on M^½ of the parameter.
+        left: M^-½ (n, n), where steps are taken in M^½ of the parameter.
         right: the same (m, m), from the right.
     """
 
@@ -46,7 +50,7 @@ class Factor:
     right: Tensor | None = None
 
     def bend(self, change: Tensor) -> Tensor:
-        """A gradient in the coordinates of Adam, or a step of Adam in those of the parameter (n, m)."""
+        """A gradient in the coordinates of steps, or a step in those of the parameter (n, m)."""
         if self.left is not None:
             change = self.left @ change
         return change if self.right is None else change @ self.right
@@ -104,23 +108,88 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().mean().sqrt())
 
 
+@dataclass(frozen=True, slots=True)
+class _Learning:
+    """A factor with what steps along it are made of, float32.
+
+    Attributes:
+        factor: that learns.
+        master: its numbers: steps of a thousandth would be lost in the rounding of half types.
+        mean: of its gradients, as a matrix in the coordinates of steps.
+        square: mean of their squares; None of a matrix, whose steps need none.
+    """
+
+    factor: Factor
+    master: Tensor
+    mean: Tensor
+    square: Tensor | None
+
+    @classmethod
+    def of(cls, factor: Factor) -> Self:
+        """A factor that no gradient was seen of."""
+        master = factor.parameter.detach().float().clone()
+        mean = torch.zeros_like(_matrix(master))
+        return cls(factor, master, mean, torch.zeros_like(mean) if min(mean.shape) == 1 else None)
+
+    def next_step(self, gradient: Tensor, taken: int) -> tuple[Tensor, Tensor]:
+        """Where to, over the scale of the factor and the rate, and what the loss would lose, were it linear.
+
+        Args:
+            gradient: of the factor.
+            taken: steps, this one counted.
+        """
+        bent = self.factor.bend(_matrix(gradient))
+        self.mean.lerp_(bent, 1 - BETAS[0])
+        mean = self.mean / (1 - BETAS[0] ** taken)
+        if self.square is None:
+            step = max(mean.shape) ** 0.5 * evened(mean.lerp(bent, 1 - BETAS[0]))
+        else:
+            self.square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
+            size = (self.square / (1 - BETAS[1] ** taken)).sqrt_()
+            step = mean / size.add_(_LEAST_SHARE * size.mean() + _LEAST)
+        return step, self.factor.scale * (mean * step).sum()
+
+    def take(self, step: Tensor, rate: float) -> None:
+        """Go along a step."""
+        _matrix(self.master).sub_(self.factor.bend(step), alpha=rate * self.factor.scale)
+        self.factor.parameter.copy_(self.master)
+
+
+def evened(matrix: Tensor) -> Tensor:
+    """U Vᵀ of a matrix U S Vᵀ (n, m), nearly: singular values between .7 and 1.2, small ones below.
+
+    One of next to nothing stays that. By Newton-Schulz iterations x ← (a + b q + c q²) x, q = x xᵀ, which are
+    polynomials of the first q alone.
+    """
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.abs().amax().clamp_min(_LEAST)
+    wide = wide / torch.linalg.vector_norm(wide).clamp_min(1.0)
+    square = wide @ wide.T
+    made: Tensor | None = None
+    for _ in range(_ITERATIONS):
+        factor = _NEWTON[1] * square + _NEWTON[2] * (square @ square)
+        factor.diagonal().add_(_NEWTON[0])
+        made = factor if made is None else made @ factor
+        square = factor @ factor @ square
+    assert made is not None
+    wide = made @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
 class Descent:
-    """Adam in float32 on some factors, warmed up, then down along a cosine.
+    """Muon and Adam in float32 on some factors, warmed up, then down along a cosine.
 
     Args:
         factors: to be changed.
-        lr: change of an entry in a step at the top of the schedule, over the factor's scale.
+        lr: change of an entry in a step at the top of the schedule, over the factor's scale; of a matrix the
+            root mean square.
         steps: the length of the schedule.
     """
 
     def __init__(self, factors: Sequence[Factor], lr: float, steps: int) -> None:
-        self._factors = factors
         self._lr, self._steps, self._taken = lr, steps, 0
         self._usual = 0.0
-        # Steps of a thousandth would be lost in the rounding of half types.
-        self._masters = [factor.parameter.detach().float().clone() for factor in factors]
-        self._means = [torch.zeros_like(_matrix(master)) for master in self._masters]
-        self._squares = [torch.zeros_like(mean) for mean in self._means]
+        self._all = [_Learning.of(factor) for factor in factors]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], loss: float) -> None:
@@ -132,25 +201,17 @@ class Descent:
                 linear, is cut to that, as in Polyak's rule: no loss is below 0.
         """
         self._taken += 1
-        rate = self._lr * self._schedule() / (1 - BETAS[0] ** self._taken)
+        rate = self._lr * self._schedule()
         clip = self._clip([gradient for gradient in gradients if gradient is not None])
-        state = zip(self._factors, self._masters, self._means, self._squares, gradients, strict=True)
-        reached = [
-            (one, at, mean, square, given) for one, at, mean, square, given in state if given is not None
+        steps = [
+            (one, *one.next_step(gradient.float() * clip, self._taken))
+            for one, gradient in zip(self._all, gradients, strict=True)
+            if gradient is not None
         ]
-        gains = []
-        for factor, _, mean, square, gradient in reached:
-            bent = factor.bend(_matrix(gradient.float()) * clip)
-            mean.lerp_(bent, 1 - BETAS[0])
-            square.mul_(BETAS[1]).addcmul_(bent, bent, value=1 - BETAS[1])
-            gains.append(factor.scale * mean.abs().sum())
-        gain = rate * float(torch.stack(gains).sum()) if gains else 0.0
-        rate *= min(1.0, MOST_GAIN * loss / gain) if gain else 1.0
-        for factor, master, mean, square, _ in reached:
-            size = (square / (1 - BETAS[1] ** self._taken)).sqrt_()
-            size.add_(_LEAST_SHARE * size.mean() + _LEAST)
-            _matrix(master).sub_(factor.bend(mean / size), alpha=rate * factor.scale)
-            factor.parameter.copy_(master)
+        gain = rate * float(sum(gain for _, _, gain in steps))
+        rate *= min(1.0, MOST_GAIN * loss / gain) if gain > 0 else 1.0
+        for one, step, _ in steps:
+            one.take(step, rate)
 
     def _schedule(self) -> float:
         """From above 0 to 1 over the warm-up, then down to 0 along a cosine."""

@@ -54,7 +54,7 @@ def heal(
     data: Data,
     steps: int = 200,
     method: str = "kl",
-    lr: float = 4e-3,
+    lr: float = 1.6e-3,
     output: str = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
@@ -79,7 +79,7 @@ def heal(
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
         lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with.
         output: what the results are: "logits", "features", or "auto", to see for oneself.
-        held_out: share of the batches to judge by; at most a twentieth as many as there are steps, or
+        held_out: share of the batches to judge by; at most a fortieth as many as there are steps, or
             eight, so that most of the time goes into training.
         inplace: change the model given, in place of a copy.
         seed: of the order of the batches.
@@ -263,7 +263,7 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
 
 def _judges(held_out: float, batches: int, steps: int) -> int:
     """How many batches are held out: all are run some 20 times."""
-    wanted = min(round(held_out * batches), max(_FEWEST_JUDGES, steps // 20))
+    wanted = min(round(held_out * batches), max(_FEWEST_JUDGES, steps // 40))
     return min(batches - 1, max(1, wanted))
 
 

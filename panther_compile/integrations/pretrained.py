@@ -338,7 +338,7 @@ def _check_factors_are_there(
         for key, tensor in layer.state_dict().items()
         if tensor.dim() > 1 and key != "weight"
     )
-    if held and not any(f".{name}".endswith(ends) for name in held):
+    if held and ends and not any(f".{name}".endswith(ends) for name in held):
         raise CheckpointMismatchError(
             f"{where} says that {next(iter(layers))} is sketched, among {len(layers)}, and the files hold no "
             "factors: a dense model of that config was saved; take quantization_config out of config.json"
