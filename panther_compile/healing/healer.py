@@ -28,7 +28,7 @@ from panther_compile.layers.base import check_factors, outermost
 from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
-from panther_compile.models.surroundings import eval_mode, undisturbed
+from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
 from panther_compile.planning.own_weights import lifted
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
 from panther_compile.reporting.progress import ProgressBar
@@ -335,10 +335,7 @@ def _half_pays(model: nn.Module) -> bool:
 def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
     """Eval mode, gradients for the factors of the first model alone; everything is put back afterwards."""
     flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with undisturbed(grad=True), ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        torch.backends.mha.set_fastpath_enabled(False)  # it leaves out modules, and packs what is padded
+    with undisturbed(grad=True), without_fast_attention(), ExitStack() as stack:
         stack.enter_context(eval_mode(*models))
         for parameter, flag in flags:
             stack.callback(parameter.requires_grad_, flag)

@@ -165,21 +165,19 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         lift_own_weights(model)
         names = _Names(model)
         where = f"config.json of {getattr(model.config, 'name_or_path', '') or type(model).__name__}"
-        here = {entry["name"]: names.of_module(entry["name"]) for entry in sketch.layers}
-        entries = [
-            {**entry, "name": here[entry["name"]]}
+        here = {
+            entry["name"]: {**entry, "name": name}
             for entry in sketch.layers
-            if here[entry["name"]] is not None
-        ]
-        if not entries:
+            if (name := names.of_module(entry["name"])) is not None
+        }
+        if not here:
             raise CheckpointMismatchError(
                 f"{where} is a sketch of a {sketch.model}; a {type(model).__name__} has none of its "
                 f"{len(sketch.layers)} sketched layers, as {sketch.layers[0]['name']!r}"
             )
-        saved = [read_record(SavedLayer, entry, where) for entry in entries]
+        saved = [read_record(SavedLayer, entry, where) for entry in here.values()]
         new = empty_layers(model, saved, sketch.model, where)
-        present = [name for name, own in here.items() if own is not None]
-        _check_factors_are_there(dict(zip(present, new.values(), strict=True)), checkpoint_files, where)
+        _check_factors_are_there(dict(zip(here, new.values(), strict=True)), checkpoint_files, where)
         new |= _tied_to(model, new)
         replace_inside(model, new)
         lower_own_weights(model)
@@ -192,7 +190,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected = ignored | set(
             model._keys_to_ignore_on_load_unexpected or ()
         )
-        complete = len(entries) == len(sketch.layers) and not names.shifted
+        complete = len(here) == len(sketch.layers) and not names.shifted
         self._record = _read_record(checkpoint_files) if complete else None
         return model
 
@@ -264,7 +262,7 @@ def _aliases(model: Any) -> dict[str, str]:
 
 
 def _tied_to(model: Any, new: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Sketched layers for those that are tied to a sketched table, of which the saved model had none."""
+    """Sketched layers for heads that are tied to a sketched table, where the saved model had none."""
     tied: dict[nn.Module, nn.Module] = {}
     for other, first in getattr(model, "all_tied_weights_keys", {}).items():
         (table, leaf), (layer, own) = owner_of(model, first), owner_of(model, other)

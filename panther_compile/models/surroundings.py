@@ -53,6 +53,17 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Attention of torch.nn without its fast path of eval mode, which leaves out modules and packs rows."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
 def undisturbed(*, grad: bool = False) -> Iterator[None]:
     """Put the global generators back afterwards; within, the caller's autograd, autocast and device are off.
 

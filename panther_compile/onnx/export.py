@@ -30,7 +30,12 @@ from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
-from panther_compile.onnx.int8 import check_rounding, int8_model, warn_if_destroyed_by_int8
+from panther_compile.onnx.int8 import (
+    check_can_round,
+    check_rounding,
+    int8_model,
+    warn_if_destroyed_by_int8,
+)
 from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
 from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers, without_bases
@@ -134,6 +139,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
         calls: the example, then the data.
     """
     found: list[Closeness] = []
+    check_can_round(model)
     inputs = model.graph.inputs
     feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)]
 
@@ -191,8 +197,10 @@ def _with_last_named(
     """The arguments; a dictionary at their end by its name: torch's exporter would take it for keywords."""
     if kwargs or not args or not isinstance(args[-1], dict):
         return args, kwargs
-    name = list(inspect.signature(model.forward).parameters)[len(args) - 1]
-    return args[:-1], {name: args[-1]}
+    parameters = list(inspect.signature(model.forward).parameters.values())[len(args) - 1 :]
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return args, kwargs
+    return args[:-1], {parameters[0].name: args[-1]}
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:

@@ -80,12 +80,6 @@ def check_can_round(model: ir.Model) -> None:
         )
 
 
-def _check_rounded(path: Path, feeds: Sequence[Feed]) -> None:
-    """Raise NoTargetError if nothing in a file is in int8."""
-    if not any(is_onnx(node, *_IN_INT8) for node in read_model(path).graph.all_nodes()):
-        raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
-
-
 def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
     """Warn of outputs that rounding alone has destroyed.
 
@@ -147,21 +141,18 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
         NoTargetError: nothing of the model can be in int8.
         OnnxFileError: they cannot be written.
     """
-    check_can_round(model)
     with saved_copy(model, folder) as path, _quiet():
         learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)]
         rounded = _quantized(path, is_large(model), learnt or feeds)
-        _check_rounded(rounded, feeds)
         smooth = read_model(path) if learnt else None
         if smooth is not None and smooth_inputs(smooth, learnt, folder):
             with saved_copy(smooth, path.parent) as other:
                 scaled = _quantized(other, is_large(smooth), learnt)
                 held_out = feeds[len(learnt) :]
                 shares = [compare_files(path, one, held_out).closeness.share for one in (scaled, rounded)]
-                result = read_model(scaled if shares[0] < shares[1] else rounded)
-                yield _in_fast_forms(result)
+                yield _finished(scaled if shares[0] < shares[1] else rounded, feeds)
         else:
-            yield _in_fast_forms(read_model(rounded))
+            yield _finished(rounded, feeds)
 
 
 def _quantized(path: Path, large: bool, feeds: Sequence[Feed]) -> Path:
@@ -229,7 +220,11 @@ def _not_by_matrices(model: ir.Model) -> list[ir.Node]:
     ]
 
 
-def _in_fast_forms(model: ir.Model) -> ir.Model:
+def _finished(path: Path, feeds: Sequence[Feed]) -> ir.Model:
+    """The model of a file, in forms that are fast; raises NoTargetError if nothing in it is in int8."""
+    model = read_model(path)
+    if not any(is_onnx(node, *_IN_INT8) for node in model.graph.all_nodes()):
+        raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
     fuse_gelu(model)
     keep_sums_apart(model)
     return model

@@ -15,7 +15,7 @@ from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.capture import example_arguments, quiet
 from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
-from panther_compile.partition.graph.modes import differs_by_mode
+from panther_compile.partition.graph.modes import check_batch_norms, differs_by_mode
 from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
@@ -213,6 +213,7 @@ def partition_model(
             f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
         )
     if found.mesh.pp * found.mesh.tp > 1 and model.training:
+        check_batch_norms(model)
         _warn_of_modes(model, example_inputs)
     return found
 

@@ -67,6 +67,7 @@ def test_statistics_that_a_graph_cannot_count():
     model = Residual(norm=nn.BatchNorm1d(8, momentum=None))
     with pytest.raises(CaptureError, match=r"norm is a BatchNorm1d with momentum=None"):
         pc.partition_model(model.train(), torch.randn(4, 8), mesh={"pp": 2}, hardware="cpu")
+    pc.partition_model(model, torch.randn(4, 8), mesh={"dp": 2}, hardware="cpu")  # the module itself runs
     pc.partition_model(model.eval(), torch.randn(4, 8), mesh={"pp": 2}, hardware="cpu")
 
 

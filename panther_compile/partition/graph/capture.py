@@ -179,7 +179,6 @@ def capture(
         raise CaptureError(f"boundaries name no modules of the model: {unknown}; it has {_some(names)}")
     signature = inspect.signature(model.forward)
     extra = _without_cache(model, signature, kwargs)
-    _check_batch_norms(names)
     try:
         bound = _bind(signature, args, {**kwargs, **extra})
     except TypeError as error:
@@ -200,17 +199,6 @@ def capture(
     _clean(graph_module)
     _restore_names(graph_module, model)
     return _captured(graph_module, outputs, model, signature, extra, bound, route)
-
-
-def _check_batch_norms(modules: Mapping[str, nn.Module]) -> None:
-    """Raise CaptureError of statistics that are means over all batches: a graph has one batch's share."""
-    for name, module in modules.items():
-        kept = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
-        if kept and module.training and module.momentum is None:
-            raise CaptureError(
-                f"{name} is a {type(module).__name__} with momentum=None, whose share of each batch in the "
-                "statistics a graph cannot count: give it a momentum, or put it into eval mode"
-            )
 
 
 def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

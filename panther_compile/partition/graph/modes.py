@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from panther_compile.models.surroundings import eval_mode, unwritten
+from panther_compile.errors import CaptureError
+from panther_compile.models.surroundings import eval_mode, undisturbed, unwritten, without_fast_attention
 
 
 class _Called(TorchFunctionMode):
@@ -66,14 +66,27 @@ def differs_by_mode(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     )
 
 
+def check_batch_norms(model: nn.Module) -> None:
+    """Check that a graph in train mode can keep the statistics of a model's batch norms.
+
+    Raises:
+        CaptureError: some are means over all batches, of which a graph has the share of one.
+    """
+    for name, module in model.named_modules():
+        kept = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if kept and module.training and module.momentum is None:
+            raise CaptureError(
+                f"{name} is a {type(module).__name__} with momentum=None, whose share of each batch in the "
+                "statistics a graph cannot count: give it a momentum, or put it into eval mode"
+            )
+
+
 def _seen(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, str]] | None:
     called, fake = _Called(), FakeTensorMode(allow_non_fake_inputs=True)
-    fast = torch.backends.mha.get_fastpath_enabled()  # in eval mode alone, and does the same
-    torch.backends.mha.set_fastpath_enabled(False)
     hooks = register_module_forward_pre_hook(called.enter), register_module_forward_hook(called.leave)
     try:
         given = pytree.tree_map_only(Tensor, fake.from_tensor, (tuple(args), dict(kwargs)))
-        with unwritten(model), torch.no_grad(), fake, called:
+        with undisturbed(), without_fast_attention(), unwritten(model), fake, called:
             model(*given[0], **given[1])
     # The model's own code, on tensors without numbers: it may raise anything, and says nothing then.
     except Exception:
@@ -81,5 +94,4 @@ def _seen(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     finally:
         for hook in hooks:
             hook.remove()
-        torch.backends.mha.set_fastpath_enabled(fast)
     return called.seen
