@@ -15,8 +15,8 @@ After:
 Then `lift_functional` finds what it finds in a traced graph. Only what linear layers, convolutions and batch
 norms alone read is lifted, and each tensor itself, not a copy. `addmm(bias, x, weight)`, as Hugging Face's
 Conv1D has it, becomes `linear` on the transposed view of its weight; `addmm(z, x, weight.t())` stays, for
-`lift_sketched`. The graph module is a new one in eval
-mode, with fewer inputs; the one given is left as it was.
+`lift_sketched`. A weight that is read both ways, as a tied autoencoder reads it, stays an input. The graph
+module is a new one in eval mode, with fewer inputs; the one given is left as it was.
 """
 
 import re
@@ -59,7 +59,7 @@ def lift_parameters(graph_module: fx.GraphModule, example_inputs: Sequence[objec
         if node is None:
             continue
         assert isinstance(value, Tensor)
-        transposed = all(_transposed_weight(user) is node for user in node.users)
+        transposed = any(_transposed_weight(user) is node for user in node.users)
         held = nn.Parameter(value.t(), value.requires_grad) if transposed else value
         name = _register(root, str(node.target), held)
         with graph.inserting_before(first):
@@ -67,12 +67,10 @@ def lift_parameters(graph_module: fx.GraphModule, example_inputs: Sequence[objec
         read.meta = dict(node.meta)
         copied[node].replace_all_uses_with(read)
         graph.erase_node(copied[node])
+        for user in list(read.users) if transposed else ():
+            bias, x, _ = user.args
+            user.target, user.args = F.linear, (x, read, bias)
         lifted += 1
-    for node in graph.nodes:
-        weight = _transposed_weight(node)
-        if weight is not None and weight.op == "get_attr":
-            bias, x, _ = node.args
-            node.target, node.args = F.linear, (x, weight, bias)
     return PassResult(fx.GraphModule(root, graph).eval(), lifted)
 
 
@@ -84,7 +82,9 @@ def liftable(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> 
         plain = type(value) in (nn.Parameter, Tensor) and not isinstance(value, FakeTensor)
         # An inference tensor does not tell when it is changed.
         known = own and plain and not value.is_inference()  # type: ignore[attr-defined]
-        yield node if known and node.users and all(_is_weight_of(node, user) for user in node.users) else None
+        weight = known and node.users and all(_is_weight_of(node, user) for user in node.users)
+        one_way = len({_transposed_weight(user) is node for user in node.users}) == 1
+        yield node if weight and one_way else None
 
 
 def _transposed_weight(node: fx.Node) -> fx.Node | None:

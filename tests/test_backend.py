@@ -278,6 +278,28 @@ def test_a_model_in_training_is_refused_with_advice():
         compiled(torch.randn(3, 4, 8, 8))
 
 
+@pytest.mark.parametrize(
+    "on", [torch.enable_grad, lambda: torch.inference_mode(False)], ids=["enable_grad", "inference_mode"]
+)
+def test_gradients_that_the_model_turns_on_itself_are_training(on):
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            with on():
+                return self.second(torch.tanh(self.first(x)))
+
+    model, x = Energy(), torch.randn(3, 32)
+    compiled = torch.compile(model, backend="panther", options=OPTIONS)
+    with torch.no_grad():
+        with pytest.raises(BackendCompilerFailed, match="nothing inside that turns gradients on"):
+            compiled(x)
+        low_rank(model.requires_grad_(False))
+        close(compiled(x), model(x))
+
+
 def test_frozen_weights_and_small_graphs_may_have_gradients_on():
     model = low_rank(nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24))).requires_grad_(False)
     x = torch.randn(5, 24, requires_grad=True)

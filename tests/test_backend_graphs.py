@@ -11,6 +11,8 @@ import panther_compile as pc
 from panther_compile.backend.panther import panther
 from panther_compile.ops.linear import sketched_linear
 
+SKETCH = {"min_params": 0, "allow_slower": True}
+
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -93,6 +95,37 @@ def test_a_pivoted_layer_compiles_to_two_products_alone():
     assert not {operator.add, operator.iadd, torch.add} & set(targets)
     exported = {str(node.target) for node in torch.export.export(layer, (x,)).graph.nodes}
     assert "aten.addmm.default" not in exported
+
+
+@pytest.mark.parametrize("way", ["module", "function", "unflattened"])
+def test_an_exported_sketched_model_is_not_sketched_further(way):
+    model = nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48)).eval()
+    small, x = pc.sketchify(model, 0.5, progress=False, **SKETCH), torch.randn(5, 48)
+    program = torch.export.export(small, (x,))
+    exported = program.module() if way != "unflattened" else torch.export.unflatten(program)
+    called = (lambda x: exported(x)) if way == "function" else exported
+    with torch.no_grad():
+        fast = torch.compile(called, backend="panther", options={"inner": "eager"} | SKETCH)
+        torch.testing.assert_close(fast(x), small(x))
+
+
+def test_a_part_beside_an_exported_sketched_model_stays_dense():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            small = pc.sketchify(nn.Sequential(nn.Linear(48, 48), nn.ReLU()).eval(), 0.5, **SKETCH)
+            self.body = torch.export.export(small, (torch.randn(3, 48),)).module()
+            self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+
+        def forward(self, x):
+            x = self.body(x)
+            torch._dynamo.graph_break()
+            return x + self.second(F.relu(self.first(x)))
+
+    model, x = Head(), torch.randn(3, 48)
+    with torch.no_grad():
+        fast = torch.compile(model, backend="panther", options={"inner": "eager"} | SKETCH)
+        torch.testing.assert_close(fast(x), model(x))
 
 
 @pytest.mark.gpu

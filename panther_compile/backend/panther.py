@@ -25,7 +25,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses import FakeTensor
 
 from panther_compile.api import plan_sketch, sketchify
-from panther_compile.backend.factor_cache import FactorCache, Snapshot
+from panther_compile.backend.factor_cache import FactorCache, Snapshot, origins
 from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.verdict import keep_verdict
 from panther_compile.config import SketchConfig, selectors
@@ -47,6 +47,11 @@ Compiled: TypeAlias = Callable[..., Any]
 _FACTORS = FactorCache()
 # Arguments of sketchify that have no meaning for a graph, or ask for work that a compiler should not do.
 _OF_SKETCHIFY = ("data", "inplace", "example_inputs", "resume", "max_drop", "evaluate", "refine")
+# Calls in a graph after which gradients are on, by their argument.
+_TURN_GRADIENTS_ON: Mapping[Any, bool] = {
+    torch._C._set_grad_enabled: True,
+    torch.autograd.grad_mode._enter_inference_mode: False,
+}
 
 
 def panther(
@@ -73,9 +78,9 @@ def panther(
         raise BackendError(f"{mode=}: the panther backend has no modes, give it options={{'inner': ...}}")
     settings = Settings.read(options or {})
     # One of several graphs of a sketched model may hold no sketched layer.
-    sketched = _holds_sketched_layers(graph_module) or _is_called_by_sketched_model()
+    sketched = _holds_sketched_layers(graph_module.graph) or _is_called_by_sketched_model()
     weights = [node is not None for node in liftable(graph_module, example_inputs)]
-    if torch.is_grad_enabled() and any(
+    if (torch.is_grad_enabled() or _turns_gradients_on(graph_module)) and any(
         value.requires_grad for value, lifted in zip(example_inputs, weights, strict=True) if lifted
     ):
         if not sketched:
@@ -151,11 +156,13 @@ class _CompiledGraph:
     ) -> None:
         self._settings, self._sketch = settings, sketch
         self._template = _without_meta(graph_module)
-        inputs = enumerate(liftable(graph_module, example_inputs))
-        self._lifted = [place for place, node in inputs if node is not None]
+        nodes = {place: node for place, node in enumerate(liftable(graph_module, example_inputs)) if node}
+        self._lifted = list(nodes)
+        # One of several layers of a weight may be folded or sketched, and another use the weight as it is.
+        self._shared = {place for place, node in nodes.items() if sketch and len(node.users) > 1}
         ready, self.improved = self._prepare(graph_module, example_inputs)
         if self.improved:
-            self._current = _Variant.of(ready, self._template, self._weights(example_inputs))
+            self._current = self._variant(ready, example_inputs)
             self._current.run = settings.compile(ready, self._current.others(example_inputs))
             self._variants = [self._current]
 
@@ -184,6 +191,11 @@ class _CompiledGraph:
             sketch_dense, settings=self._settings, weights=self._weights(inputs), inputs=others
         )
 
+    def _variant(self, ready: fx.GraphModule, inputs: Sequence[Any]) -> "_Variant":
+        shared = {id(inputs[place]) for place in self._shared}
+        used = [tensor for tensor in _tensors(ready) if id(tensor) not in shared]
+        return _Variant.of(ready, self._template, Snapshot(self._weights(inputs), used))
+
     def _variant_for(self, weights: list[Tensor], inputs: Sequence[Any]) -> "_Variant":
         """What is compiled for these weights as they are now: known, brought up to date, or made."""
         self._variants = [variant for variant in self._variants if variant.snapshot.is_alive]
@@ -192,7 +204,7 @@ class _CompiledGraph:
                 return variant
         _log.info("weights have changed: factorizing again")
         ready, _ = self._prepare(self._template, inputs)
-        new = _Variant.of(ready, self._template, weights)
+        new = self._variant(ready, inputs)
         for variant in self._variants:
             if variant.snapshot.is_of(weights) and variant.adopt(new):
                 return variant
@@ -212,11 +224,11 @@ class _Variant:
     run: Compiled
 
     @classmethod
-    def of(cls, ready: fx.GraphModule, template: fx.GraphModule, weights: list[Tensor]) -> Self:
+    def of(cls, ready: fx.GraphModule, template: fx.GraphModule, snapshot: Snapshot) -> Self:
         left = {node.target for node in ready.graph.nodes if node.op == "placeholder"}
         inputs = [node.target for node in template.graph.nodes if node.op == "placeholder"]
         kept = [place for place, name in enumerate(inputs) if name in left]
-        return cls(Snapshot(weights, used=_tensors(ready)), ready, kept, ready.forward)
+        return cls(snapshot, ready, kept, ready.forward)
 
     def others(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs that are not held."""
@@ -257,10 +269,10 @@ def sketch_dense(
         weights: that it holds.
         inputs: one for each placeholder, on which layers are timed where that is asked for.
     """
-    dense = [
-        (name, repr(module)) for name, module in graph_module.named_modules() if find_kind(module) is not None
-    ]
-    key = (dense, settings.sketch)
+    dense = {name: module for name, module in graph_module.named_modules() if find_kind(module) is not None}
+    numbers = origins([tensor for module in dense.values() for tensor in _tensors(module)], weights)
+    named = [(name, repr(module)) for name, module in dense.items()]
+    key = (named, numbers, _heads(graph_module), settings.sketch)
     layers = _FACTORS.find(weights, key)
     if layers is None:
         layers = _sketched_layers(graph_module, settings, inputs)
@@ -320,12 +332,16 @@ def _without_head(graph_module: fx.GraphModule, options: Mapping[str, Any]) -> d
     """
     if options.get("include") is not None:
         return dict(options)
+    heads, excluded = _heads(graph_module), selectors(options.get("exclude"))
+    return {**options, "exclude": (*excluded, lambda _, name: name in heads) if heads else excluded}
+
+
+def _heads(graph_module: fx.GraphModule) -> set[str]:
+    """Names of the layers that make an output of the graph and change the number of features."""
     (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
     last = (_before_bias(node) for node in output.all_input_nodes)
     made = {str(node.target) for node in last if node.op == "call_module"}
-    heads = {name for name in made if _changes_width(graph_module.get_submodule(name))}
-    excluded = selectors(options.get("exclude"))
-    return {**options, "exclude": (*excluded, lambda _, name: name in heads) if heads else excluded}
+    return {name for name in made if _changes_width(graph_module.get_submodule(name))}
 
 
 def _before_bias(node: fx.Node) -> fx.Node:
@@ -363,17 +379,43 @@ def _refuse_dense_training(
         raise BackendError(
             f"the model is dense and gradients are on, so that {name}{f' and {more} more' if more else ''} "
             "cannot be sketched while it is compiled: to train, call panther_compile.sketchify(model) first "
-            "and compile its result; to infer, call the compiled model under torch.no_grad()"
+            "and compile its result; to infer, call the compiled model under torch.no_grad(), with nothing "
+            "inside that turns gradients on"
         )
 
 
-def _holds_sketched_layers(graph_module: fx.GraphModule) -> bool:
+def _turns_gradients_on(graph_module: fx.GraphModule) -> bool:
+    """Whether the model does so itself, under the `no_grad` of its caller."""
+    return any(
+        node.op == "call_function"
+        and node.target in _TURN_GRADIENTS_ON
+        and node.args[0] is _TURN_GRADIENTS_ON[node.target]
+        for node in graph_module.graph.nodes
+    )
+
+
+def _holds_sketched_layers(graph: fx.Graph) -> bool:
     """Whether a node was recorded inside the forward of a sketched layer."""
     return any(
-        isinstance(kind, type) and issubclass(kind, SketchedLayer)
-        for node in graph_module.graph.nodes
+        _is_sketched_kind(kind)
+        for node in graph.nodes
         for _, kind in (node.meta.get("nn_module_stack") or {}).values()
     )
+
+
+def _is_sketched_kind(kind: object) -> bool:
+    """Whether a class, or the full name that `torch.export` notes of it, is that of a sketched layer."""
+    if isinstance(kind, str):
+        module, _, name = kind.rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and issubclass(kind, SketchedLayer)
+
+
+def _is_sketched(model: nn.Module) -> bool:
+    """Whether a model holds sketched layers, as modules or in the graph of a part that was exported."""
+    graphs = (getattr(module, "graph", None) for module in model.modules())
+    exported = any(isinstance(graph, fx.Graph) and _holds_sketched_layers(graph) for graph in graphs)
+    return exported or any(outermost(model))
 
 
 def _is_called_by_sketched_model() -> bool:
@@ -385,9 +427,9 @@ def _is_called_by_sketched_model() -> bool:
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, OptimizedModule):
-            return any(outermost(caller._orig_mod))
+            return _is_sketched(caller._orig_mod)
         if isinstance(caller, nn.Module) and caller._compiled_call_impl is not None:  # model.compile()
-            return any(outermost(caller))
+            return _is_sketched(caller)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
