@@ -33,7 +33,7 @@ def global_norm(
             copies *= shape.dp
         if not gradient.numel():
             continue
-        magnitudes = gradient.to(dtype).abs()
+        magnitudes = gradient.abs().to(dtype)
         if math.isinf(norm_type):
             total = torch.maximum(total, magnitudes.max().to(total.device))
         else:

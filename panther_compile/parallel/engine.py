@@ -296,7 +296,10 @@ class ParallelEngine(nn.Module):
     def _read_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         task = self.task
         values = task.form.flatten(args, kwargs)
-        batch = read_batch(values, task.inputs, task.microbatches, any_shape=task.any_shape)
+        is_alone = self.devices.shape.pp == 1
+        batch = read_batch(
+            values, task.inputs, task.microbatches, any_shape=task.any_shape, any_dtype=is_alone
+        )
         if batch.is_filled_up and self.training and task.mixes_rows is not None:
             raise BatchError(
                 f"a batch of {batch.rows} rows, where {task.microbatches} microbatches of {batch.width} are "
@@ -472,12 +475,12 @@ class ParallelEngine(nn.Module):
         """Copy parameters and buffers in: of the whole model, or what `state_dict()` gave on this rank.
 
         Args:
-            state_dict: under the user's names; names of other stages are passed over.
+            state_dict: under the user's names, all of them, and no others.
             *args: of `nn.Module.load_state_dict`; none is known here.
             **kwargs: likewise.
 
         Raises:
-            CheckpointMismatchError: a tensor of this rank's stages is missing, or of another shape.
+            CheckpointMismatchError: a tensor is missing, unknown, or of another shape; nothing is changed.
         """
         if args or kwargs:
             raise ConfigError(f"load_state_dict takes the state alone, and {args or kwargs} is given")

@@ -19,6 +19,14 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import BatchError
 from panther_compile.partition import TensorSpec
 
+# A dtype -> those whose every number it has.
+_HOLDS = {
+    torch.int64: {torch.uint8, torch.int8, torch.int16, torch.int32},
+    torch.int32: {torch.uint8, torch.int8, torch.int16},
+    torch.float64: {torch.float16, torch.bfloat16, torch.float32},
+    torch.float32: {torch.float16, torch.bfloat16},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -86,7 +94,12 @@ class Share:
 
 
 def read_batch(
-    values: Sequence[Tensor], specs: Sequence[TensorSpec], count: int, *, any_shape: bool = False
+    values: Sequence[Tensor],
+    specs: Sequence[TensorSpec],
+    count: int,
+    *,
+    any_shape: bool = False,
+    any_dtype: bool = True,
 ) -> Batch:
     """The inputs of the first stage.
 
@@ -98,10 +111,13 @@ def read_batch(
         specs: of one microbatch, (rows, ...) each.
         count: of microbatches.
         any_shape: whether what runs takes other shapes than the example's, and any number of rows.
+        any_dtype: whether it takes other dtypes; else what the example's dtype can hold is made of that.
 
     Raises:
-        BatchError: a batch that is too large, of other shapes, or none at all.
+        BatchError: a batch that is too large, of other shapes or dtypes, or none at all.
     """
+    if not any_dtype:
+        values = [_as_planned(value, spec) for value, spec in zip(values, specs, strict=True)]
     is_own = [tuple(value.shape) == spec.shape for value, spec in zip(values, specs, strict=True)]
     if count > 1:
         for value, spec in zip(values, specs, strict=True):
@@ -142,6 +158,15 @@ def read_batch(
         return Batch(tuple(values), tuple(steps), sizes, 0)
     sizes = tuple(min(width, max(0, rows - place * width)) for place in range(count))
     return Batch(tuple(values), tuple(steps), sizes, width)
+
+
+def _as_planned(value: Tensor, spec: TensorSpec) -> Tensor:
+    """The same numbers in the example's dtype, which is what other stages wait for."""
+    wanted = getattr(torch, spec.dtype)
+    if value.dtype is not wanted and value.dtype not in _HOLDS.get(wanted, ()):
+        given = str(value.dtype).removeprefix("torch.")
+        raise BatchError(f"{spec.name} is {given}, and the partition was made for {spec.dtype}: convert it")
+    return value.to(wanted)
 
 
 def _explain(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], count: int) -> str:

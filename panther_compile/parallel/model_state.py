@@ -1,6 +1,6 @@
 """Parameters and buffers of a rank's stages under the user's names: this rank's, or the whole model's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from panther_compile.parallel.pieces import whole_shape
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.parallel.tensor import join_shards
 from panther_compile.partition.shards.placements import Shard
+
+_SHOWN = 5  # names that an error lists
 
 
 @dataclass(frozen=True)
@@ -93,29 +95,50 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
 
     Args:
         holder: of this rank's stages.
-        state: under the user's names; names of other stages are passed over.
+        state: under the user's names.
 
     Raises:
-        CheckpointMismatchError: a tensor of this rank's stages is missing, or of another shape.
+        CheckpointMismatchError: a name is none of the model's, or a tensor is missing, or of another shape;
+            nothing is changed then.
     """
-    own = _own_tensors(holder)
+    held = {**holder.names.rest, **_own_tensors(holder)}
+    _check_names(holder, state)
+    values: dict[str, Tensor] = {}
     for name, first in holder.names.first.items():
-        if first not in own:
+        if first not in held or name not in state:
             continue
-        held, layout, shape = tuple(own[first].shape), holder.layouts.get(first), holder.devices.shape
-        wanted = whole_shape(own[first], layout, shape.tp)
-        if name not in state or tuple(state[name].shape) not in (wanted, held):
-            given = f"{tuple(state[name].shape)} is given" if name in state else "it is not given"
+        value, layout, tp = state[name], holder.layouts.get(first), holder.devices.shape.tp
+        wanted = whole_shape(held[first], layout, tp)
+        if tuple(value.shape) not in (wanted, tuple(held[first].shape)):
             raise CheckpointMismatchError(
-                f"{name} of stage {', '.join(map(str, holder.stages))} has the shape {wanted}, and {given}"
+                f"{name} of {_stages(holder)} has the shape {wanted}, and {tuple(value.shape)} is given"
             )
-        value = state[name]
-        if layout is not None and tuple(value.shape) == wanted:
-            value = layout.local(value, shape.tp, holder.devices.tp)
-        for stage in holder.stages.values():
-            for key, tensor in (*held_parameters(stage), *held_buffers(stage)):
-                if key == first:
-                    tensor.copy_(_like(value, tensor))
+        is_divided = layout is not None and tuple(value.shape) == wanted
+        values[first] = layout.local(value, tp, holder.devices.tp) if layout and is_divided else value
+    copies = [(first, tensor) for first, tensor in holder.names.rest.items()]
+    for stage in holder.stages.values():
+        copies += [*held_parameters(stage), *held_buffers(stage)]
+    for first, tensor in copies:
+        if first in values:
+            tensor.copy_(_like(values[first], tensor))
+
+
+def _check_names(holder: Holder, state: Mapping[str, Tensor]) -> None:
+    """As strict as `nn.Module.load_state_dict`; a state of this rank alone has no names of other stages.
+
+    Raises:
+        CheckpointMismatchError: a name is none of the model's, or is missing.
+    """
+    first, own = holder.names.first, _own_tensors(holder)
+    mine = [name for name, one in first.items() if one in own]
+    unknown = sorted(set(state) - set(first))
+    missing = [name for name in (first if set(state) - set(mine) else mine) if name not in state]
+    for names, text in ((unknown, "not in the model"), (missing, "not given")):
+        if names:
+            raise CheckpointMismatchError(
+                f"a state for {_stages(holder)} does not fit the model: {some_names(names)} "
+                f"{'is' if len(names) == 1 else 'are'} {text}"
+            )
 
 
 def _whole(holder: Holder, name: str, tensor: Tensor) -> Tensor:
@@ -141,3 +164,18 @@ def _like(value: Tensor, tensor: Tensor) -> Tensor:
         value = value.to(tensor.device)
         return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     return value
+
+
+def _stages(holder: Holder) -> str:
+    return f"stage {', '.join(map(str, holder.stages))}"
+
+
+def some_names(names: Iterable[str]) -> str:
+    """The first names of a set, for errors.
+
+    Args:
+        names: of tensors or parameters.
+    """
+    shown = sorted(names)
+    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + rest

@@ -25,12 +25,19 @@ from panther_compile.parallel.losses import weighted_loss
 from panther_compile.parallel.model_state import Names, held_parameters
 from panther_compile.parallel.options import Options, replication_of
 from panther_compile.parallel.pipeline import Pipeline
-from panther_compile.parallel.replicas import broadcast_tensors, find_shared, replicate, shard_replicas
+from panther_compile.parallel.replicas import (
+    broadcast_tensors,
+    check_uniform,
+    find_shared,
+    replicate,
+    shard_replicas,
+)
 from panther_compile.parallel.stage_module import StageModule, find_graph_mode, find_row_mixing
 from panther_compile.parallel.tensor import parameter_layouts, shard_stage, share_random_state
 from panther_compile.parallel.units import find_module_units
 from panther_compile.parallel.whole_model import GraphModel, OneModule
 from panther_compile.partition import Partition, StagedModel
+from panther_compile.partition.graph.reached import unreached_parameters
 
 
 def parallelize_model(
@@ -85,7 +92,7 @@ def parallelize_model(
         mp_policy: for "fsdp": torch's `MixedPrecisionPolicy`, dtypes to compute and to reduce in.
         offload_policy: for "fsdp": torch's `CPUOffloadPolicy`.
         find_unused_parameters: for "ddp" without a pipeline, of DDP itself: needed where a parameter gets no
-            gradient in some step. If None, where the graph does not read some.
+            gradient in some step. If None, where no gradient of the graph's outputs reaches some.
         activation_checkpointing: "none"; "full": of each unit its inputs are kept for the backward, and the
             rest is computed again; "selective": results narrower than what they are computed from are kept
             too, as the r numbers between a sketched layer's factors; a budget, as 0.6: results that take
@@ -102,7 +109,8 @@ def parallelize_model(
         ConfigError: an option is unknown, or does not go with another.
         ScheduleError: the schedule cannot run these stages or microbatches.
         CommunicationError: another rank did not answer in time.
-        ParallelError: the mesh divides sequences (cp), which is planned alone.
+        ParallelError: the mesh divides sequences (cp), which is planned alone; a stage has no parameters to
+            train; or "fsdp" is to gather parameters of several dtypes, or numbers, with others.
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
@@ -141,6 +149,9 @@ def parallelize_model(
         graphs = list(cast(Iterable[fx.GraphModule], staged.stages))
         mixing = find_row_mixing(graphs)
         options.check(part, mixing)
+        places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
+        if loss_fn is not None:
+            _check_held(part, places)
         is_own = part.mesh.pp == part.mesh.tp == 1
         if sync_batchnorm:
             check_batch_norms(model, graphs, is_own=is_own)
@@ -148,9 +159,12 @@ def parallelize_model(
         devices = lay_out(part.mesh, device, find_timeout(device))
         if broadcast:
             broadcast_tensors([model])
-        places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
         shared = {parameter.name: parameter.stages for parameter in part.shared}
+        unreached = unreached_parameters(part.captured)
         names, dtype = _names(model, staged, is_own=is_own), _loss_dtype(model)
+        # Of graphs as every rank has them; stages write into those of their own.
+        policy = mp_policy if part.mesh.dp > 1 else None
+        crossing = CrossingTensors(graphs, part, policy) if part.mesh.pp > 1 else None
         stages: Mapping[int, nn.Module]
         graph_stages: dict[int, StageModule] = {}
         if is_own:
@@ -160,7 +174,13 @@ def parallelize_model(
             mode = find_graph_mode(graphs)
             divide = data_parallel == "fsdp" or activation_checkpointing != "none"
             stages = graph_stages = {
-                index: StageModule(_of_rank(graph, part, index, options, devices), mode, index, divide=divide)
+                index: StageModule(
+                    _of_rank(graph, part, index, options, devices),
+                    mode,
+                    index,
+                    divide=divide,
+                    unreached=unreached,
+                )
                 for index, graph in enumerate(graphs)
                 if places[index] == devices.pp
             }
@@ -173,15 +193,15 @@ def parallelize_model(
         loss = weighted_loss(loss_fn) if loss_fn is not None else None
         module: nn.Module
         runner: Runner
-        if part.mesh.pp > 1:
+        if crossing is not None:
             module = nn.ModuleList(graph_stages.values())
-            policy = mp_policy if part.mesh.dp > 1 else None
-            crossing = CrossingTensors(graphs, part, policy)
             runner = Pipeline(graph_stages, places, part, devices, options.schedule, loss, crossing)
         else:
             module = model if is_own else GraphModel(graph_stages[0], form)
             if data_parallel == "ddp" and part.mesh.dp > 1:
-                finds = bool(part.unused) if find_unused_parameters is None else find_unused_parameters
+                finds = find_unused_parameters
+                if finds is None:
+                    finds = bool(part.unused or unreached)
                 module = replicate(module, devices, find_unused_parameters=finds)
             keeps_whole = data_parallel == "fsdp" and not options.reshards(part)
             runner = OneModule(module, form, loss, keeps_whole=keeps_whole)
@@ -244,6 +264,7 @@ def _prepare_stage(stage: StageModule, part: Partition, options: Options, device
 def _shard_units(
     root: nn.Module, units: Sequence[nn.Module], part: Partition, options: Options, devices: Devices
 ) -> None:
+    check_uniform(root, units)
     shard_replicas(
         root,
         units,
@@ -294,9 +315,23 @@ def _check_tensors(model: nn.Module, staged: StagedModel) -> None:
                 )
 
 
+def _check_held(part: Partition, places: Sequence[int]) -> None:
+    """Every device has a parameter, without which no optimizer of torch can be made."""
+    without = set(places) - {
+        place for place, stage in zip(places, part.stages, strict=True) if stage.parameters
+    }
+    if without and len(without) < part.mesh.pp:
+        stages = [str(stage) for stage, place in enumerate(places) if place in without]
+        raise ParallelError(
+            f"stage {', '.join(stages)} of the partition has no parameters: its ranks have nothing to make "
+            "an optimizer of while the others train; partition for fewer stages, or give no loss_fn if "
+            "nothing is trained"
+        )
+
+
 def _loss_dtype(model: nn.Module) -> torch.dtype:
     """In which losses and norms are added up: as wide as the widest parameter, at least float32."""
-    is_double = any(parameter.dtype is torch.float64 for parameter in model.parameters())
+    is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32
 
 

@@ -24,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from panther_compile.errors import ParallelError
 from panther_compile.parallel.devices import Devices
+from panther_compile.parallel.model_state import held_parameters, some_names
 from panther_compile.parallel.stage_module import StageModule
 
 _BUCKET_BYTES = 25 * 2**20
@@ -45,6 +47,34 @@ def broadcast_tensors(modules: Iterable[nn.Module]) -> None:
                 dist.broadcast(value, 0)
                 if value.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(value)
+
+
+def check_uniform(root: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Check that `fully_shard` can gather each unit as one message; every rank has to call this.
+
+    Args:
+        root: as of `shard_replicas`.
+        units: likewise.
+
+    Raises:
+        ParallelError: parameters that learn are of several dtypes in one unit, or some is a number.
+    """
+    names = {id(parameter): name for name, parameter in held_parameters(root)}
+    problem = None
+    for unit in (*reversed(units), root):
+        own = [(names.pop(id(one)), one) for one in unit.parameters() if id(one) in names]
+        numbers = [name for name, one in own if not one.ndim]
+        dtypes = {one.dtype: name for name, one in own if one.requires_grad}
+        if numbers:
+            problem = f"{some_names(numbers)} has no dimension to be sharded along: give it the shape (1,)"
+        elif len(dtypes) > 1:
+            told = [f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items()]
+            problem = f"parameters that are gathered together have several dtypes ({', '.join(told)})"
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    problem = next((one for one in found if one is not None), None)
+    if problem is not None:
+        raise ParallelError(f"data_parallel='fsdp' cannot shard this model: {problem}; or use 'ddp'")
 
 
 def shard_replicas(
@@ -164,8 +194,15 @@ class SharedGradients:
                 parameter.grad = None
 
     def sum(self) -> None:
-        """Give every copy the sum of the step's gradients, and what was set aside."""
+        """Give every copy the sum of the step's gradients, and what was set aside.
+
+        What gets no gradient on any rank, and what is frozen, is left without: weight decay would move it.
+        """
         for copies, group, before in zip(self.copies, self.groups, self._before, strict=True):
+            if not (copies[0].requires_grad and _reached(copies, group)):
+                for parameter in copies:
+                    parameter.grad = before
+                continue
             gradients = [
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for parameter in copies
@@ -180,6 +217,16 @@ class SharedGradients:
             for parameter in copies:
                 parameter.grad = total.clone() if len(copies) > 1 else total
         self._before = []
+
+
+def _reached(copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> bool:
+    """Whether a copy has a gradient, on this rank or another of the group."""
+    reached = any(parameter.grad is not None for parameter in copies)
+    if group is None:
+        return reached
+    flag = torch.tensor(int(reached), device=copies[0].device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag)
 
 
 def find_shared(

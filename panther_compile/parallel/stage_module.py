@@ -9,11 +9,13 @@ What the graph of a stage leaves open:
                  none and would get no gradient: an identity joins the outputs, and there all paths meet.
     mode         torch.export writes train or eval into the graph, as arguments of dropout and batch norm:
                  they are set again when the mode changes.
+    no gradient  where one process leaves a parameter without, as only detached tensors depend on it, what
+                 stands between stages and units would hand zeros on: such a parameter is read detached.
     outputs      the next stage receives into buffers of the shapes and dtypes that were planned: a tensor
                  of another is refused by its name, before it is sent and read as something else.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,7 +142,13 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, graph: fx.GraphModule, mode: bool | None, index: int = 0, *, divide: bool = False
+        self,
+        graph: fx.GraphModule,
+        mode: bool | None,
+        index: int = 0,
+        *,
+        divide: bool = False,
+        unreached: Collection[str] = (),
     ) -> None:
         """Take a stage.
 
@@ -150,8 +158,11 @@ class StageModule(nn.Module):
             index: along the model.
             divide: into units, so that they can be gathered or computed again one at a time; what the user's
                 own model computes again becomes units in any case.
+            unreached: parameters that no gradient is to reach.
         """
         super().__init__()
+        if unreached:
+            _detach_reads(graph, unreached)
         self.graph, self.recomputed = divide_graph(graph, divide=divide)
         self.promised: tuple[TensorSpec, ...] | None = None
         self._index = index
@@ -169,6 +180,13 @@ class StageModule(nn.Module):
         outputs = self.graph(*contiguous_gradients(inputs))
         if self.promised is not None:
             _check_outputs(self._index, self.promised, outputs)
+            outputs = [
+                # Of what is detached: the schedule will have a gradient for it.
+                tensor.detach().requires_grad_(torch.is_grad_enabled())
+                if spec.requires_grad and not tensor.requires_grad
+                else tensor
+                for spec, tensor in zip(self.promised, outputs, strict=True)
+            ]
         return tuple(_no_view(tensor) for tensor in contiguous_gradients(outputs))
 
     def held_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -199,6 +217,18 @@ class StageModule(nn.Module):
                 if found:
                     _recompile(graph)
         return super().train(mode)
+
+
+def _detach_reads(graph_module: fx.GraphModule, names: Collection[str]) -> None:
+    graph = graph_module.graph
+    for node in [one for one in graph.nodes if one.op == "get_attr" and one.target in names]:
+        reader = next((other for other in graph.nodes if other in node.users), None)
+        if reader is not None:
+            with graph.inserting_before(reader):
+                detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+            detached.meta["custom"] = reader.meta.get("custom", {})  # of the user's own checkpoint calls
+            node.replace_all_uses_with(detached, lambda user, own=detached: user is not own)
+    graph_module.recompile()
 
 
 def _recompile(graph: fx.GraphModule) -> None:

@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from panther_compile.parallel import optimizer_state
 from panther_compile.parallel.checkpoint_folder import Manifest
 from panther_compile.parallel.engine import ParallelEngine
-from panther_compile.parallel.model_state import held_buffers, held_parameters
+from panther_compile.parallel.model_state import held_buffers, held_parameters, some_names
 from panther_compile.parallel.pieces import Piece, PieceReader, find_pieces, whole_shape
 
 MODEL = "model."
-_SHOWN = 5
 
 Names = Mapping[Tensor, str]
 Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -66,9 +65,9 @@ def find_differences(
     """
     own, theirs = set(engine.names.first.values()), set(manifest.names.values())
     if own - theirs:
-        yield f"it lacks {_list(own - theirs)} of this model"
+        yield f"it lacks {some_names(own - theirs)} of this model"
     if theirs - own:
-        yield f"this model lacks {_list(theirs - own)} of it"
+        yield f"this model lacks {some_names(theirs - own)} of it"
     for key, (name, held) in _model_tensors(engine).items():
         wanted = whole_shape(held[0], engine.layouts.get(name), engine.devices.shape.tp), held[0].dtype
         has = stored.get(_stored_key(key, name, stored), wanted)
@@ -173,12 +172,6 @@ def _generators(engine: ParallelEngine) -> Iterator[tuple[str, Tensor]]:
     device = engine.devices.device
     if device.type != "cpu":
         yield device.type, torch.get_device_module(device.type).get_rng_state(device)
-
-
-def _list(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + rest
 
 
 def _told(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from panther_compile.errors import ParallelError
 from panther_compile.parallel.losses import Loss, no_loss
 from panther_compile.parallel.microbatches import Batch, Share, take_rows
+from panther_compile.parallel.model_state import held_parameters, some_names
 from panther_compile.parallel.pipeline import reshard
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.partition.graph.capture import CallForm
@@ -82,7 +83,22 @@ class OneModule:
             # node of the graph, behind what reduces it: `fully_shard` would leave that out.
             torch.clear_autocast_cache()
             losses.append(loss.detach())
+        self._check_reduced()
         return torch.stack(losses).sum()
+
+    def _check_reduced(self) -> None:
+        """Look for gradients that DDP waits for, so that it has averaged no others of their bucket."""
+        if not isinstance(self.module, DistributedDataParallel) or self.module.find_unused_parameters:
+            return
+        inner = self.module.module
+        held = held_parameters(inner.stage if isinstance(inner, GraphModel) else inner)
+        missing = [name for name, one in held if one.requires_grad and one.grad is None]
+        if missing:
+            raise ParallelError(
+                f"the loss does not reach {some_names(missing)}, and DDP waits for the gradient of every "
+                "parameter: gradients of this step are not averaged; give find_unused_parameters=True to "
+                "parallelize_model, or freeze what does not learn (requires_grad_(False))"
+            )
 
     def forward(self, batch: Batch) -> list[tuple[Tensor, ...]]:
         """Forward of one microbatch after the other."""

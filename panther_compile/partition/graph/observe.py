@@ -30,6 +30,7 @@ from panther_compile.partition.graph.narrowing import (
     storages,
     written_storages,
 )
+from panther_compile.partition.graph.reached import mark_unreached
 
 _SHAPE_READS = {
     "shape",
@@ -140,6 +141,7 @@ def _run(
     around = fake or nullcontext()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
         observer.run(*inputs)
+    mark_unreached(captured, {node: note.value for node, note in observer.notes.items()})
     return observer.notes
 
 
