@@ -197,9 +197,10 @@ else:
     # The module of another library, and ours that registers with it what reads and writes sketched models.
     _REGISTERED_WITH = {
         "transformers.quantizers.auto": "panther_compile.integrations.pretrained",
-        "transformers.modeling_utils": "panther_compile.integrations.model_card",
+        "transformers.modeling_utils": "panther_compile.integrations.save_pretrained",
         "peft.tuners.lora.model": "panther_compile.integrations.adapters",
         "diffusers.quantizers.auto": "panther_compile.integrations.diffusion",
+        "diffusers.models.modeling_utils": "panther_compile.integrations.diffusion_mixin",
     }
 
     class _ImportedLater(importlib.abc.MetaPathFinder):

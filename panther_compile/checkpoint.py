@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from panther_compile.config import check_device
+from panther_compile.config import OF_CLASS, check_device
 from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -397,6 +397,8 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
     numbers = sum(tensor.numel() for tensor in (*plain.parameters(), *plain.buffers()))
     if isinstance(old, SketchedLayer):
         numbers = old.dense_numbers
+    elif OF_CLASS in vars(old) and new.bias is None:  # then the module around it has the bias
+        numbers -= 0 if old.bias is None else old.bias.numel()  # type: ignore[operator, union-attr]
     old_weight, new_weight = getattr(plain, "weight", None), getattr(new, "weight", None)
     found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
     if numbers != new.dense_numbers or found != wanted:

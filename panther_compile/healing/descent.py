@@ -12,6 +12,7 @@ Tong, Ma & Chi, JMLR 2021).
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import torch
@@ -57,8 +58,8 @@ class Factor:
 
 
 @torch.no_grad()
-def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
-    """The factors and biases of sketched layers, shared ones once."""
+def factors_of(layers: Iterable[SketchedLayer], others: Iterable[nn.Parameter] = ()) -> list[Factor]:
+    """The factors and biases of sketched layers, and other parameters, shared ones once."""
     found: dict[int, Factor] = {}
     layers = list(layers)
     pivoted: dict[int, list[SketchedLayer]] = {}  # by the input factor, which several may share
@@ -68,10 +69,9 @@ def factors_of(layers: Iterable[SketchedLayer]) -> list[Factor]:
     for parts in pivoted.values():
         for factor in _pivoted_factors(parts):
             found.setdefault(id(factor.parameter), factor)
-    for layer in layers:
-        for parameter in layer.parameters():
-            if parameter.is_floating_point():
-                found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
+    for parameter in chain(*(layer.parameters() for layer in layers), others):
+        if parameter.is_floating_point():
+            found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
     # A bias of zeros has no scale of its own: it takes one of the others.
     scales = sorted(factor.scale for factor in found.values() if factor.scale) or [1.0]
     usual = scales[len(scales) // 2]

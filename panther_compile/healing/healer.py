@@ -25,6 +25,7 @@ from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.layers.base import check_factors, outermost
+from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
@@ -147,14 +148,15 @@ class _Healer:
         """Heal the model, and leave it in the best state that was seen, whatever happens."""
         small = self.match.small
         layers = list(outermost(small))
-        learnt = [one for one in nn.ModuleList(layers).parameters() if one.is_floating_point()]
+        biases = own_biases(small)
+        learnt = [one for one in (*nn.ModuleList(layers).parameters(), *biases) if one.is_floating_point()]
         best = BestState(learnt, self._judge, self._objective)
         if not math.isfinite(best.first):
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
         try:
             with ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False) as bar:
-                taken, rate, stopped = self._descend(factors_of(layers), best, bar)
+                taken, rate, stopped = self._descend(factors_of(layers, biases), best, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:
             best.restore()
@@ -340,6 +342,7 @@ def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
         for parameter, flag in flags:
             stack.callback(parameter.requires_grad_, flag)
         trained = {id(p) for layer in outermost(models[0]) for p in layer.parameters()}
+        trained |= {id(bias) for bias in own_biases(models[0])}
         for parameter, _ in flags:
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in trained)

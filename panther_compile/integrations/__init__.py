@@ -6,6 +6,7 @@ aliases       Parameters of a model that have several names
 conversions   Weights that transformers merges or splits, left apart in sketched layers
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
+diffusion_mixin   Sketches as they are when diffusers saves them, and made of a config
 hf_trainer    transformers' Trainer over a parallel model
 latent_cache  LatentCache
 latent_layer  One layer of a latent cache
@@ -14,5 +15,6 @@ lightning_strategy   a strategy of Lightning that trains one module of a Lightni
 model_card    A model card, README.md, beside what `save_pretrained` of transformers writes
 panther       Layers of Panther (pawX) as layers of ours
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
+save_pretrained   What `save_pretrained` of transformers does besides
 streamed      A Hugging Face folder sketched weight by weight, for models that are larger than memory
 """

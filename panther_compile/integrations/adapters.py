@@ -68,6 +68,11 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
                 f"init_lora_weights={start!r} changes the weight of the layer, which a sketched one has only "
                 f"as factors: wanted one of {STARTS}, then init_lora_from_dense(model, dense)"
             )
+        if start == "eva" and isinstance(self.get_base_layer(), NarrowLinear):
+            raise ConfigError(
+                "init_lora_weights='eva' of a narrow layer: its adapter works between the features that are "
+                "kept, and PEFT sees all; wanted exclude_modules= for it, or another start"
+            )
         super().update_layer(adapter_name, r, lora_alpha, config, **options)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -75,15 +80,24 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
         base: Any = self.get_base_layer()
         if self.disable_adapters or self.merged or not isinstance(base, NarrowLinear):
             return super().forward(x, *args, **options)
+        self._check_forward_args(x, *args, **options)
         y = base(x)
         seen = base.read(x) if base.side == "in" else x
-        for name in self._active():
-            a, b = self.lora_A[name], self.lora_B[name]
-            seen = self._cast_input_dtype(seen, a.weight.dtype)
-            more = b(a(self.lora_dropout[name](seen))) * self.scaling[name]
-            is_wide = base.side == "out" and (base.padded or base.wide)
-            y = y + (base.pad(more, -1) if is_wide else more).to(y.dtype)
+        by_row = options.get("adapter_names")  # of each sample
+        for name in self._active() if by_row is None else set(by_row) & set(self.lora_A):
+            if by_row is None:
+                y = y + self._adapted(base, name, seen).to(y.dtype)
+                continue
+            rows = torch.tensor([row for row, own in enumerate(by_row) if own == name], device=y.device)
+            y = y.index_add(0, rows, self._adapted(base, name, seen[rows]).to(y.dtype))
         return y
+
+    def _adapted(self, base: NarrowLinear, name: str, seen: Tensor) -> Tensor:
+        """What an adapter adds to the result of a narrow layer, from the features that are read."""
+        a, b = self.lora_A[name], self.lora_B[name]
+        dropped = self.lora_dropout[name](self._cast_input_dtype(seen, a.weight.dtype))
+        more = b(a(dropped)) * self.scaling[name]
+        return base.pad(more, -1) if base.side == "out" and (base.padded or base.wide) else more
 
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.lora_A]
@@ -115,7 +129,8 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
         """Take the adapters out again."""
         while self.merged_adapters:
             self.merged_adapters.pop()
-            self.base_layer = self.__dict__["_before"].pop()
+            now = next(self.base_layer.parameters())  # casts and moves since did not reach the one before
+            self.base_layer = self.__dict__["_before"].pop().to(now.device, now.dtype)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """What an adapter adds to the weight, as the dense layer keeps it; or within a narrow one."""

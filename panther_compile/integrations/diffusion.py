@@ -2,13 +2,14 @@
 
 As for transformers (pretrained.py): the config of a model holds the `sketch_spec` of each sketched layer, and
 a quantizer that it names puts empty ones into a fresh model before the weights are loaded. diffusers writes
-the config before it asks the quantizer, so the sketch is put there when the model is made. Where
+the config before it asks the quantizer, so the sketch is put there when the model is made and, by
+diffusion_mixin.py, when it is saved. Where
 panther_compile is not imported, diffusers refuses the config and names it.
 """
 
 import enum
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
@@ -19,7 +20,7 @@ from torch import nn
 
 from panther_compile.api import densify
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json
-from panther_compile.errors import CheckpointVersionError
+from panther_compile.errors import CheckpointMismatchError, CheckpointVersionError
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.layers.base import outermost
 from panther_compile.models.substitute import replace_inside
@@ -29,7 +30,7 @@ from panther_compile.records import keep_record, on_record_change
 from panther_compile.typed_json import read_record
 
 VERSION = 1
-_KEY = "quantization_config"
+KEY = "quantization_config"
 
 
 class Method(enum.StrEnum):
@@ -98,9 +99,17 @@ class DiffusionSketchQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return {name: value for name, value in state_dict.items() if name not in sketch.aliases}, {}
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
-        """Tied tensors are not missing."""
+        """Tied tensors are not missing; a factor must not be."""
         sketch: Any = self.quantization_config
-        return [name for name in missing_keys if name not in sketch.aliases]
+        missing = [name for name in missing_keys if name not in sketch.aliases]
+        inside = tuple(f"{entry['name']}." for entry in sketch.layers)
+        factor = next((name for name in missing if name.startswith(inside)), None)
+        if factor is not None:
+            raise CheckpointMismatchError(
+                f"config.json of {type(model).__name__}: the weights have no {factor}, a factor of the "
+                "sketch that it tells of; they are of another state of the model"
+            )
+        return missing
 
     def check_if_quantized_param(self, *args: Any, **others: Any) -> bool:
         """No: diffusers sets every tensor itself."""
@@ -108,17 +117,12 @@ class DiffusionSketchQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         sketch: Any = self.quantization_config
-        where = f"config.json of {type(model).__name__}"
-        saved = [read_record(SavedLayer, entry, where) for entry in sketch.layers]
-        lift_own_weights(model)
-        replace_inside(model, empty_layers(model, saved, sketch.model, where))
-        lower_own_weights(model)
+        put_layers(model, sketch)
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         """Tie what was tied, and leave a model that can be trained, cast and moved as any other."""
         sketch: Any = self.quantization_config
-        for other, first in sketch.aliases.items():
-            setattr(*owner_of(model, other), model.get_parameter(first))
+        tie(model, sketch)
         model.is_quantized = False
         del model.quantization_method
         keep_record(model, None)
@@ -127,6 +131,32 @@ class DiffusionSketchQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any) -> Any:
         """See `densify`."""
         return densify(model, inplace=True)
+
+
+def put_layers(
+    model: nn.Module, sketch: DiffusionSketchConfig, fill: Callable[[nn.Module], object] = id
+) -> None:
+    """Put the layers that a sketch tells of in the place of dense ones.
+
+    Args:
+        model: is changed.
+        sketch: of a model of its class.
+        fill: what to do with each layer, which is on the meta device, before.
+    """
+    where = f"config.json of {type(model).__name__}"
+    saved = [read_record(SavedLayer, entry, where) for entry in sketch.layers]
+    lift_own_weights(model)
+    new = empty_layers(model, saved, sketch.model, where)
+    for layer in new.values():
+        fill(layer)
+    replace_inside(model, new)
+    lower_own_weights(model)
+
+
+def tie(model: nn.Module, sketch: DiffusionSketchConfig) -> None:
+    """Have the parameters of several names that a sketch tells of be one each."""
+    for other, first in sketch.aliases.items():
+        setattr(*owner_of(model, other), model.get_parameter(first))
 
 
 def register(model: nn.Module) -> None:
@@ -139,10 +169,10 @@ def register(model: nn.Module) -> None:
                 layers_to_json(module, layers), parameter_aliases(module), type(module).__name__
             )
             module.hf_quantizer = DiffusionSketchQuantizer(sketch)
-            kept[_KEY] = sketch
-        elif isinstance(kept.get(_KEY), DiffusionSketchConfig):
+            kept[KEY] = sketch
+        elif isinstance(kept.get(KEY), DiffusionSketchConfig):
             vars(module).pop("hf_quantizer", None)
-            del kept[_KEY]
+            del kept[KEY]
         module._internal_dict = FrozenDict(kept)
 
 

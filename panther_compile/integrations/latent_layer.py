@@ -41,6 +41,11 @@ class CachedForm:
     why_keys: str
     why_values: str
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether both are kept whole."""
+        return self.keys is None and self.values is None
+
     def encode(self, keys: Tensor, values: Tensor, angles: Rotation | None) -> tuple[Tensor, Tensor]:
         """(B, H, S, D) each to what is kept."""
         if self.keys is None:
@@ -68,6 +73,18 @@ class CachedForm:
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def _lost(every: Tensor, given: Tensor) -> float:
+    """How much of the newest tokens (B, H, S, D) is not among all of them, relative."""
+    newest = every[..., -given.shape[-2] :, :]
+    return float((newest - given).norm() / given.norm().clamp_min(1e-30))
+
+
+def _put_last(every: Tensor, given: Tensor) -> None:
+    """Write the newest tokens over the last ones, as many as there are."""
+    count = min(every.shape[-2], given.shape[-2])
+    every[..., every.shape[-2] - count :, :] = given[..., given.shape[-2] - count :, :]
 
 
 def flat(x: Tensor) -> Tensor:
@@ -177,7 +194,28 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.group = self.group if self.form.rotate is not None else None
             return keys, values
         kept = self.inner.update(*self.form.encode(key_states, value_states, new))
-        return self.form.decode_keys(kept[0], every), self.form.decode_values(*kept)
+        keys, values = self.form.decode_keys(kept[0], every), self.form.decode_values(*kept)
+        if self.form.keeps_all or torch.compiler.is_compiling():  # nothing can be asked in a graph
+            return keys, values
+        pairs = ((keys, key_states), (values, value_states))
+        limit = _TOLERANCE.get(keys.dtype, 0.0)
+        if any(_lost(every_one, given) > limit for every_one, given in pairs):
+            self._keep_whole(key_states, value_states)
+            for every_one, given in pairs:
+                _put_last(every_one, given)
+        return keys, values
+
+    def _keep_whole(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Keep keys and values as they are from now on, these newest ones, which do not read back, too."""
+        keys, values = self.keys, self.values
+        assert self.form is not None and keys is not None and values is not None
+        whole = keys.clone(), values.clone()
+        for every_one, given in zip(whole, (key_states, value_states), strict=True):
+            _put_last(every_one, given)
+        self.inner.keys, self.inner.values = whole
+        why = "an adapter or a clamp changed later tokens"
+        self.form = CachedForm(None, None, False, None, self.form.heads, why, why)
+        self.group = None
 
     def _group(self, new: Rotation) -> Angles:
         window = getattr(self.inner, "sliding_window", None)

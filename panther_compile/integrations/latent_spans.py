@@ -133,7 +133,12 @@ def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Sour
         number = getattr(module, "layer_idx", None)
         if not isinstance(number, int):
             continue
-        layers = {n: m for n, m in module.named_modules() if isinstance(m, LinearReplacement)}
+        adapted = {id(m.base_layer) for m in module.modules() if _adds_to_its_layer(m)}
+        layers = {
+            n: m
+            for n, m in module.named_modules()
+            if isinstance(m, LinearReplacement) and id(m) not in adapted and not _is_elsewhere(m)
+        }
         inside = [n for n, m in module.named_modules() if m is not module and hasattr(m, "layer_idx")]
         if not layers or inside:
             continue
@@ -145,6 +150,16 @@ def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Sour
                 continue  # it writes for the layer that follows, and for no cache
             sources[number].append(Source(f"{name}.{path}", layer, normalises, rotate))
     return modules, sources
+
+
+def _adds_to_its_layer(module: Any) -> bool:
+    """Whether it is an adapter of PEFT around a layer, not merged into it; a small one hides in rounding."""
+    return hasattr(module, "base_layer") and not getattr(module, "merged", False)
+
+
+def _is_elsewhere(layer: nn.Module) -> bool:
+    """Whether its numbers are on disk, until it is called."""
+    return any(parameter.is_meta for parameter in layer.parameters())
 
 
 def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:

@@ -1,17 +1,9 @@
-"""A model card: the README.md that `save_pretrained` of transformers leaves beside a sketched model.
+"""A model card: the README.md that `save_pretrained` of transformers leaves beside a sketched model."""
 
-transformers tells a quantizer neither the folder nor when it is written, so its `save_pretrained` is wrapped:
-once it has written a sketched model, the card is put beside it, unless a README.md is there that is not ours.
-"""
-
-import functools
 import re
 from pathlib import Path
 from typing import Any
 
-from transformers import modeling_utils
-
-from panther_compile.layers.base import outermost
 from panther_compile.report import SketchReport, sketch_report
 
 CARD = "README.md"
@@ -70,20 +62,3 @@ model = {kind}.from_pretrained("this folder")
 print(panther_compile.sketch_report(model))  # each layer
 ```
 """
-
-
-_theirs = modeling_utils.PreTrainedModel.save_pretrained
-
-
-@functools.wraps(_theirs)
-def _save_pretrained(
-    self: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
-) -> Any:
-    result = _theirs(self, save_directory, is_main_process, *args, **options)
-    adapters_alone = getattr(self, "_hf_peft_config_loaded", False)
-    if is_main_process and not adapters_alone and next(outermost(self), None) is not None:
-        write_model_card(self, Path(save_directory))
-    return result
-
-
-modeling_utils.PreTrainedModel.save_pretrained = _save_pretrained

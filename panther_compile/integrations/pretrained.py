@@ -6,7 +6,7 @@ transformers asks the quantizer of a model what to write beside the weights, and
 
     save_pretrained    config.json: quantization_config: {quant_method: panther_compile, layers: [...], ...}
                        model.safetensors: the factors; the record of `sketch_report` in its header
-                       README.md: see model_card.py
+                       README.md: see save_pretrained.py, model_card.py
     from_pretrained    model on the meta device ──► empty layers of the specs ──► weights, as of any model
 
 It is registered when transformers is imported, before or after panther_compile. Where panther_compile is not
@@ -99,6 +99,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
     """What transformers calls a quantizer; the layers of its models are ordinary ones, of any dtype."""
 
     requires_calibration = True  # from_pretrained makes no sketch of a dense model
+    given: Mapping[str, Tensor] | None = None  # the state_dict that save_pretrained is asked to write
 
     def __init__(self, quantization_config: Any = None, **options: Any) -> None:
         super().__init__(quantization_config, **options)
@@ -122,14 +123,12 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         """True."""
         return True
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Mapping[str, Tensor] | None, dict[str, str]]:
         """Put the sketch of a model into its config, which is about to be written; give what else is."""
         layers = list(outermost(model))
-        if not layers:
-            register(model)
-            return None, {}
         keep_apart(model)
-        for name, tensor in model.state_dict().items():
+        written = model.state_dict() if self.given is None else self.given
+        for name, tensor in written.items():
             if keeps_numbers_elsewhere(tensor) and not isinstance(tensor, DTensor):
                 raise CheckpointError(
                     f"{name} is a {type(tensor).__name__}, and config.json can say that a model is sketched "
@@ -145,10 +144,10 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
             base=base_name(model.config),
         )
         if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # only adapters are written
+            return self.given, {}  # only adapters are written
         record = record_to_json(vars(model).get(RECORD_ATTRIBUTE))
         metadata = {} if record is None else {RECORD_KEY: json.dumps(record)}
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
+        state = {name: tensor for name, tensor in written.items() if name not in aliases}
         return {**state, **refused}, metadata
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:

@@ -11,6 +11,14 @@ from panther_compile.layers.base import SketchedLayer, Spec, check_rank, copy_in
 from panther_compile.layers.lazy_weight import lazy_weight
 
 
+class _Basis(nn.Linear):
+    """The basis (r, D), a layer that is called either way, as hooks that bring a weight from disk need it."""
+
+    def forward(self, input: Tensor, *, transposed: bool = False) -> Tensor:
+        """Multiply (..., D) to (..., r), or transposed (..., r) to (..., D)."""
+        return input @ self.weight if transposed else super().forward(input)
+
+
 class SketchedEmbedding(SketchedLayer):
     """A rank-r replacement of `nn.Embedding`; indices of shape (...) give (..., embedding_dim).
 
@@ -57,7 +65,7 @@ class SketchedEmbedding(SketchedLayer):
             device=device,
             dtype=dtype,
         )
-        self.basis = nn.Linear(embedding_dim, rank, bias=False, device=device, dtype=dtype)
+        self.basis = _Basis(embedding_dim, rank, bias=False, device=device, dtype=dtype)
 
     @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, like: nn.Embedding) -> Self:
@@ -82,7 +90,7 @@ class SketchedEmbedding(SketchedLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up indices (...), any integer dtype, and return (..., D)."""
         codes = self.codes(input)
-        return (codes @ self.basis.weight).to(codes.dtype)  # autocast would give a half type
+        return self.basis(codes, transposed=True).to(codes.dtype)  # autocast would give a half type
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors left (V, r) and right (r, D) of the table."""

@@ -232,7 +232,8 @@ class SketchedLinear(LinearReplacement):
         down: Any = self._modules["down"]
         up: Any = self._modules["up"]
         if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
-            weight, (up_weight, bias) = down._parameters["weight"], up._parameters.values()
+            weight, factors = down._parameters["weight"], up._parameters
+            up_weight, bias = factors["weight"], factors["bias"]  # by name: parametrizations reorder them
             # Not for torch.export, whose graphs go on to other compilers.
             product = reference.pivoted_linear_by_rows if is_compiling() else reference.pivoted_linear
             return product(input, weight, up_weight, bias, start=self.start)

@@ -92,11 +92,13 @@ class OwnWeight(StandsForWeight, nn.Module):
             raise FactoredWeightError(REFUSED.format(f"Setting {name}"))
         super().__setattr__(name, value)
 
-    def keep_alone(self) -> None:
-        """Have layers that were not replaced hold numbers of their own, not views of the parameter's."""
-        for layer in self.children():
-            if type(layer) is nn.Linear and not _is_alone(layer.weight):
-                layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
+    @abstractmethod
+    def stay_in(self, module: nn.Module) -> None:
+        """Share no tensor with a module, or with what else it held, some layers having been replaced.
+
+        Args:
+            module: that holds this one.
+        """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of a tensor: the forward asks it. Who moves or casts a model does so with the modules around."""
@@ -145,6 +147,12 @@ class Matrices(OwnWeight):
             return None
         return stack_of_parts(self.layers, transposed=self.transposed)[0]
 
+    def stay_in(self, module: nn.Module) -> None:
+        """See `OwnWeight`; layers that were not replaced held views of the parameter."""
+        for layer in self.layers:
+            if type(layer) is nn.Linear and not _is_alone(layer.weight):
+                layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
+
     def tensors(self, parameter: str) -> dict[str, Lifted]:
         """See `OwnWeight`."""
         return {
@@ -154,7 +162,7 @@ class Matrices(OwnWeight):
 
 
 class Kernel(OwnWeight):
-    """The weight of a convolution, as one without padding, which has the bias of that convolution.
+    """The weight of a convolution, as one without padding, which has the bias too while it is fitted.
 
     Args:
         conv: a subclass of nn.Conv1d, nn.Conv2d or nn.Conv3d.
@@ -163,7 +171,7 @@ class Kernel(OwnWeight):
     Attributes:
         layer: the convolution.
         given_bias: the parameter that the module passes as its bias, in whose place the layer has another
-            while it is fitted.
+            while it is fitted; None before and after.
     """
 
     def __init__(self, conv: nn.Module, base: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
@@ -184,6 +192,16 @@ class Kernel(OwnWeight):
         """See `OwnWeight`."""
         return self.layer._parameters["weight"] if type(self.layer) in _DENSE else None
 
+    def stay_in(self, module: nn.Module) -> None:
+        """See `OwnWeight`; the bias, as it was fitted, is the module's again, which passes it."""
+        bias: Any = self.layer.bias
+        if bias is not None:
+            module._parameters["bias"] = bias
+            for part in self.layer.modules():
+                if part._parameters.get("bias") is bias:
+                    part._parameters["bias"] = None
+        self.__dict__["given_bias"] = None
+
     def tensors(self, parameter: str) -> dict[str, Lifted]:
         """See `OwnWeight`."""
         bias = f"{parameter.removesuffix('weight')}bias"
@@ -202,6 +220,16 @@ def _is_alone(tensor: Tensor) -> bool:
 
 def _factor_of(own: OwnWeight) -> Factor:
     return own.factor()
+
+
+def own_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The biases of convolutions for whose weight a layer stands."""
+    held = (one._parameters.get("bias") for one in model.modules() if _has_kernel(one))
+    return [bias for bias in held if bias is not None]
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    return any(isinstance(child, Kernel) for child in module._modules.values())
 
 
 def holds_own_weights(module: nn.Module) -> bool:

@@ -77,7 +77,7 @@ class KernelFactor(Factor):
 
     Args:
         layer: a convolution without padding.
-        given_bias: what stands for the layer's bias beside that itself.
+        given_bias: in whose place the layer has a bias of its own, if it has one.
     """
 
     def __init__(self, layer: Any, given_bias: nn.Parameter | None) -> None:
@@ -163,14 +163,16 @@ def _convolution(
     if not isinstance(weight, KernelFactor):
         return None
     layer: Any = weight.layer
-    if bias is not layer.bias and (bias is None or bias is not weight.given_bias):
+    if layer.bias is not None and (bias is None or bias is not weight.given_bias):
         return None
     axes = weight.ndim - 2
     if (_each(stride, axes), _each(dilation, axes), groups) != (layer.stride, layer.dilation, layer.groups):
         return None
     pads = _pads(padding, layer.kernel_size, layer.dilation)
     out: Tensor = layer(F.pad(input, pads) if any(pads) else input)
-    return out
+    if layer.bias is not None or bias is None:
+        return out
+    return out + bias.to(out.dtype).view(-1, *(1,) * axes)
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:

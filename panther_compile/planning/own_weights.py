@@ -103,7 +103,7 @@ def lower_own_weights(model: nn.Module) -> None:
                 continue
             dense = layer.dense()
             if dense is None:
-                layer.keep_alone()
+                layer.stay_in(module)
             else:
                 del module._modules[name]
                 own = module._parameters | {name: dense}

@@ -9,6 +9,7 @@ from packaging import version
 
 import panther_compile as pc
 from panther_compile.calibration import branch_fit
+from panther_compile.errors import ConfigError
 
 peft = pytest.importorskip("peft")
 init_lora_from_dense = pytest.importorskip("panther_compile.integrations.adapters").init_lora_from_dense
@@ -133,11 +134,29 @@ def test_narrow_layers_are_adapted_between_their_widths(tmp_path):
     tuned = disturb(adapt(small, ("v_proj", "o_proj", "up_proj", "down_proj")))
     wanted = logits(tuned)
     assert error(wanted, logits(small)) > 0.01
+    assert error(rows_of(tuned, ["__base__", "default"]), torch.stack([logits(small)[0], wanted[1]])) < 1e-5
+    with pytest.raises(ConfigError, match="narrow"):
+        adapt(small, ("v_proj",), init_lora_weights="eva")
     merged = tuned.merge_and_unload()
     assert error(logits(merged), wanted) < 1e-5
     merged.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), logits(merged))
+
+
+def rows_of(tuned, names):
+    """What each row gives with the adapter of its own."""
+    with torch.no_grad():
+        return tuned(input_ids=IDS, adapter_names=names).logits
+
+
+def test_an_adapter_is_taken_out_again_after_a_cast():
+    small = sketch(llama())
+    tuned = disturb(adapt(small))
+    tuned.merge_adapter()
+    tuned.double().unmerge_adapter()
+    with tuned.disable_adapter():
+        assert error(logits(tuned), logits(copy.deepcopy(small).double())) < 1e-6
 
 
 def test_it_starts_from_what_the_sketch_left_out():

@@ -10,6 +10,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.integrations
 
 IDS = torch.arange(20).reshape(2, 10)
+ALL_ON_DISK = {"": "disk"}
 ON_DISK = {
     "model.embed_tokens": "cpu",
     "model.layers.0": "cpu",
@@ -20,7 +21,9 @@ ON_DISK = {
 }
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "auto", ON_DISK], ids=["cpu", "auto", "disk"])
+@pytest.mark.parametrize(
+    "device_map", ["cpu", "auto", ON_DISK, ALL_ON_DISK], ids=["cpu", "auto", "disk", "all on disk"]
+)
 def test_a_device_map_gives_the_same_model(device_map, tmp_path):
     config = LlamaConfig(
         vocab_size=99,
@@ -31,13 +34,14 @@ def test_a_device_map_gives_the_same_model(device_map, tmp_path):
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config).eval()
-    small = pc.sketchify(model, 0.5, min_params=0, allow_slower=True, progress=False)
+    options = {"min_params": 0, "allow_slower": True, "synthetic": False, "progress": False}
+    small = pc.sketchify(model, 0.5, include="*", **options)  # the embedding too
     small.save_pretrained(tmp_path / "small", max_shard_size="20KB")
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "small", device_map=device_map, offload_folder=tmp_path / "offloaded"
     )
     placed = {p.device.type for p in again.model.layers[1].parameters()}
-    assert placed == ({"meta"} if device_map is ON_DISK else {"cpu"})
+    assert placed == ({"meta"} if device_map in (ON_DISK, ALL_ON_DISK) else {"cpu"})
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, small(IDS).logits)
         again.save_pretrained(tmp_path / "saved again")

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import panther_compile as pc
+from panther_compile.errors import CheckpointError, CheckpointMismatchError
+from panther_compile.layers.narrow import NarrowLinear
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.integrations
@@ -85,3 +88,61 @@ def test_a_densified_model_is_saved_as_a_dense_one(tmp_path):
     torch.testing.assert_close(
         run(diffusers.UNet2DModel.from_pretrained(tmp_path)), run(dense), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("rank", [4, 48])  # the merged layer is a sketch of more ranks, or dense
+def test_it_is_saved_as_it_is_with_an_adapter_merged(rank, tmp_path):
+    peft = pytest.importorskip("peft")
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    config = peft.LoraConfig(r=rank, target_modules=["to_q"], init_lora_weights=False)
+    tuned = peft.get_peft_model(small, config).merge_and_unload()
+    tuned.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(run(again), run(tuned), rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_that_was_sketched_by_itself_comes_back(tmp_path):
+    model = unet()
+    model.mid_block = pc.sketchify(model.mid_block, 0.5, synthetic=False, **OPTIONS)
+    model.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(run(again), run(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sketch_is_made_of_its_config_and_its_average_is_saved(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    made = diffusers.UNet2DModel.from_config(small.config)
+    assert [type(m) for m in made.modules()] == [type(m) for m in small.modules()]
+    assert all(bool(p.isfinite().all()) for p in made.parameters())
+    made.load_state_dict(small.state_dict())
+    torch.testing.assert_close(run(made.eval()), run(small), rtol=1e-5, atol=1e-5)
+    training = pytest.importorskip("diffusers.training_utils")
+    average = training.EMAModel(
+        small.parameters(), model_cls=diffusers.UNet2DModel, model_config=small.config
+    )
+    average.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(run(again), run(small), rtol=1e-5, atol=1e-5)
+
+
+def test_a_config_does_not_tell_what_narrow_layers_keep(tmp_path):
+    model = unet()
+    model.set_submodule("mid_block.attentions.0.to_out.0", NarrowLinear(64, 64, 40, side="in"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="narrow layers"):
+        diffusers.UNet2DModel.from_config(model.config)
+    torch.testing.assert_close(
+        run(diffusers.UNet2DModel.from_pretrained(tmp_path)), run(model), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_weights_without_a_factor_are_refused(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    small.save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if name.endswith("to_q.up.weight"))
+    del tensors[gone]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointMismatchError, match=gone):
+        diffusers.UNet2DModel.from_pretrained(tmp_path)

@@ -281,3 +281,44 @@ def test_a_rank_that_saves_nothing_is_whole_and_says_so():
     cache = pc.LatentCache(dense)
     generate(dense, "llama", 4, past_key_values=cache)
     assert "rank of the layer that writes them" in cache.report().layers[0].values
+
+
+def steps(model, ids, cache, prefix=4):
+    """The logits of tokens that come one by one behind a prefix."""
+    model(ids[:, :prefix], past_key_values=cache)
+    each = ids[:, prefix:].split(1, dim=1)
+    return torch.cat([model(token, past_key_values=cache).logits for token in each], dim=1)
+
+
+def test_later_tokens_that_do_not_read_back_are_kept_whole():
+    model = small_model("llama")
+    key = model.model.layers[1].self_attn.k_proj
+    ids = torch.randint(3, 99, (2, 24), generator=torch.Generator().manual_seed(4))
+    largest = max(float(key(x).abs().max()) for x in inputs_of(key, model, ids[:, :4]))
+    key.register_forward_hook(lambda layer, args, out: out.clamp(-1.01 * largest, 1.01 * largest))
+    cache = pc.LatentCache(model)
+    found = steps(model, ids, cache)
+    torch.testing.assert_close(
+        found, steps(model, ids, DynamicCache(config=model.config)), rtol=1e-4, atol=1e-4
+    )
+    assert "changed later tokens" in str(cache.report())
+    assert cache.layers[0].form.keys is not None
+
+
+def inputs_of(layer, model, ids):
+    """What reaches a layer."""
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    model(ids)
+    handle.remove()
+    return seen
+
+
+def test_what_an_adapter_writes_is_kept_whole_in_half_types():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(small_model("llama"), config).bfloat16().eval().base_model.model
+    cache = pc.LatentCache(tuned)
+    tuned(torch.arange(3, 13)[None], past_key_values=cache)
+    assert [layer.form.keys for layer in cache.layers] == [None, None]
+    assert all(layer.form.values is not None for layer in cache.layers)

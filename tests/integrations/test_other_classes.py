@@ -110,3 +110,23 @@ def test_experts_alone_are_refused_and_come_back(tmp_path):
     del config.quantization_config
     with pytest.raises(RuntimeError, match="mismatched"):
         AutoModelForCausalLM.from_pretrained(tmp_path, config=config, quantization_config=None)
+
+
+def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path):
+    small = pc.sketchify(built("llama"), 0.6, **OPTIONS)
+    average = {name: 2 * value for name, value in small.state_dict().items()}  # as of weights' averages
+    small.save_pretrained(tmp_path, state_dict=average)
+    again = type(small).from_pretrained(tmp_path)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, 2 * small.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers.0"])
+def test_a_part_that_was_sketched_by_itself(part, tmp_path):
+    model = built("llama")
+    model.set_submodule(part, pc.sketchify(model.get_submodule(part), 0.6, **OPTIONS))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)

@@ -518,6 +518,36 @@ def test_the_bias_is_the_modules_own(make):
     assert [name for name, _ in dense.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
+def test_the_bias_of_a_sketched_convolution_is_one_parameter():
+    model = Block(Causal)
+    small, other = (pc.sketchify(model, 0.5, **routes.OPTIONS) for _ in range(2))
+    names = [name for name, _ in small.named_parameters(remove_duplicate=False) if "bias" in name]
+    assert [name for name in names if name.startswith("inner")] == ["inner.bias"]
+    x = torch.randn(20, D)
+    small.load_state_dict({name: value.clone() for name, value in small.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        small.inner.bias += 1
+    called = []
+    small.inner.weight.layer.register_forward_hook(lambda *_: called.append(1))
+    wanted = small(x)
+    assert called
+    other.load_state_dict(small.state_dict())
+    torch.testing.assert_close(other(x), wanted)
+    torch.testing.assert_close(pc.densify(small)(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_of_a_sketched_convolution_is_healed():
+    torch.manual_seed(0)
+    model = Block(Causal)
+    data = [torch.randn(20, D) for _ in range(10)]
+    small = pc.sketchify(model, 0.7, data=data, **routes.OPTIONS)
+    fitted = small.inner.bias.detach().clone()
+    with torch.no_grad():
+        small.inner.bias += 0.3
+    healed = pc.heal(small, teacher=model, data=data, steps=100, lr=0.01, progress=False)
+    assert float((healed.inner.bias - fitted).norm()) < 0.7 * float((small.inner.bias - fitted).norm())
+
+
 def test_a_bias_that_is_no_parameter_stays():
     conv = Stepped(4, 6, 3)
     held = conv.bias.detach() + 3

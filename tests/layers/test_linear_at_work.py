@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers.linears import FORMS, IN, OUT, RANK, build
 from torch import fx, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.planning.trace import SketchTracer
@@ -23,6 +23,15 @@ class Doubled(nn.Module):
 
     def forward(self, x):
         return 2 * self.inner(x)
+
+
+def test_a_weight_that_was_put_back_behind_its_bias():
+    layer, x = build("leading"), torch.randn(3, IN, dtype=torch.float64)
+    wanted = layer(x)
+    prune.l1_unstructured(layer.up, "weight", amount=0.0)
+    prune.remove(layer.up, "weight")
+    assert list(layer.up._parameters) == ["bias", "weight"]
+    torch.testing.assert_close(layer(x), wanted)
 
 
 @pytest.mark.parametrize("start", ["leading", "trailing"])

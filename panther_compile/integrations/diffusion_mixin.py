@@ -1,0 +1,67 @@
+"""What models of diffusers do besides where layers are sketched.
+
+`save_pretrained` writes the sketch that the model is now: adapters may have been merged into it, or a part
+sketched by itself. `from_config` makes a sketched model of the config of one, as `EMAModel.save_pretrained`
+asks for.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
+
+from panther_compile.errors import CheckpointError
+from panther_compile.integrations.diffusion import (
+    KEY,
+    DiffusionSketchConfig,
+    Method,
+    put_layers,
+    register,
+    tie,
+)
+from panther_compile.layers.narrow import NarrowLinear
+
+_theirs = ModelMixin.save_pretrained
+
+
+@functools.wraps(_theirs)
+def _save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+    register(self)
+    return _theirs(self, *args, **options)
+
+
+def _from_config(cls: Any, config: Any = None, *args: Any, **options: Any) -> Any:
+    """See diffusers; factors of a sketch begin with the initial values of layers of their kinds.
+
+    Raises:
+        CheckpointError: a layer is narrow, and the config does not tell which features it keeps.
+    """
+    found = super(ModelMixin, cls).from_config(config, *args, **options)  # type: ignore[misc]
+    model = found[0] if isinstance(found, tuple) else found
+    sketch = config.get(KEY) if isinstance(config, dict) else None
+    if isinstance(sketch, dict) and sketch.get("quant_method") == Method.SKETCHED.value:
+        sketch = DiffusionSketchConfig(**sketch)
+    device = next(model.parameters()).device
+    if isinstance(sketch, DiffusionSketchConfig) and device.type != "meta":  # else from_pretrained does it
+        put_layers(model, sketch, lambda layer: _initialize(layer, device))
+        tie(model, sketch)
+        register(model)
+    return found
+
+
+def _initialize(layer: nn.Module, device: torch.device) -> None:
+    if any(isinstance(part, NarrowLinear) for part in layer.modules()):
+        raise CheckpointError(
+            "from_config of a sketch with narrow layers: a config does not tell which features they keep; "
+            "use from_pretrained, or sketch with narrow=False"
+        )
+    for part in layer.to_empty(device=device).modules():
+        if isinstance(part, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+            part.reset_parameters()
+
+
+_mixin: Any = ModelMixin
+_mixin.save_pretrained = _save_pretrained
+_mixin.from_config = classmethod(_from_config)
