@@ -153,7 +153,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     Raises:
         ConfigTypeError: the model is no `nn.Module`, or cannot be copied.
         NoTargetError: the model holds no sketched layer.
-        WeightError: a factor was quantized or sharded, and cannot be multiplied out.
+        WeightError: a factor was quantized or sharded, or is on disk, and cannot be multiplied out.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(model)

@@ -208,7 +208,9 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
     def _keep_whole(self, key_states: Tensor, value_states: Tensor) -> None:
         """Keep keys and values as they are from now on, these newest ones, which do not read back, too."""
         keys, values = self.keys, self.values
-        assert self.form is not None and keys is not None and values is not None
+        assert self.form is not None
+        assert keys is not None
+        assert values is not None
         whole = keys.clone(), values.clone()
         for every_one, given in zip(whole, (key_states, value_states), strict=True):
             _put_last(every_one, given)

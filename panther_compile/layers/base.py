@@ -224,7 +224,8 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
     Args:
         model: with sketched layers.
         action: what is to be done before they are quantized or sharded, in words.
-        numbers: whether they have to be there, and finite.
+        numbers: whether they have to be there, and finite; there they have to be too where accelerate keeps
+            them on disk, as those of a skeleton need not.
 
     Raises:
         WeightError: one is not.
@@ -236,7 +237,7 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
                 raise WeightError(
                     f"{full} is a {type(parameter).__name__}: {action} before it is quantized or sharded"
                 )
-            if numbers and parameter.is_meta:
+            if parameter.is_meta and (numbers or any("_hf_hook" in vars(part) for part in layer.modules())):
                 raise WeightError(f"{full} is on the meta device: load the weights first")
             if numbers and not bool(torch.isfinite(parameter).all()):
                 raise WeightError(f"{full} holds NaN or Inf")

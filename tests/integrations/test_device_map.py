@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
+from panther_compile.errors import WeightError
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.integrations
@@ -44,6 +45,9 @@ def test_a_device_map_gives_the_same_model(device_map, tmp_path):
     assert placed == ({"meta"} if device_map in (ON_DISK, ALL_ON_DISK) else {"cpu"})
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, small(IDS).logits)
+        if device_map is ALL_ON_DISK:
+            with pytest.raises(WeightError, match="meta device"):
+                pc.densify(again)
         again.save_pretrained(tmp_path / "saved again")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved again")
         assert torch.equal(loaded(IDS).logits, small(IDS).logits)
