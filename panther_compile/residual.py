@@ -355,19 +355,23 @@ def _ranks(
     learnt = None if calls is None else learnt_of(calls)
     losses = losses_by_rank(dense, twins, residuals, learnt, logits=logits)
     sizes = {name: sum(twin.weight.shape) * twin.weight.element_size() for name, twin in twins.items()}
+    biases = {name: len(twin.weight) * twin.weight.element_size() for name, twin in twins.items()}
     stored = sum(_bytes(quantized.get_submodule(name)) for name in twins)
-    ranks = _spread(losses, sizes, budget * stored)
+    ranks = _spread(losses, sizes, biases, budget * stored)
     if not ranks:
         raise ConfigError(f"{budget=} is {budget * stored:,.0f} bytes, which holds no branch of rank {_STEP}")
     return ranks
 
 
-def _spread(losses: Mapping[str, Tensor], sizes: Mapping[str, int], most: float) -> dict[str, int]:
+def _spread(
+    losses: Mapping[str, Tensor], sizes: Mapping[str, int], biases: Mapping[str, int], most: float
+) -> dict[str, int]:
     """Ranks that make up for most in so many bytes.
 
     Args:
         losses: of each layer what each rank makes up for, the largest first.
         sizes: bytes of one rank.
+        biases: bytes that a branch has besides.
         most: bytes in all.
     """
     steps = []
@@ -376,7 +380,7 @@ def _spread(losses: Mapping[str, Tensor], sizes: Mapping[str, int], most: float)
             steps.append((float(lost[start : start + _STEP].sum()) / sizes[name], name))
     ranks: dict[str, int] = {}
     for _, name in sorted(steps, reverse=True):
-        if (more := _STEP * sizes[name]) <= most:
+        if (more := _STEP * sizes[name] + (0 if name in ranks else biases[name])) <= most:
             ranks[name], most = ranks.get(name, 0) + _STEP, most - more
     return {name: ranks[name] for name in losses if name in ranks}
 

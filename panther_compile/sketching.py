@@ -159,7 +159,7 @@ def prepare(
     given = model
     model = lifted(model)
     reading = read_graph(model)
-    found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
+    found = find_sites(model, config if recipe is None else options_of(recipe, config, model), reading)
     check_weights(found, meta_allowed=meta_allowed)
     if example is not None:
         found = time_sites(model, found, example)

@@ -107,6 +107,15 @@ def test_ratios_that_sketch_nothing_bound_the_range_from_either_side():
     curve = search_ratio(score, 0.9, 0.1)
     assert curve.ratio == 0.3
 
+    def above(ratio):
+        if ratio < 0.7:
+            raise NoTargetError("too little")
+        return 0.9 - (1 - ratio)
+
+    asked = Asked(above)
+    assert search_ratio(asked, 0.9, 0.2).ratio == 0.8
+    assert asked.ratios[:2] == [0.5, 0.74]
+
     def never(ratio):
         raise NoTargetError(f"nothing at {ratio}")
 

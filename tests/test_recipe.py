@@ -182,3 +182,22 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["sketch", "made:build", "other", "--plan", "plan.json", "--ratio", "0.5"]) == 2
     assert main(["sketch", "made:build", "other", "--plan", "none.json"]) == 2
     assert not Path("other").exists()
+
+
+def test_a_plan_with_a_tied_weight_is_carried_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
+    model[2].weight = model[0].weight
+    options = {"progress": False, "min_params": 0, "allow_slower": True, "synthetic": False}
+    plan = pc.plan_sketch(model, 0.5, min_params=0, allow_slower=True)
+    small, wanted = pc.sketchify(model, plan=plan, progress=False), pc.sketchify(model, 0.5, **options)
+    assert small[0].down.weight is small[2].down.weight
+    x = torch.randn(3, 96)
+    assert torch.equal(small(x), wanted(x))
+
+
+@pytest.mark.parametrize("rank", [0, 100000])
+def test_the_rank_of_a_factor_that_is_shared_for_its_input_is_checked(plan, rank):
+    first, other = ({"sharing": ["0", "2"], "rank": rank, "ranks": [rank]} for _ in range(2))
+    with pytest.raises(RankError, match=rf"rank {rank} for 0, wanted 1\.\.48 of a shared factor"):
+        pc.sketchify(mlp(), plan=edited(plan, **{"0": first, "2": other}), data=batches(), **OPTIONS)

@@ -207,7 +207,15 @@ def test_budget_is_spread_by_what_layers_lose(model):
         ranks = {row.name: row.rank for row in report.rows}
         assert ranks["ups.1"] == max(ranks.values()) > min(ranks.values())
         factors = sum(row.branch_bytes for row in report.rows)
-        assert factors <= sum(row.quantized_bytes for row in report.rows) + 4 * (48 + 24) * 2
+        assert factors <= sum(row.quantized_bytes for row in report.rows)  # biases counted
+
+
+def test_a_budget_holds_the_biases_too(model):
+    low = rounded(model, 3)
+    stored = sum(row.quantized_bytes for row in pc.residual_report(pc.add_residual(low, model, rank=1)).rows)
+    for percent in range(60, 140, 4):
+        better = pc.add_residual(low, model, budget=percent / 100)
+        assert pc.residual_report(better).branch_bytes <= percent / 100 * stored
 
 
 def test_branches_that_bring_nothing_are_left_out():

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from panther_compile.config import SketchConfig
@@ -19,6 +20,7 @@ from panther_compile.integrations.model_card import CARD
 from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     StoredWeights,
+    check_whole,
     no_model,
     read_architecture,
 )
@@ -69,9 +71,12 @@ def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
     """The model of a folder; its matrices are mapped from there, where they are stored as they are used."""
     _, made = read_architecture(folder)
     try:
-        model: nn.Module = made.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
+        model, told = made.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise no_model(folder, error) from error
+    check_whole(folder, told["missing_keys"])
     # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
     StoredWeights(folder, model).map_matrices(model, shelf)
     return model.eval()

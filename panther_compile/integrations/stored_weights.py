@@ -2,10 +2,12 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -43,14 +45,31 @@ def no_model(folder: Path, error: Exception) -> ModelSourceError:
     return ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}")
 
 
+def check_whole(folder: Path, missing: Iterable[str]) -> None:
+    """Raise ModelSourceError if weights are missing in the files of a folder: they would be random."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ModelSourceError(
+            f"{folder} has no {', '.join(names[:3])}{more} in its files, which the model needs"
+        )
+
+
 class StoredWeights:
     """The tensors of a folder, by their names in the model; mapped when they are asked for."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
         self._folder = folder
+        dtype = getattr(getattr(model, "config", None), "dtype", None)
+        keeps_some = getattr(model, "_keep_in_fp32_modules", None)
+        self._dtype = dtype if isinstance(dtype, torch.dtype) and not keeps_some else None
         try:
             self._files = self._read_files()
-            self._stored = _names_in_model(model, self._files)
+            self._stored, self._made = _names_in_model(model, self._files)
+            for pair in getattr(model, "all_tied_weights_keys", {}).items():  # stored under one of the names
+                for name, other in (pair, pair[::-1]):
+                    if name not in self._stored and other in self._stored:
+                        self._stored[name] = self._stored[other]
             self._lifted: dict[str, Lifted] = {}
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
@@ -63,6 +82,17 @@ class StoredWeights:
             }
         with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
             return dict.fromkeys(stream.keys(), WEIGHTS)
+
+    def missing(self, model: Any) -> list[str]:
+        """Names of parameters of the folder's model that nothing in the files is or becomes."""
+        ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        return [
+            name
+            for name, _ in model.named_parameters()
+            if name not in self._stored
+            and name not in self._made
+            and not any(re.search(pattern, name) for pattern in ignored)
+        ]
 
     def read_lifted(self, model: nn.Module) -> None:
         """Have tensors of layers that stand for parameters read from those; see `lift_own_weights`."""
@@ -78,7 +108,7 @@ class StoredWeights:
         if lifted is None or lifted.place is None:
             return self._read(stored)
         with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-            found: Tensor = stream.get_slice(stored)[lifted.place]
+            found = self._cast(stream.get_slice(stored)[lifted.place])
         return found.t().contiguous() if lifted.transposed else found
 
     def _dense(self, name: str) -> str:
@@ -114,8 +144,11 @@ class StoredWeights:
 
     def _read(self, stored: str) -> Tensor:
         with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-            found: Tensor = stream.get_tensor(stored)
-        return found
+            return self._cast(stream.get_tensor(stored))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """As transformers would load it."""
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def module(self, skeleton: nn.Module, name: str) -> nn.Module:
         """A module of the model with its weights."""
@@ -126,15 +159,18 @@ class StoredWeights:
         return made
 
 
-def _names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Names in the files by those in the model, without what transformers makes of several tensors."""
+def _names_in_model(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+    """Names in the files by those in the model; and those of what transformers makes of several tensors."""
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     own = model.state_dict()
     found: dict[str, str] = {}
+    made: set[str] = set()
     for name in stored:
         renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if converted is None:
             found[renamed] = name
-    return found
+        else:
+            made.add(renamed)
+    return found, made

@@ -38,6 +38,7 @@ from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     WEIGHTS,
     StoredWeights,
+    check_whole,
     no_model,
     read_architecture,
 )
@@ -121,6 +122,7 @@ def sketchify_checkpoint(
     with undisturbed(), freed_given_back(), scratch_folder(place.parent) as scratch:
         model = _skeleton(given)
         weights = StoredWeights(given, model)
+        check_whole(given, weights.missing(model))
         lift_own_weights(model)
         weights.read_lifted(model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")
@@ -159,6 +161,8 @@ class _Work:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / "identity"
+        if not mark.exists() and any(folder.iterdir()):
+            raise ResumeError(f"{folder} holds other files: wanted a folder of its own")
         if mark.exists() and mark.read_text() != identity:
             raise ResumeError(f"{folder} is of another source, plan or options")
         if not mark.exists():
@@ -252,7 +256,7 @@ def _planned(
 ) -> tuple[Found, SketchPlan]:
     """The sites, with their weights in the files, and the plan for them."""
     reading = read_graph(model)
-    found = find_sites(model, config if recipe is None else options_of(recipe, config), reading)
+    found = find_sites(model, config if recipe is None else options_of(recipe, config, model), reading)
     sites: list[tuple[Site, Kind]] = []
     skipped = list(found.skipped)
     for site, kind in found.sites:

@@ -30,7 +30,10 @@ Evaluate = Callable[[nn.Module], float]
 
 RATIOS = (0.05, *(step / 100 for step in range(6, 100, 2)))
 MOST = 7  # evaluations; 2 ** MOST is more than there are ratios
-_FIRST = RATIOS.index(0.5)
+# Where to begin: the others where nothing can be sketched at those before.
+_BEGINNINGS = tuple(
+    RATIOS.index(percent / 100) for percent in (50, 74, 26, 86, 38, 62, 14, 94, 44, 56, 68, 32, 80, 20, 98, 5)
+)
 
 
 def check_search(ratio_given: bool, max_drop: object, evaluate: object) -> None:
@@ -78,20 +81,17 @@ def search_ratio(score_at: Callable[[float], float], dense_score: float, max_dro
     curve = RatioCurve((), dense_score, max_drop, None)
     drops: dict[int, float] = {}
     low, high = -1, len(RATIOS)  # neither end is asked for again
-    refused: NoTargetError | None = None
+    place, score = _first_score(score_at)
     for left in reversed(range(MOST)):
-        if high - low <= 1:
-            break
-        place = _next_place(drops, low, high, left, max_drop)
-        try:
-            score = score_at(RATIOS[place])
-        except NoTargetError as error:
-            refused = error
-            if drops and place < min(drops):
-                low = place
-            else:
-                high = place
-            continue
+        if drops:
+            if high - low <= 1:
+                break
+            place = _next_place(drops, low, high, left, max_drop)
+            try:
+                score = score_at(RATIOS[place])
+            except NoTargetError:
+                low, high = (place, high) if place < min(drops) else (low, place)
+                continue
         drops[place] = dense_score - score
         passes = curve.passes(score)
         low, high = (low, place) if passes else (place, high)
@@ -101,19 +101,31 @@ def search_ratio(score_at: Callable[[float], float], dense_score: float, max_dro
             max_drop,
             RATIOS[place] if passes else curve.ratio,
         )
-    if not drops and refused is not None:
-        raise refused
     if curve.ratio is None:
         raise RatioSearchError(f"no ratio keeps the score within max_drop={max_drop:g}\n{curve}")
     return curve
 
 
+def _first_score(score_at: Callable[[float], float]) -> tuple[int, float]:
+    """The first of the places to begin with where something can be sketched, and its score.
+
+    Raises:
+        NoTargetError: of the first, where there is none.
+    """
+    refused: NoTargetError | None = None
+    for place in _BEGINNINGS:
+        try:
+            return place, score_at(RATIOS[place])
+        except NoTargetError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
 def _next_place(drops: dict[int, float], low: int, high: int, left: int, max_drop: float) -> int:
     """Strictly between low and high, so that `left` halvings can settle what is left on either side."""
     fail, passing = drops.get(low), drops.get(high)
-    if not drops:
-        wanted = _FIRST
-    elif fail is None or passing is None or not math.isfinite(fail - passing):
+    if fail is None or passing is None or not math.isfinite(fail - passing):
         wanted = (low + high) // 2
     else:
         if passing > 0.0 and max_drop > 0.0:

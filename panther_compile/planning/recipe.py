@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, RankError
 from panther_compile.kinds.base import Kind
@@ -41,10 +43,15 @@ def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchCo
         raise ConfigError("the plan sketches no weight")
 
 
-def options_of(plan: SketchPlan, config: SketchConfig) -> SketchConfig:
-    """The options with which what the plan sketches is found, however small it is."""
+def options_of(plan: SketchPlan, config: SketchConfig, model: nn.Module) -> SketchConfig:
+    """The options with which what the plan sketches in a model is found, however small it is."""
     names = {line.name for line in plan.sketched}
     names |= {name.rpartition(".")[0] for name in names}  # an attention, whose projections the plan names
+    modules = dict(model.named_modules(remove_duplicate=False))
+    held = {id(one) for name in names if name in modules for one in modules[name]._parameters.values()}
+    held.discard(id(None))
+    tied = (name for name, one in modules.items() if not held.isdisjoint(map(id, one._parameters.values())))
+    names.update(tied)
     wanted = re.compile("|".join(map(re.escape, sorted(names))))
     return replace(config, include=[wanted], min_params=0, allow_slower=True)
 
@@ -128,6 +135,10 @@ def _choice(unit: Unit, choice: Choice, together: Collection[str], data: bool) -
             what = "narrowed with" if choice.link else "to share a factor with"
             others = ", ".join(name for name in choice.link or choice.sharing if name != unit.name)
             raise ConfigError(f"the plan has {unit.name} {what} {others}, which needs data=")
+        if choice.sharing and not 1 <= choice.rank <= unit.shape[1]:
+            raise RankError(
+                f"the plan's rank {choice.rank} for {unit.name}, wanted 1..{unit.shape[1]} of a shared factor"
+            )
         return choice
     schemes = {candidate.scheme: candidate for candidate in unit.candidates}
     candidate = schemes.get(choice.scheme)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import panther_compile as pc
 from panther_compile.calibration import calibrate
@@ -304,3 +305,34 @@ def test_memory_is_that_of_a_few_layers(tmp_path):
     grown = int(re.search(r"grown (\d+)", run.stdout)[1])
     assert grown < size / 2, f"{grown} MiB for a model of {size:.0f} MiB"
     assert Path(tmp_path / "small" / "config.json").exists()
+
+
+@pytest.mark.parametrize("data", [None, texts()], ids=["weights", "data"])
+def test_a_folder_that_lacks_a_weight_is_refused(data, folder, tmp_path):
+    source = folder("llama")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelSourceError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight in its files"):
+        pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=data, **OPTIONS)
+    assert not (tmp_path / "small").exists()
+
+
+def test_weights_are_of_the_dtype_that_the_folder_names_and_ties_are_found(folder, tmp_path):
+    source = folder("llama tied")
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    model = loaded(source, MODELS["llama tied"]())
+    assert model.dtype is torch.bfloat16
+    wanted = pc.sketchify(model, 0.5, include="*", synthetic=False, **OPTIONS)
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, include="*", **OPTIONS)
+    found = loaded(tmp_path / "small", model).state_dict()
+    assert found.keys() == wanted.state_dict().keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.state_dict().items())
+
+
+def test_a_folder_with_other_files_is_not_resumed_into(folder, tmp_path):
+    source = folder("llama")
+    with pytest.raises(ResumeError, match="holds other files"):
+        pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=source, **OPTIONS)
+    assert not (source / "identity").exists()
