@@ -250,13 +250,17 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
         weights: False makes a Hugging Face model on the meta device, from its configuration alone.
 
     Raises:
-        ModelSourceError: there is no such module, function or directory, or it does not give an nn.Module.
+        ModelSourceError: there is no such module, function or directory, or it does not give an nn.Module; or
+            weights are missing in the directory.
     """
     if Path(source, "config.json").is_file():
         return _from_hugging_face(Path(source), weights)
     if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
-    model = _function(source)()
+    build = _function(source)
+    if not callable(build):
+        raise ModelSourceError(f"{source} is a {type(build).__name__}, wanted a function that makes a model")
+    model = build()
     if not isinstance(model, nn.Module):
         raise ModelSourceError(f"{source} gave a {type(model).__name__}, wanted an nn.Module")
     return model
@@ -278,16 +282,25 @@ def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ModelSourceError(f"{directory} is a Hugging Face model: pip install transformers") from error
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    names = config.architectures or ["AutoModel"]
-    architecture = getattr(transformers, names[0], transformers.AutoModel)
-    if weights:
-        model: nn.Module = architecture.from_pretrained(directory, local_files_only=True)
-        return model
-    with torch.device("meta"):
-        skeleton: nn.Module = (
-            transformers.AutoModel.from_config(config)
-            if architecture is transformers.AutoModel
-            else architecture(config)
-        )
-    return skeleton.eval()
+    stored: Any = importlib.import_module("panther_compile.integrations.stored_weights")
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        names = config.architectures or ["AutoModel"]
+        architecture = getattr(transformers, names[0], transformers.AutoModel)
+        if weights:
+            model, told = architecture.from_pretrained(
+                directory, local_files_only=True, output_loading_info=True
+            )
+        else:
+            with torch.device("meta"):
+                model = (
+                    architecture.from_config(config)
+                    if architecture is transformers.AutoModel
+                    else architecture(config)
+                )
+    except (OSError, ValueError, KeyError, stored.SafetensorError) as error:
+        raise stored.no_model(directory, error) from error
+    if weights and getattr(config, "quantization_config", None) is None:
+        stored.check_whole(directory, told["missing_keys"])
+    made: nn.Module = model.eval()
+    return made

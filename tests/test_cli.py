@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import shutil
 from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
@@ -140,3 +142,26 @@ def test_files_that_are_no_data(folder, tmp_path):
         read_text(tmp_path / "none.txt", folder, 16, 8)
     with pytest.raises(DataError, match=r"wanted a \.npz file"):
         read_tensors(text, 8)
+
+
+def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
+    for name, config in (("unknown", {"model_type": "of nobody"}), ("no weights", None)):
+        place = tmp_path / name
+        place.mkdir()
+        text = (folder / "config.json").read_text() if config is None else json.dumps(config)
+        (place / "config.json").write_text(text)
+        assert main(["sketch", str(place), str(tmp_path / "out"), "--ratio", "0.5"]) == 2
+        assert "is no Hugging Face model that can be made" in capsys.readouterr().err
+    assert main(["plan", "os:sep", "--ratio", "0.5"]) == 2
+    assert "is a str, wanted a function" in capsys.readouterr().err
+
+
+def test_a_folder_that_lacks_a_weight_is_not_sketched(folder, tmp_path, capsys):
+    place = tmp_path / "partial"
+    shutil.copytree(folder, place)
+    tensors = load_file(place / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    assert main(["sketch", str(place), str(tmp_path / "out"), "--ratio", "0.5", *SMALL]) == 2
+    assert "has no model.layers.0.mlp.up_proj.weight" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
