@@ -25,7 +25,14 @@ from panther_compile.arguments import add_options, given_options
 from panther_compile.checkpoint import load_sketched, save_sketched
 from panther_compile.config import Selector
 from panther_compile.data_files import read_batches, read_tensors, read_text
-from panther_compile.errors import ConfigError, ModelSourceError, PantherError, first_line
+from panther_compile.errors import (
+    ConfigError,
+    ModelSourceError,
+    PantherError,
+    check_whole,
+    first_line,
+    no_model,
+)
 from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
 
@@ -282,7 +289,7 @@ def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ModelSourceError(f"{directory} is a Hugging Face model: pip install transformers") from error
-    stored: Any = importlib.import_module("panther_compile.integrations.stored_weights")
+    broken: Any = importlib.import_module("safetensors").SafetensorError
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         names = config.architectures or ["AutoModel"]
@@ -298,9 +305,9 @@ def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
                     if architecture is transformers.AutoModel
                     else architecture(config)
                 )
-    except (OSError, ValueError, KeyError, stored.SafetensorError) as error:
-        raise stored.no_model(directory, error) from error
+    except (OSError, ValueError, KeyError, broken) as error:
+        raise no_model(directory, error) from error
     if weights and getattr(config, "quantization_config", None) is None:
-        stored.check_whole(directory, told["missing_keys"])
+        check_whole(directory, told["missing_keys"])
     made: nn.Module = model.eval()
     return made

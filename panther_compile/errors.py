@@ -48,7 +48,8 @@ error that fits, so ordinary handlers work. What does not stop a run is a warnin
 SketchQualityWarning (UserWarning)    a sketched model answers little of what the dense one does
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class PantherError(Exception):
@@ -76,7 +77,7 @@ class MissingExtraError(PantherError, ModuleNotFoundError):
 
 
 class ModelSourceError(PantherError, ValueError):
-    """The model named on the command line cannot be found or built."""
+    """The model of a folder, or named on the command line, cannot be found or built, or is not whole."""
 
 
 class NoTargetError(PantherError, ValueError):
@@ -230,3 +231,18 @@ class ResumeError(CheckpointError):
 def first_line(error: BaseException) -> str:
     """The first line of a message, where another library writes pages; empty if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def no_model(folder: Path, error: Exception) -> ModelSourceError:
+    """What to raise where transformers cannot make the model of a folder."""
+    return ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}")
+
+
+def check_whole(folder: Path, missing: Iterable[str]) -> None:
+    """Raise ModelSourceError if weights are missing in the files of a folder: they would be random."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ModelSourceError(
+            f"{folder} has no {', '.join(names[:3])}{more} in its files, which the model needs"
+        )

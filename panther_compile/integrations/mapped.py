@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from panther_compile.config import SketchConfig
+from panther_compile.errors import check_whole, no_model
 from panther_compile.integrations.model_card import CARD
 from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     StoredWeights,
-    check_whole,
-    no_model,
     read_architecture,
 )
 from panther_compile.models.batches import Data

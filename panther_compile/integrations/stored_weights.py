@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from panther_compile.errors import ModelSourceError
+from panther_compile.errors import ModelSourceError, no_model
 from panther_compile.layers.own_weights import Lifted
 from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lifted_tensors
@@ -38,21 +38,6 @@ def read_architecture(folder: Path) -> tuple[Any, Any]:
         raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
     names = config.architectures or [""]
     return config, getattr(transformers, names[0], transformers.AutoModel)
-
-
-def no_model(folder: Path, error: Exception) -> ModelSourceError:
-    """What to raise where transformers cannot make the model of a folder."""
-    return ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}")
-
-
-def check_whole(folder: Path, missing: Iterable[str]) -> None:
-    """Raise ModelSourceError if weights are missing in the files of a folder: they would be random."""
-    names = sorted(missing)
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ModelSourceError(
-            f"{folder} has no {', '.join(names[:3])}{more} in its files, which the model needs"
-        )
 
 
 class StoredWeights:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
 from panther_compile.config import Selector, SketchConfig, SketchOptions
-from panther_compile.errors import ConfigError, NoTargetError, ResumeError
+from panther_compile.errors import ConfigError, NoTargetError, ResumeError, check_whole, no_model
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.mapped import copy_beside, sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
@@ -38,8 +38,6 @@ from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     WEIGHTS,
     StoredWeights,
-    check_whole,
-    no_model,
     read_architecture,
 )
 from panther_compile.kinds.base import Kind
