@@ -51,6 +51,8 @@ SketchQualityWarning (UserWarning)    a sketched model answers little of what th
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_SHOWN = 5  # names that an error lists
+
 
 class PantherError(Exception):
     """Root of every error that panther_compile raises for a user's mistake."""
@@ -238,11 +240,19 @@ def no_model(folder: Path, error: Exception) -> ModelSourceError:
     return ModelSourceError(f"{folder} is no Hugging Face model that can be made: {error}")
 
 
+def some_names(names: Iterable[str]) -> str:
+    """The first names of a set, for errors.
+
+    Args:
+        names: of tensors or parameters.
+    """
+    shown = sorted(names)
+    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + rest
+
+
 def check_whole(folder: Path, missing: Iterable[str]) -> None:
     """Raise ModelSourceError if weights are missing in the files of a folder: they would be random."""
-    names = sorted(missing)
+    names = list(missing)
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ModelSourceError(
-            f"{folder} has no {', '.join(names[:3])}{more} in its files, which the model needs"
-        )
+        raise ModelSourceError(f"{folder} has no {some_names(names)} in its files, which the model needs")

@@ -21,7 +21,6 @@ from panther_compile.integrations.diffusion import (
     register,
     tie,
 )
-from panther_compile.layers.narrow import NarrowLinear
 
 _theirs = ModelMixin.save_pretrained
 
@@ -36,7 +35,7 @@ def _from_config(cls: Any, config: Any = None, *args: Any, **options: Any) -> An
     """See diffusers; factors of a sketch begin with the initial values of layers of their kinds.
 
     Raises:
-        CheckpointError: a layer is narrow, and the config does not tell which features it keeps.
+        CheckpointError: a layer has buffers, as a narrow one, which the config does not tell.
     """
     found = super(ModelMixin, cls).from_config(config, *args, **options)  # type: ignore[misc]
     model = found[0] if isinstance(found, tuple) else found
@@ -52,10 +51,10 @@ def _from_config(cls: Any, config: Any = None, *args: Any, **options: Any) -> An
 
 
 def _initialize(layer: nn.Module, device: torch.device) -> None:
-    if any(isinstance(part, NarrowLinear) for part in layer.modules()):
+    if next(layer.buffers(), None) is not None:
         raise CheckpointError(
-            "from_config of a sketch with narrow layers: a config does not tell which features they keep; "
-            "use from_pretrained, or sketch with narrow=False"
+            f"from_config of a sketch with a {type(layer).__name__}: a config does not tell its buffers, as "
+            "which features narrow layers keep; use from_pretrained, or sketch with narrow=False"
         )
     for part in layer.to_empty(device=device).modules():
         if isinstance(part, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):

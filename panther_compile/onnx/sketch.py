@@ -174,7 +174,7 @@ def sketch_onnx(
             the graph on them, and it is fitted as `sketchify` fits a model, if it gives what ONNX Runtime
             does; else ONNX Runtime alone does, and the plan's route says why. Positions where an input called
             "attention_mask" is 0 do not count. Without data a model of images, sounds or texts alone is
-            fitted to made-up ones (`docs/onnx.md` says of which models), if 0.25 to 500 million numbers are
+            fitted to made-up ones (which models: `docs/onnx.md`), if 0.25 to 500 million numbers are
             to be sketched, unless `synthetic=False`.
         sequential: where ONNX Runtime alone runs it, fit weights one by one, each to what reaches it behind
             those fitted before, as torch does in any case: mostly closer, for two runs on the data for each

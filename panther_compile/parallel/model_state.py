@@ -1,6 +1,6 @@
 """Parameters and buffers of a rank's stages under the user's names: this rank's, or the whole model's."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from panther_compile.errors import CheckpointMismatchError
+from panther_compile.errors import CheckpointMismatchError, some_names
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.pieces import whole_shape
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.parallel.tensor import join_shards
 from panther_compile.partition.shards.placements import Shard
-
-_SHOWN = 5  # names that an error lists
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,9 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
         CheckpointMismatchError: a name is none of the model's, or a tensor is missing, or of another shape;
             nothing is changed then.
     """
-    held = {**holder.names.rest, **_own_tensors(holder)}
-    _check_names(holder, state)
+    own = _own_tensors(holder)
+    held = {**holder.names.rest, **own}
+    _check_names(holder, state, own)
     values: dict[str, Tensor] = {}
     for name, first in holder.names.first.items():
         if first not in held or name not in state:
@@ -115,7 +114,7 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
             )
         is_divided = layout is not None and tuple(value.shape) == wanted
         values[first] = layout.local(value, tp, holder.devices.tp) if layout and is_divided else value
-    copies = [(first, tensor) for first, tensor in holder.names.rest.items()]
+    copies = list(holder.names.rest.items())
     for stage in holder.stages.values():
         copies += [*held_parameters(stage), *held_buffers(stage)]
     for first, tensor in copies:
@@ -123,13 +122,13 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
             tensor.copy_(_like(values[first], tensor))
 
 
-def _check_names(holder: Holder, state: Mapping[str, Tensor]) -> None:
+def _check_names(holder: Holder, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """As strict as `nn.Module.load_state_dict`; a state of this rank alone has no names of other stages.
 
     Raises:
         CheckpointMismatchError: a name is none of the model's, or is missing.
     """
-    first, own = holder.names.first, _own_tensors(holder)
+    first = holder.names.first
     mine = [name for name, one in first.items() if one in own]
     unknown = sorted(set(state) - set(first))
     missing = [name for name in (first if set(state) - set(mine) else mine) if name not in state]
@@ -168,14 +167,3 @@ def _like(value: Tensor, tensor: Tensor) -> Tensor:
 
 def _stages(holder: Holder) -> str:
     return f"stage {', '.join(map(str, holder.stages))}"
-
-
-def some_names(names: Iterable[str]) -> str:
-    """The first names of a set, for errors.
-
-    Args:
-        names: of tensors or parameters.
-    """
-    shown = sorted(names)
-    rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + rest

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from panther_compile.errors import ParallelError
+from panther_compile.errors import ParallelError, some_names
 from panther_compile.parallel.devices import Devices
-from panther_compile.parallel.model_state import held_parameters, some_names
+from panther_compile.parallel.model_state import held_parameters
 from panther_compile.parallel.stage_module import StageModule
 
 _BUCKET_BYTES = 25 * 2**20

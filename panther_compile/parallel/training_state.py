@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from panther_compile.errors import some_names
 from panther_compile.parallel import optimizer_state
 from panther_compile.parallel.checkpoint_folder import Manifest
 from panther_compile.parallel.engine import ParallelEngine
-from panther_compile.parallel.model_state import held_buffers, held_parameters, some_names
+from panther_compile.parallel.model_state import held_buffers, held_parameters
 from panther_compile.parallel.pieces import Piece, PieceReader, find_pieces, whole_shape
 
 MODEL = "model."

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from panther_compile.errors import ParallelError
+from panther_compile.errors import ParallelError, some_names
 from panther_compile.parallel.losses import Loss, no_loss
 from panther_compile.parallel.microbatches import Batch, Share, take_rows
-from panther_compile.parallel.model_state import held_parameters, some_names
+from panther_compile.parallel.model_state import held_parameters
 from panther_compile.parallel.pipeline import reshard
 from panther_compile.parallel.stage_module import StageModule
 from panther_compile.partition.graph.capture import CallForm

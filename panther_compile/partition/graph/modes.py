@@ -70,7 +70,7 @@ def check_batch_norms(model: nn.Module) -> None:
     """Check that a graph in train mode can keep the statistics of a model's batch norms.
 
     Raises:
-        CaptureError: some are means over all batches, of which a graph has the share of one.
+        CaptureError: some are means over all batches, and a graph would keep the share of one batch alone.
     """
     for name, module in model.named_modules():
         kept = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
