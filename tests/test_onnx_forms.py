@@ -85,6 +85,25 @@ def test_what_is_no_gelu_stays(tmp_path, other):
     assert [(one.op_type, [i.name for i in one.inputs]) for one in model.graph] == before
 
 
+class Gate(nn.Module):
+    """Halves 1 + erf of one thing, and multiplies by another that is computed later, and has more rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(48, 96), nn.Linear(48, 96)
+
+    def forward(self, x):
+        gate = 0.5 * (1 + torch.erf(self.gate(x[:1])))
+        return self.up(x) * gate
+
+
+@pytest.mark.parametrize("then", ["none", "int8"])
+def test_a_gate_by_erf_is_no_gelu(tmp_path, then):
+    torch.manual_seed(0)
+    pc.export_onnx(Gate().eval(), torch.randn(4, 48), tmp_path / "gate.onnx", then=then)
+    assert optimized(tmp_path / "gate.onnx")["Erf"] == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_sums_of_types_that_sum_takes(tmp_path, dtype):
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))

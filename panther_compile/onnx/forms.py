@@ -17,13 +17,14 @@ _SUMMED = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # what ONNX Runtime's Sum tak
 
 
 def fuse_gelu(model: ir.Model) -> None:
-    """Write each GELU so that ONNX Runtime sees it."""
+    """Write each GELU so that ONNX Runtime sees it; what is no GELU, as x is not what erf is of, is left."""
     for node in model.graph.all_nodes():
         for place, inner in enumerate(node.inputs):
-            half = _halves_erf(inner) if is_onnx(node, "Mul") else None
+            x = node.inputs[1 - place] if is_onnx(node, "Mul") else None
+            half = None if x is None else _halves_erf(inner, x)
             if inner is None or half is None or not _is_read_once(inner):
                 continue
-            x, product = node.inputs[1 - place], inner.producer()
+            product = inner.producer()
             assert product is not None
             whole = next(value for value in product.inputs if value is not half)
             for index, value in enumerate((x, whole)):
@@ -44,8 +45,8 @@ def keep_sums_apart(model: ir.Model) -> None:
             added.op_type = "Sum"
 
 
-def _halves_erf(value: ir.Value | None) -> ir.Value | None:
-    """The constant 0.5 of a value that is 0.5 * (erf(..) + ..)."""
+def _halves_erf(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
+    """The constant 0.5 of a value that is 0.5 * (erf(..) + ..), where erf is of x, scaled or not."""
     product = None if value is None else value.producer()
     if product is None or not is_onnx(product, "Mul"):
         return None
@@ -54,14 +55,19 @@ def _halves_erf(value: ir.Value | None) -> ir.Value | None:
         if tensor is None or tensor.size != 1 or float(tensor.numpy().reshape(())) != 0.5:
             continue
         added = None if whole is None else whole.producer()
-        if added is not None and is_onnx(added, "Add") and any(map(_is_erf, added.inputs)):
+        if added is not None and is_onnx(added, "Add") and any(_is_erf(one, x) for one in added.inputs):
             return half
     return None
 
 
-def _is_erf(value: ir.Value | None) -> bool:
+def _is_erf(value: ir.Value | None, x: ir.Value) -> bool:
+    """Whether a value is erf(x), or erf of x times or over another value."""
     node = None if value is None else value.producer()
-    return node is not None and is_onnx(node, "Erf")
+    if node is None or not is_onnx(node, "Erf") or node.inputs[0] is None:
+        return False
+    scaled = node.inputs[0].producer()
+    factors = scaled.inputs if scaled is not None and is_onnx(scaled, "Mul", "Div") else ()
+    return x in (node.inputs[0], *factors)
 
 
 def _is_read_once(value: ir.Value | None) -> bool:
