@@ -10,7 +10,7 @@ import panther_compile as pc
 from panther_compile.errors import (
     OnnxMismatchError,
 )
-from panther_compile.onnx.verify import compare_files
+from panther_compile.onnx.verify import compare_files, kept_in
 
 
 def square(path, *parts, x=("n", 48), **options):
@@ -125,3 +125,8 @@ def test_what_cannot_be_run_is_told(tmp_path):
         pc.sketch_onnx(source, target, include="*", **OPTIONS)
     assert not target.exists()
     assert pc.sketch_onnx(source, target, include="*", verify=False, **OPTIONS).output_errors == {}
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], [True, True, False], [1.0, 1.0, 0.0], [0.0, 0.0, -1e9]])
+def test_masks_of_every_form_keep_the_same(mask):
+    assert kept_in({"attention_mask": np.array([mask])}).tolist() == [[True, True, False]]

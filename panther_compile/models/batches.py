@@ -187,10 +187,21 @@ def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
     for name in (*_KEEPS, *_HIDES):
         mask = given.get(name)
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if mask.is_floating_point():  # added to logits: hidden where it is very negative
-                return mask > -1.0 if name in _HIDES or bool((mask < 0).any()) else mask > 0
-            return mask.bool() if name in _KEEPS else ~mask.bool()
+            return kept_by(mask, hides=name in _HIDES)
     return None
+
+
+def kept_by(mask: Tensor, *, hides: bool = False) -> Tensor:
+    """Which positions a mask keeps: those where it is positive.
+
+    Args:
+        mask: of any shape; floating numbers may be those that are added to logits, very negative at what
+            they hide.
+        hides: whether it is True, or negative, where a position is hidden.
+    """
+    if mask.is_floating_point():
+        return mask > -1.0 if hides or bool((mask < 0).any()) else mask > 0
+    return ~mask.bool() if hides else mask.bool()
 
 
 def tokens_of(model: nn.Module, call: Call) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
+from panther_compile.models.batches import kept_by
 from panther_compile.models.outputs import LOGITS
 from panther_compile.records import Closeness
 
@@ -151,7 +152,7 @@ def _pair(name: str, wanted: Any, found: Any) -> Pair:
 def kept_in(feed: Mapping[str, Any]) -> Tensor | None:
     """The positions (batch, length) of a batch that are no padding; None without a mask."""
     mask = feed.get(MASK)
-    return torch.from_numpy(mask) > 0 if mask is not None and mask.ndim == 2 else None
+    return kept_by(torch.from_numpy(mask)) if mask is not None and mask.ndim == 2 else None
 
 
 _SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
