@@ -11,6 +11,7 @@ from zoo import ZOO
 
 import panther_compile as pc
 from panther_compile.errors import ConfigError, ConfigTypeError, DataError, OnnxMismatchError
+from panther_compile.onnx import files as onnx_files
 from panther_compile.onnx import fit as onnx_fit
 from panther_compile.onnx.data import ObservedModel
 
@@ -390,6 +391,12 @@ def test_one_by_one_needs_data(tmp_path):
         ([{"x": [[0.0] * 48]}], ConfigTypeError, "input 'x' is a list, wanted an array"),
         ([np.full((4, 48), np.nan, np.float32)], DataError, "input 'x' holds NaN"),
         ([np.full((4, 48), 3e38, np.float32)], DataError, "batch 0 of the data: a number of size 3e"),
+        ([random(4, 48), random(0, 48)], DataError, r"batch 1 of data is empty, x \(0, 48\)"),
+        ([np.ma.masked_less(random(4, 48), 0)], DataError, "input 'x' is a masked array"),
+        ([torch.zeros(4, 48, dtype=torch.bfloat16)], DataError, "is bfloat16, wanted float32"),
+        ([torch.zeros(4, 48).to_sparse()], DataError, "is a tensor that is sparse, wanted a dense one"),
+        ([torch.zeros(4, 48, device="meta")], DataError, "is a tensor that is on the meta device"),
+        ([torch.nested.nested_tensor([torch.zeros(2, 48)])], DataError, "is a tensor that is nested"),
     ],
 )
 def test_bad_data_is_told(data, kind, message, tmp_path):
@@ -412,13 +419,46 @@ def test_the_batch_is_named_by_its_place_in_the_data(place, tmp_path):
         pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
 
 
+def test_batches_that_are_written_over_are_copied(tmp_path):
+    source = make(tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 64)})
+    buffer = torch.zeros(4, 48)
+
+    def read():
+        for size in range(4):
+            yield buffer.fill_(size)
+
+    feeds = ObservedModel(onnx_files.read_model(source), (), tmp_path).feeds(read())
+    assert sorted(float(feed["x"].max()) for feed in feeds) == [0, 1, 2, 3]
+
+
+def test_what_was_read_before_data_failed_is_not_lost(tmp_path):
+    source = make(tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 64)})
+
+    def read():
+        yield random(4, 48)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(DataError, match=r"after 1 batches \(OSError: the disk is gone\)") as caught:
+        pc.sketch_onnx(source, tmp_path / "out.onnx", data=read(), **(OPTIONS | ALL))
+    pc.sketch_onnx(source, tmp_path / "out.onnx", data=caught.value.calls, **(OPTIONS | ALL))
+
+
 @pytest.mark.usefixtures("runtime_alone")
-@pytest.mark.parametrize(("number", "weight"), [(3e38, "v"), (np.inf, "w")])
-def test_bad_numbers_where_torch_does_not_run(number, weight, tmp_path):
+def test_arrays_that_run_backwards(tmp_path):
+    """As pictures whose colours are turned round."""
+    source = make(
+        tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 64)}, y=("n", 64)
+    )
+    sketch(source, data=[rows(9)[..., ::-1], np.broadcast_to(rows(1), (4, 48))], **ALL)
+
+
+@pytest.mark.usefixtures("runtime_alone")
+@pytest.mark.parametrize(("number", "what"), [(3e38, r"a number of size 3e\+38"), (np.inf, "NaN or Inf")])
+def test_bad_numbers_where_torch_does_not_run(number, what, tmp_path):
     nodes = [node("MatMul", ["x", "w"], ["h"]), node("MatMul", ["h", "v"], ["y"])]
     source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 64), "v": random(64, 48)})
     data = [random(4, 48), np.full((4, 48), number, np.float32)]
-    with pytest.raises(DataError, match=f"batch 1 of data: NaN or Inf reaches {weight}"):
+    with pytest.raises(DataError, match=f"batch 1 of the data: {what} reaches w"):
         pc.sketch_onnx(source, tmp_path / "out.onnx", data=data, **(OPTIONS | ALL))
 
 

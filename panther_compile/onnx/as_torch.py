@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
@@ -225,7 +224,7 @@ def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
 
 def as_tensors(feed: Feed) -> dict[str, Tensor]:
     """The arrays of a batch as the module takes them."""
-    return {_argument(name): _as_tensor(array) for name, array in feed.items()}
+    return {_argument(name): torch.from_numpy(array) for name, array in feed.items()}
 
 
 def runs(module: OnnxModule, inputs: Mapping[str, Tensor]) -> bool:
@@ -241,11 +240,6 @@ def runs(module: OnnxModule, inputs: Mapping[str, Tensor]) -> bool:
 def _argument(name: str | None) -> str:
     """What an input is called; of masks the one that says what counts in a file has its own name."""
     return MASK if name == MASK else f"input {name}"
-
-
-def _as_tensor(array: Any) -> Tensor:
-    array = np.asarray(array, order="C")
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: Feed) -> bool:

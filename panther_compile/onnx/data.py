@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 from torch import Tensor
 
 from panther_compile.errors import ConfigTypeError, DataError, first_line
@@ -73,16 +74,33 @@ class ObservedModel:
     def feeds(self, data: OnnxData) -> list[Feed]:
         """The batches by the names of the inputs, spread out: any stretch of them is from everywhere.
 
+        Those of a list are held as they are, if they can be; those of an iterator, which may write over what
+        it gave, are copies.
+
         Raises:
             ConfigTypeError: data, or a batch, is none of what `OnnxData` says.
-            DataError: there is no batch, or one has other names, shapes or dtypes than the inputs, or NaN.
+            DataError: there is no batch, or one is empty, or has other names, shapes or dtypes than the
+                inputs, or NaN; or reading failed half-way, and the error's `calls` hold what was read before,
+                which can be given as data.
         """
         if isinstance(data, str | bytes | Mapping | np.ndarray | Tensor) or not isinstance(data, Iterable):
             raise ConfigTypeError(
                 f"data is a {type(data).__name__}, wanted a list of batches: mappings from input name to "
                 "array, tuples of arrays in the order of the inputs, or arrays for a model of one input"
             )
-        feeds = [self._feed(batch, place) for place, batch in enumerate(data)]
+        feeds: list[Feed] = []
+        try:
+            for place, batch in enumerate(data):
+                feeds.append(self._feed(batch, place, copy=not isinstance(data, list | tuple)))
+        except (ConfigTypeError, DataError):
+            raise
+        # The user's loader runs here; whatever it raises, what was read before is not lost.
+        except Exception as error:
+            raise DataError(
+                f"data failed after {len(feeds)} batches ({type(error).__name__}: {error}); the batches read "
+                "until then are in this error's `calls`, which can be given as data",
+                calls=feeds,
+            ) from error
         if not feeds:
             raise DataError(
                 "data holds no batch: wanted at least one (an iterator is empty once it was read)"
@@ -108,7 +126,7 @@ class ObservedModel:
                 ) from error
             yield dict(zip(wanted, found, strict=True)) | {name: feed[name] for name in names if name in feed}
 
-    def _feed(self, batch: object, place: int) -> Feed:
+    def _feed(self, batch: object, place: int, *, copy: bool) -> Feed:
         inputs, where = self.inputs, f"batch {place} of data"
         names = [one.name for one in inputs]
         if isinstance(batch, np.ndarray | Tensor):
@@ -126,22 +144,36 @@ class ObservedModel:
             raise DataError(
                 f"{where} has arrays for {sorted(map(str, batch))}, the model's inputs are {names}"
             )
-        return Feed({one.name: _checked(batch[one.name], one, where) for one in inputs}, place)
+        arrays = {one.name: _checked(batch[one.name], one, where, copy=copy) for one in inputs}
+        if arrays and not any(array.size for array in arrays.values()):
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            raise DataError(f"{where} is empty, {shapes}: wanted at least one sample")
+        return Feed(arrays, place)
 
 
-def _checked(given: object, wanted: ort.NodeArg, where: str) -> Any:
-    """The array of one input."""
+def _checked(given: object, wanted: ort.NodeArg, where: str, *, copy: bool) -> np.ndarray:
+    """The array of one input, as torch takes it too: in one stretch of memory that may be written to."""
     where = f"{where}: input {wanted.name!r}"
     if not isinstance(given, np.ndarray | Tensor):
         raise ConfigTypeError(f"{where} is a {type(given).__name__}, wanted an array")
-    array = given.numpy(force=True) if isinstance(given, Tensor) else given
-    dtype = numpy_dtype(wanted)
-    if array.dtype != dtype:
-        raise DataError(
-            f"{where} is {array.dtype}, wanted {wanted.type if dtype is None else np.dtype(dtype)}"
-        )
+    dtype, found = numpy_dtype(wanted), str(given.dtype).removeprefix("torch.")
+    if dtype is None or found != str(np.dtype(dtype)):
+        raise DataError(f"{where} is {found}, wanted {wanted.type if dtype is None else np.dtype(dtype)}")
+    array = _array(given, where)
     if not has_sizes(array, wanted.shape):
         raise DataError(f"{where} has shape {array.shape}, wanted {tuple(wanted.shape)}")
     if np.issubdtype(array.dtype, np.floating) and bool(np.isnan(array).any()):
         raise DataError(f"{where} holds NaN")
-    return array
+    return np.array(array, order="C", copy=True if copy or not array.flags.writeable else None)
+
+
+def _array(given: np.ndarray | Tensor, where: str) -> np.ndarray:
+    """An array whose numbers are all that it holds."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise DataError(f"{where} is a masked array, wanted one whose numbers all count")
+    if not isinstance(given, Tensor):
+        return np.asarray(given)
+    if given.is_meta or given.is_nested or given.layout is not torch.strided:
+        kind = "on the meta device" if given.is_meta else "nested" if given.is_nested else "sparse"
+        raise DataError(f"{where} is a tensor that is {kind}, wanted a dense one")
+    return given.numpy(force=True)

@@ -9,7 +9,6 @@ turn the spread that low ranks lose into a shift of the means, which no layer be
 """
 
 # I in_features or in_channels, O out_features, N rows
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from panther_compile.calibration.layer_fit import fitted_of
 from panther_compile.calibration.study import groups_within
 from panther_compile.config import SketchConfig
-from panther_compile.errors import DataError
 from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, term_sizes
@@ -31,6 +29,7 @@ from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batches import Call, check_rows
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival
 from panther_compile.onnx.branches import graph_of, seen_graphs
@@ -390,8 +389,7 @@ def _is_reached(use: Use, *runs: Mapping[str, Any]) -> bool:
 def _finite(found: Mapping[str, Any], use: Use, name: str, feed: Feed) -> Tensor:
     """What a node read in one run of a batch."""
     tensor = torch.from_numpy(found[str(_data_of(use).name)])
-    if not (math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())):  # a sum is fast, and may overflow
-        raise DataError(f"batch {feed.place} of data: NaN or Inf reaches {name}")
+    check_rows(tensor, name, Call((), {}, feed.place))
     return tensor
 
 
