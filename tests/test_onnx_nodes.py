@@ -21,6 +21,14 @@ MATRIX = {
         [node("Transpose", ["w"], ["t"], perm=[1, 0]), node("Gemm", ["x", "t", "b"], ["y"], transB=1)],
         (48, 64),
     ),
+    "twice_transposed": (
+        [
+            node("Transpose", ["w"], ["t"]),
+            node("Transpose", ["t"], ["tt"], perm=[1, 0]),
+            node("Gemm", ["x", "tt", "b"], ["y"]),
+        ],
+        (48, 64),
+    ),
     "constant_node": (
         [
             node("Constant", [], ["w"], value=numpy_helper.from_array(low_rank(48, 64))),

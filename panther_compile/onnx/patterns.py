@@ -46,7 +46,8 @@ def remove_unread(value: ir.Value) -> None:
         held = value.graph.initializers if isinstance(value.graph, ir.Graph) else {}
         held.pop(str(value.name), None)
         return
-    assert producer.graph is not None
+    if producer.graph is None:
+        return  # it is gone already
     read = [given for given in producer.inputs if given is not None]
     producer.graph.remove(producer, safe=True)
     for given in read:

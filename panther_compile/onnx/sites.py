@@ -199,9 +199,7 @@ def _unsafe(weight: OnnxWeight, model: ir.Model) -> str | None:
             return "its weight is a graph output"
         for node, index in reader.uses():
             is_weight = any(use.node is node and use.index == index for use in weight.uses)
-            if not is_weight and not (
-                is_onnx(node, "Transpose") and set(node.outputs[0].consumers()) & nodes
-            ):
+            if not is_weight and not (is_onnx(node, "Transpose") and _leads_to(node.outputs[0], nodes)):
                 return f"its weight is also read by {node.op_type} {node.name or ''}".rstrip()
     if len({(use.is_conv, use.index, use.transposed, _geometry(use.node)) for use in weight.uses}) > 1:
         return "its weight is used in several ways (transposed, on the other side, or with other strides)"
@@ -213,6 +211,11 @@ def _transposes_of(value: ir.Value) -> Iterator[ir.Value]:
         if is_onnx(node, "Transpose"):
             yield node.outputs[0]
             yield from _transposes_of(node.outputs[0])
+
+
+def _leads_to(value: ir.Value, nodes: set[ir.Node]) -> bool:
+    """Whether one of the nodes reads a value, or what Transpose nodes make of it."""
+    return any(not nodes.isdisjoint(one.consumers()) for one in (value, *_transposes_of(value)))
 
 
 def _geometry(node: ir.Node) -> tuple[object, ...]:
