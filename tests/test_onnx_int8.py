@@ -62,6 +62,16 @@ def test_without_data_and_with_gemm(tmp_path):
     assert kinds(tmp_path / "out.onnx")["MatMulInteger"] == 4
 
 
+def test_a_gemm_whose_bias_is_an_empty_name(tmp_path):
+    source = make(
+        tmp_path / "in.onnx", [node("Gemm", ["x", "w", ""], ["y"])], {"w": random(96, 64)}, ("n", 96)
+    )
+    pc.sketch_onnx(source, tmp_path / "out.onnx", 1.0, then="int8")
+    assert kinds(tmp_path / "out.onnx")["MatMulInteger"] == 1
+    x = random(5, 96)
+    assert far(run(tmp_path / "out.onnx", x)[0], run(source, x)[0]) < 0.03
+
+
 def plan(*shapes, rank):
     lines = [
         LayerPlan(
