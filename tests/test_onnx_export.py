@@ -56,6 +56,14 @@ def mlp(width=32):
     return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 5)).eval()
 
 
+def test_a_tensor_that_is_given_several_times_is_several_inputs(tmp_path):
+    model = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x, y, z = torch.randn(3, 2, 5, 32)
+    pc.export_onnx(model, (x, x, x), tmp_path / "out.onnx")
+    for one, other in zip(run(tmp_path / "out.onnx", (x, y, z)), model(x, y, z), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 class Denoiser(nn.Module):
     """As diffusers' U-Nets: takes a sample, gives a sample."""
 

@@ -102,7 +102,7 @@ def export_onnx(
     positional = (args,) if isinstance(args, torch.Tensor) else args
     path = checked_path(path, "path")
     _check_arguments(model, positional, opset)
-    positional, named = _with_last_named(model, positional, dict(kwargs or {}))
+    positional, named = _told_apart(*_with_last_named(model, positional, dict(kwargs or {})))
     check_rounding(then)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
@@ -203,6 +203,17 @@ def _with_last_named(
     return args[:-1], {parameters[0].name: args[-1]}
 
 
+def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, a tensor that is given several times as copies: torch would take it for one input."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    seen: set[int] = set()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+            leaves[place] = leaf.detach().clone()
+        seen.add(id(leaf))
+    return pytree.tree_unflatten(leaves, structure)
+
+
 def _check_arguments(model: object, args: object, opset: int) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
@@ -239,7 +250,7 @@ def _export(
     except OnnxExporterError as error:
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
-    _tell_apart(program.model.graph)
+    _rename_echoes(program.model.graph)
     fuse_gelu(program.model)
     return program
 
@@ -276,7 +287,7 @@ def _output_names(output: object) -> list[str] | None:
     return names
 
 
-def _tell_apart(graph: ir.Graph) -> None:
+def _rename_echoes(graph: ir.Graph) -> None:
     """Rename each output that is called as an input is: diffusers' U-Nets take a sample and give a sample."""
     taken = {value.name for value in graph.inputs}
     for value in graph.outputs:
