@@ -21,6 +21,7 @@ from onnx_models import (
 import panther_compile as pc
 from panther_compile.cli import main
 from panther_compile.errors import (
+    ConfigError,
     ConfigTypeError,
     OnnxExternalDataError,
     OnnxFileError,
@@ -51,6 +52,27 @@ def test_external_data_stays_external_and_in_the_folder(tmp_path):
     assert files[1].startswith("out.onnx-")
     assert report.sketched_bytes == sum((target.parent / name).stat().st_size for name in files)
     np.testing.assert_allclose(run(target, x)[0], wanted, atol=1e-5)
+
+
+def test_weights_that_another_file_reads_stay(tmp_path):
+    source, target, copy = beside(mlp(tmp_path / "in.onnx")), tmp_path / "m.onnx", tmp_path / "copy.onnx"
+    pc.sketch_onnx(source, target, **OPTIONS)
+    x = random(3, 48)
+    wanted = run(target, x)[0]
+    copy.write_bytes(target.read_bytes())  # reads the same weights
+    pc.sketch_onnx(source, target, 0.4, **OPTIONS)
+    np.testing.assert_array_equal(run(copy, x)[0], wanted)
+    copy.unlink()
+    pc.sketch_onnx(source, target, 0.3, **OPTIONS)
+    assert len(list(tmp_path.glob("m.onnx-*.data"))) == 1
+
+
+def test_the_weights_of_the_source_are_no_target(tmp_path):
+    source, x = beside(mlp(tmp_path / "in.onnx")), random(3, 48)
+    wanted = run(source, x)[0]
+    with pytest.raises(ConfigError, match=r"weights.bin' holds weights of the source"):
+        pc.sketch_onnx(source, tmp_path / "weights.bin", **OPTIONS)
+    np.testing.assert_array_equal(run(source, x)[0], wanted)
 
 
 def test_a_file_can_be_sketched_in_place(tmp_path):

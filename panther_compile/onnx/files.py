@@ -5,6 +5,7 @@ the checksum names them, a file and its weights always belong together, also whi
 """
 
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,13 @@ from onnx.external_data_helper import (
 )
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from panther_compile.errors import OnnxExternalDataError, OnnxFileError, OnnxInvalidError, first_line
+from panther_compile.errors import (
+    ConfigError,
+    OnnxExternalDataError,
+    OnnxFileError,
+    OnnxInvalidError,
+    first_line,
+)
 from panther_compile.storage import checked_path, file_sha256, flush, locked, scratch_folder
 
 OLDEST_OPSET = 11
@@ -128,17 +135,35 @@ def saved_copy(model: ir.Model, folder: Path) -> Iterator[Path]:
 
 def stored_bytes(model: ir.Model, path: Path) -> int:
     """The size of a file that was read, and of the weights beside it."""
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    beside = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
+    beside = sum(tensor.nbytes for tensor in _stored(model) if isinstance(tensor, ir.ExternalTensor))
     return path.stat().st_size + beside
+
+
+def check_target(target: Path, *sources: ir.Model) -> None:
+    """Check that no model that was read has its weights in the file that is to be written.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for tensor in (one for model in sources for one in _stored(model)):
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path).resolve() == target.resolve():
+            raise ConfigError(f"target={str(target)!r} holds weights of the source, wanted another file")
 
 
 def is_large(model: ir.Model) -> bool:
     """Whether weights go into a file of their own: too large for one, or they came from another one."""
-    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    tensors = list(_stored(model))
     if any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors):
         return True
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > LARGEST_INLINE
+    return sum(tensor.nbytes for tensor in tensors) > LARGEST_INLINE
+
+
+def _stored(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """The initializers of a model, in subgraphs too."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
 
 
 def _save(model: ir.Model, draft: Path) -> tuple[Path, ...]:
@@ -163,10 +188,19 @@ def _save_with_data(model: ir.Model, draft: Path) -> tuple[Path, ...]:
 
 
 def _remove_others(path: Path, data: tuple[Path, ...]) -> None:
-    """Remove the weights of the model that was replaced."""
+    """Remove the weights of the model that was replaced, unless a copy of it beside it still reads them."""
     for old in path.parent.glob(escape(path.name) + _DATA_SUFFIX):
-        if old.name not in {file.name for file in data}:
+        others = (file for file in path.parent.glob("*.onnx") if file.name != path.name)
+        if old.name not in {file.name for file in data} and not any(_names(file, old) for file in others):
             old.unlink()
+
+
+def _names(file: Path, data: Path) -> bool:
+    """Whether the name of a file of weights is in a model's file."""
+    if not file.is_file() or not file.stat().st_size:
+        return False
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(os.fsencode(data.name)) >= 0
 
 
 def _check(path: Path) -> None:
