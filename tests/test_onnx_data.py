@@ -175,6 +175,16 @@ def test_the_last_bias_makes_up_for_what_activations_shift(kind, sequential, tmp
         assert np.abs(missing).max() < 1e-4
 
 
+def test_outputs_that_a_bias_hides_stay_hidden(tmp_path):
+    """As a text's first tokens are, by a bias of minus infinity."""
+    bias = np.where(np.arange(32) < 3, -np.inf, random(32)).astype(np.float32)
+    source = make(tmp_path / "in.onnx", [node("Gemm", ["x", "w", "b"], ["y"])], {"w": W, "b": bias})
+    _, target = sketch(source, data=[random(16, 48) for _ in range(4)], **ALL)
+    found = run(target, random(5, 48))[0]
+    assert np.isneginf(found[:, :3]).all()
+    assert np.isfinite(found[:, 3:]).all()
+
+
 def test_weights_and_biases_that_several_nodes_read(tmp_path):
     nodes = [
         node("Gemm", ["x", "w", "b"], ["p"]),

@@ -112,6 +112,16 @@ def test_outputs_of_other_shapes_and_types_are_named(tmp_path):
         compare_files(source, other)
 
 
+def test_nan_in_place_of_infinity_is_told(tmp_path):
+    weights = {"w": low_rank(48, 48), "b": np.float32([-np.inf, *[0] * 47])}
+    nodes = [node("MatMul", ["x", "w"], ["m"]), node("Add", ["m", "b"], ["y"])]
+    source, other = (make(tmp_path / name, nodes, weights) for name in ("in.onnx", "other.onnx"))
+    compare_files(source, other)
+    make(other, nodes, weights | {"b": np.float32([np.nan, *[0] * 47])})
+    with pytest.raises(OnnxMismatchError, match="holds NaN in the sketched model, where the source's is inf"):
+        compare_files(source, other)
+
+
 def test_what_cannot_be_run_is_told(tmp_path):
     weights, parts = {"w": low_rank(48, 48)}, [node("MatMul", ["x", "w"], ["y"])]
     source, target = make(tmp_path / "in.onnx", parts, weights), tmp_path / "out.onnx"

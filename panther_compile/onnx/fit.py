@@ -9,7 +9,7 @@ turn the spread that low ranks lose into a shift of the means, which no layer be
 """
 
 # I in_features or in_channels, O out_features, N rows
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,17 +121,23 @@ def find_ends(model: ir.Model, sites: OnnxFound) -> list[End]:
 
 
 def missing_means(ends: Sequence[End], runs: Runs) -> Iterator[tuple[End, Tensor]]:
-    """What the products lack (O,), float64, in the mean over the data, that outputs are made of."""
+    """What the products lack (O,), float64, in the mean over the data, that outputs are made of.
+
+    Numbers that are not finite, as logits that a bias hides, do not count.
+    """
     sums: dict[str, Tensor] = {}
-    rows: dict[str, int] = defaultdict(int)
+    rows: dict[str, Tensor] = {}
     for feed, (dense, sketched) in zip(runs.feeds, runs([end.output for end in ends]), strict=True):
         kept = kept_in(feed)
         for end in ends:
             missing = torch.from_numpy(dense[end.name]).double() - torch.from_numpy(sketched[end.name])
             found = kept_rows(missing.movedim(1, -1), None) if end.use.is_conv else kept_rows(missing, kept)
-            sums[end.name] = sums.get(end.name, 0.0) + found.sum(dim=0)
-            rows[end.name] += len(found)
-    yield from ((end, sums[end.name] / rows[end.name] / end.scale) for end in ends if rows[end.name])
+            finite = found.isfinite()
+            sums[end.name] = sums.get(end.name, 0.0) + found.where(finite, 0.0).sum(dim=0)
+            rows[end.name] = rows.get(end.name, 0) + finite.sum(dim=0)
+    for end in ends:
+        if bool(rows[end.name].any()):
+            yield end, sums[end.name] / rows[end.name].clamp_min(1) / end.scale
 
 
 @dataclass(frozen=True, slots=True)

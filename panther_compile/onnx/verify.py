@@ -225,6 +225,8 @@ def _relative_error(what: str, found: Any, wanted: Any) -> float:
     if not np.issubdtype(wanted.dtype, np.floating):
         return float(np.mean(found != wanted)) if wanted.size else 0.0
     finite = np.isfinite(wanted)
+    if np.isnan(found[np.isinf(wanted)]).any():
+        raise OnnxMismatchError(f"{what} holds NaN in the sketched model, where the source's is infinite")
     found, wanted = found[finite].astype(np.float64), wanted[finite].astype(np.float64)
     if not np.isfinite(found).all():
         raise OnnxMismatchError(
