@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnx_models import make, run
-from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.quantization.quant_utils import QuantFormat
 
@@ -97,6 +97,46 @@ def test_closer_on_held_out_data(files, tmp_path, form, sequential):
     assert report.stored_bytes == target.stat().st_size > report.quantized_bytes == len(before)
     assert str(report).startswith("outputs: ")
     assert [one.name for one in onnx.load(target).graph.output] == ["y"]
+
+
+class Reader(CalibrationDataReader):
+    """Feeds of a model with one input, x."""
+
+    def __init__(self, arrays):
+        self._feeds = iter([{"x": array} for array in arrays])
+
+    def get_next(self):
+        return next(self._feeds, None)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_activations_that_a_range_stands_for(files, tmp_path, sequential):
+    """ONNX Runtime drops a Relu ahead of QuantizeLinear, whose range begins at 0."""
+    dense, _ = files
+    low, target = tmp_path / "low.onnx", tmp_path / "out.onnx"
+    quantize_static(dense, low, Reader(drawn()), weight_type=QuantType.QInt8, per_channel=False)
+    assert "Relu" not in {one.op_type for one in onnx.load(low).graph.node}
+    model = onnx.load(low)
+    for tensor in model.graph.initializer:  # weights of four bits
+        if tensor.name in ("first_quantized", "second_quantized"):
+            coarse = np.rint(numpy_helper.to_array(tensor) / 16).clip(-7, 7).astype(np.int8) * 16
+            tensor.CopyFrom(numpy_helper.from_array(coarse.astype(np.int8), tensor.name))
+    onnx.save(model, low)
+    report = pc.add_residual_onnx(low, dense, target, 32, data=drawn(), sequential=sequential)
+    x = np.concatenate(drawn(4, seed=9))
+    assert report.kept
+    assert error(target, dense, x) < 0.5 * error(low, dense, x)
+
+
+def test_a_gemm_that_scales_its_product(tmp_path):
+    logging.getLogger().setLevel(logging.ERROR)
+    weights = {"w": RNG.standard_normal((64, 48)).astype(np.float32) / 7}
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], alpha=0.75, transB=1)]
+    dense = make(tmp_path / "dense.onnx", nodes, weights, x=("n", 48), y=("n", 64))
+    low, target, x = tmp_path / "low.onnx", tmp_path / "out.onnx", drawn(1)[0]
+    quantize_static(dense, low, Reader([x]), weight_type=QuantType.QInt8, activation_type=QuantType.QInt16)
+    pc.add_residual_onnx(low, dense, target, 48)
+    assert error(target, dense, x) < 0.5 * error(low, dense, x)
 
 
 @pytest.mark.parametrize("form", FORMS)

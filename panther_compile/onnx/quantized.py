@@ -33,7 +33,8 @@ class Product:
 
     Attributes:
         name: of its node.
-        x: what it multiplies, before it is rounded itself.
+        x: what it multiplies: behind a QuantizeLinear, whose range may be all that is left of an activation;
+            ahead of a DynamicQuantizeLinear, whose range holds all that it is given.
         y: what it makes.
         matrix: `(I, O)`, float32.
     """
@@ -59,8 +60,8 @@ def quantized_products(model: ir.Model, folder: Path) -> list[Product]:
         ends = _ends(node)
         if ends is None:
             continue
-        start, x, y, features = ends
-        matrix = _matrix(model, start, y, features, folder)
+        x, y, features = ends
+        matrix = _matrix(model, x, y, features, folder)
         found.append(Product(node.name or str(y.name), x, y, matrix))
     return found
 
@@ -76,7 +77,8 @@ def dense_products(model: ir.Model) -> list[Product]:
             if use.index == 1 and x is not None and use.node.graph is model.graph:
                 matrix = to_torch(weight.tensor).float()
                 matrix = matrix.t() if use.transposed else matrix
-                found[use.node] = Product(use.node.name or str(y.name), x, y, matrix)
+                alpha = use.node.attributes.get_float("alpha", 1.0)
+                found[use.node] = Product(use.node.name or str(y.name), x, y, alpha * matrix)
     return [found[node] for node in model.graph if node in found]
 
 
@@ -105,19 +107,19 @@ def _distance(one: Tensor, other: Tensor, *, probe: bool = False) -> float:
     return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30))
 
 
-def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
-    """What a quantized product reads, the same before rounding, its result, and I; None of other nodes."""
+def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, int] | None:
+    """What a quantized product reads, its result, and I; None of other nodes."""
     x = node.inputs[0] if node.inputs else None
     if x is None:
         return None
     if node.op_type == "MatMulNBits":
-        return x, x, node.outputs[0], node.attributes["K"].as_int()
+        return x, node.outputs[0], node.attributes["K"].as_int()
     if is_onnx(node, "MatMul", "Gemm"):
         shape = _dequantized_shape(node)
         if shape is None or node.attributes.get_int("transA", False):
             return None
         features = shape[1] if node.attributes.get_int("transB", 0) else shape[0]
-        return x, _unrounded(x), node.outputs[0], features
+        return x, node.outputs[0], features
     if is_onnx(node, "MatMulInteger"):
         maker, y = x.producer(), node.outputs[0]
         tensor = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
@@ -131,7 +133,7 @@ def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
         source = maker.inputs[0]
         if source is None or len(tensor.shape) != 2:
             return None
-        return source, source, y, tensor.shape.numpy()[0]
+        return source, y, tensor.shape.numpy()[0]
     return None
 
 
@@ -148,17 +150,6 @@ def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
         return None
     rows, columns = tensor.shape.numpy()
     return (columns, rows) if turned else (rows, columns)
-
-
-def _unrounded(x: ir.Value) -> ir.Value:
-    """What QuantizeLinear and DequantizeLinear rounded to make a value; the value itself without them."""
-    maker = x.producer()
-    if maker is None or not is_onnx(maker, "DequantizeLinear") or maker.inputs[0] is None:
-        return x
-    rounder = maker.inputs[0].producer()
-    if rounder is None or not is_onnx(rounder, "QuantizeLinear") or rounder.inputs[0] is None:
-        return x
-    return rounder.inputs[0]
 
 
 def _matrix(model: ir.Model, x: ir.Value, y: ir.Value, features: int, folder: Path) -> Tensor:
