@@ -67,6 +67,24 @@ def test_weights_that_another_file_reads_stay(tmp_path):
     assert len(list(tmp_path.glob("m.onnx-*.data"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("", "it is a folder"), ("none/out.onnx", "there is no folder")]
+)
+def test_what_cannot_be_written_is_told_before_any_work(tmp_path, name, message):
+    source = mlp(tmp_path / "in.onnx")
+
+    def data():
+        raise AssertionError
+        yield
+
+    for write in (
+        lambda: pc.sketch_onnx(source, tmp_path / name, data=data(), **OPTIONS),
+        lambda: pc.export_onnx(None, (), tmp_path / name),
+    ):
+        with pytest.raises(OnnxFileError, match=message):
+            write()
+
+
 def test_the_weights_of_the_source_are_no_target(tmp_path):
     source, x = beside(mlp(tmp_path / "in.onnx")), random(3, 48)
     wanted = run(source, x)[0]

@@ -28,7 +28,7 @@ from panther_compile.errors import (
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
-from panther_compile.onnx.files import saved_copy, write_model
+from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.int8 import (
     check_can_round,
@@ -101,6 +101,7 @@ def export_onnx(
     """
     positional = (args,) if isinstance(args, torch.Tensor) else args
     path = checked_path(path, "path")
+    check_target(path)
     _check_arguments(model, positional, opset)
     positional, named = _told_apart(*_with_last_named(model, positional, dict(kwargs or {})))
     check_rounding(then)

@@ -140,11 +140,16 @@ def stored_bytes(model: ir.Model, path: Path) -> int:
 
 
 def check_target(target: Path, *sources: ir.Model) -> None:
-    """Check that no model that was read has its weights in the file that is to be written.
+    """Check, before any work is done, that a file can be written, and that no source has its weights there.
 
     Raises:
         ConfigError: one has.
+        OnnxFileError: it is a folder, or there is no folder for it.
     """
+    if target.is_dir():
+        raise OnnxFileError(f"cannot write {target}: it is a folder")
+    if not target.parent.is_dir():
+        raise OnnxFileError(f"cannot write {target}: there is no folder {target.parent}")
     for tensor in (one for model in sources for one in _stored(model)):
         if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path).resolve() == target.resolve():
             raise ConfigError(f"target={str(target)!r} holds weights of the source, wanted another file")
