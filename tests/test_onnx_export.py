@@ -56,6 +56,37 @@ def mlp(width=32):
     return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 5)).eval()
 
 
+class Keyed(nn.Module):
+    """Gives results by keys that are names of values inside, of a parameter, and of parts of a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x):
+        y = self.up(x)
+        z = y.relu()
+        return {
+            "linear": z,
+            "relu": y + 1,
+            "up.weight": y - z,
+            "h": (y, z),
+            "h_0": y + z,
+            "": y - 1,
+            "x": y * z,
+        }
+
+
+def test_outputs_may_be_called_anything(tmp_path):
+    torch.manual_seed(0)
+    model, x = Keyed().eval(), torch.randn(3, 8)
+    pc.export_onnx(model, x, tmp_path / "out.onnx")
+    names = [one.name for one in ort.InferenceSession(tmp_path / "out.onnx").get_outputs()]
+    assert names == ["linear", "relu", "up.weight", "h_0", "h_1", "h_0_2", "output", "x_out"]
+    for one, other in zip(run(tmp_path / "out.onnx", (x,)), tensors(model(x)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_tensor_that_is_given_several_times_is_several_inputs(tmp_path):
     model = nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x, y, z = torch.randn(3, 2, 5, 32)

@@ -36,6 +36,7 @@ from panther_compile.onnx.int8 import (
     int8_model,
     warn_if_destroyed_by_int8,
 )
+from panther_compile.onnx.sites import unique_name
 from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
 from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers, without_bases
@@ -251,7 +252,7 @@ def _export(
     except OnnxExporterError as error:
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
-    _rename_echoes(program.model.graph)
+    _tell_names_apart(program.model.graph)
     fuse_gelu(program.model)
     return program
 
@@ -278,22 +279,34 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _output_names(output: object) -> list[str] | None:
-    """The keys of a dictionary of tensors; None leaves the names to torch."""
+    """The keys of a dictionary of tensors, all different; None leaves the names to torch."""
     if not isinstance(output, Mapping):
         return None
     names: list[str] = []
     for key, value in output.items():
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         names.extend([str(key)] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))])
-    return names
+    taken: set[str] = set()
+    return [unique_name(name or "output", taken) for name in names]
 
 
-def _rename_echoes(graph: ir.Graph) -> None:
-    """Rename each output that is called as an input is: diffusers' U-Nets take a sample and give a sample."""
-    taken = {value.name for value in graph.inputs}
-    for value in graph.outputs:
-        if value.name in taken and not value.is_graph_input():
-            value.name = f"{value.name}_out"
+def _tell_names_apart(graph: ir.Graph) -> None:
+    """Rename each output that is called as an input is, and what else is called as an output is.
+
+    Diffusers' U-Nets take a sample and give a sample; a model's key may be what torch calls a value inside.
+    """
+    given, made = list(graph.inputs), list(graph.outputs)
+    results = (value for node in graph.all_nodes() for value in node.outputs)
+    ends = {*given, *made}
+    inner = [one for one in (*results, *graph.initializers.values()) if one not in ends]
+    taken = {str(value.name) for value in (*given, *made, *inner)}
+    for value in made:
+        if value.name in [one.name for one in given] and not value.is_graph_input():
+            value.name = unique_name(f"{value.name}_out", taken)
+    names = {value.name for value in made}
+    for value in inner:
+        if value.name in names:
+            value.name = unique_name(str(value.name), taken)
 
 
 # What a Hugging Face configuration is set to while its model is exported.
