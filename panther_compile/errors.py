@@ -32,7 +32,7 @@ PantherError
 │   └── CommunicationError            a rank did not answer in time
 ├── OnnxError (ValueError)            an ONNX model cannot be read, written or exported
 │   ├── OnnxFileError (OSError)       a file is missing, or cannot be read or written
-│   ├── OnnxInvalidError              truncated, not a sound graph, or of an opset not known here
+│   ├── OnnxInvalidError              truncated, not a sound graph, or of an opset or types not known here
 │   ├── OnnxExternalDataError         the weights beside a model are missing, cut short or outside its folder
 │   ├── OnnxExportError               torch cannot export the model
 │   └── OnnxMismatchError             ONNX Runtime computes something else than the model
@@ -195,7 +195,7 @@ class OnnxFileError(OnnxError, OSError):
 
 
 class OnnxInvalidError(OnnxError):
-    """An ONNX file is truncated, holds no sound graph, or needs an opset that is not known here."""
+    """An ONNX file is truncated, holds no sound graph, or needs an opset or types not known here."""
 
 
 class OnnxExternalDataError(OnnxError):

@@ -13,6 +13,7 @@ from panther_compile.errors import (
     NoTargetError,
     OnnxError,
     OnnxExternalDataError,
+    OnnxInvalidError,
     PantherError,
     SketchQualityWarning,
 )
@@ -233,6 +234,20 @@ def test_paths_that_are_none(tmp_path, given):
 
 
 # ------------------------------------------------------------------------------------------------ closeness
+
+
+def test_maps_are_named(tmp_path):
+    """As what scikit-learn's classifiers give, by default."""
+    source = make(tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": random(48, 4)})
+    model = onnx.load(source)
+    zipped = helper.make_node("ZipMap", ["y"], ["z"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2, 3])
+    model.graph.node.append(zipped)
+    chance = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(1, []))
+    model.graph.output.append(helper.make_value_info("z", helper.make_sequence_type_proto(chance)))
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    onnx.save(model, source)
+    with pytest.raises(OnnxInvalidError, match=r"in.onnx: 'z' is a map, as ZipMap makes, wanted tensors"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx")
 
 
 def test_a_wreck_is_warned_of(tmp_path):

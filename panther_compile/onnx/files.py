@@ -47,7 +47,8 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     Raises:
         ConfigError, ConfigTypeError: the path is none.
         OnnxFileError: there is no such file, or it cannot be read.
-        OnnxInvalidError: it is truncated, no sound graph, or of an opset older than 11 or unknown here.
+        OnnxInvalidError: it is truncated, no sound graph, holds maps, or is of an opset older than 11 or
+            unknown here.
         OnnxExternalDataError: a weight's file is missing, cut short, or outside the model's folder.
     """
     path = checked_path(path, "source")
@@ -227,6 +228,21 @@ def _check_supported(proto: onnx.ModelProto, path: Path) -> None:
         )
     if proto.training_info or any(graph.sparse_initializer for graph in _graphs(proto.graph)):
         raise OnnxInvalidError(f"{path} holds training_info or sparse initializers, which would be lost")
+    for graph in _graphs(proto.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            if _holds_map(value.type):
+                raise OnnxInvalidError(
+                    f"{path}: {value.name!r} is a map, as ZipMap makes, wanted tensors; converters leave it "
+                    "out by zipmap=False"
+                )
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    """Whether a value is a map, or a sequence of maps."""
+    name = kind.WhichOneof("value")
+    if name in ("sequence_type", "optional_type"):
+        return _holds_map(getattr(kind, name).elem_type)
+    return name == "map_type"
 
 
 def _check_external(tensor: onnx.TensorProto, path: Path) -> None:
