@@ -627,3 +627,34 @@ def test_factors_that_were_quantized_are_told_of(monkeypatch):
     monkeypatch.setattr("panther_compile.layers.base.keeps_numbers_elsewhere", lambda _: True)
     with pytest.raises(WeightError, match="heal the model before it is quantized"):
         pc.heal(small, teacher=teacher, data=images(8), steps=1)
+
+
+class Twice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.again = self.first
+
+    def forward(self, x):
+        return self.again(self.second(self.first(x).relu()).relu())
+
+
+def test_a_layer_under_two_names():
+    torch.manual_seed(0)
+    model = Twice().eval()
+    small = pc.sketchify(model, 0.5, **SKETCH)
+    healed = pc.heal(small, teacher=model, data=torch.randn(4, 8, 16).unbind(), steps=4)
+    assert healed.again is healed.first
+    assert pc.heal_report(healed).steps == 4
+
+
+@pytest.mark.parametrize("role", ["small", "teacher"])
+def test_models_made_in_inference_mode_are_named(role):
+    models = {"small": pc.sketchify(encoder(), 0.5, **SKETCH), "teacher": encoder()}
+    with torch.inference_mode():
+        models[role] = copy.deepcopy(models[role])
+        with pytest.raises(ConfigTypeError, match=f"{role}, Encoder, was made under torch.inference_mode"):
+            pc.heal(**models, data=batches())

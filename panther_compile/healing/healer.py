@@ -295,6 +295,11 @@ def _check_pair(small: object, teacher: object) -> None:
     for role, model in (("small", small), ("teacher", teacher)):
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"{role} is a {type(model).__name__}, wanted an nn.Module")
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise ConfigTypeError(
+                f"{role}, {type(model).__name__}, was made under torch.inference_mode(), which rules "
+                "gradients out: make it outside"
+            )
     assert isinstance(small, nn.Module)
     assert isinstance(teacher, nn.Module)
     sketched = set(outermost(small))
@@ -306,7 +311,8 @@ def _check_pair(small: object, teacher: object) -> None:
     ours, its = device_of(small), device_of(teacher)
     if ours != its:
         raise TeacherMismatchError(f"small is on {ours}, the teacher on {its}, wanted one device")
-    inside = tuple(f"{name}." if name else "" for name, module in small.named_modules() if module in sketched)
+    every = small.named_modules(remove_duplicate=False)
+    inside = tuple(f"{name}." if name else "" for name, module in every if module in sketched)
     dense = lifted(teacher)  # where layers stand for its parameters, as in a sketch of it
     named = [one.named_parameters(remove_duplicate=False) for one in (teacher, dense)]
     theirs = {name: parameter.shape for each in named for name, parameter in each}
@@ -318,7 +324,7 @@ def _check_pair(small: object, teacher: object) -> None:
                 f"{type(teacher).__name__}: wanted the dense model that was sketched"
             )
     graphs = isinstance(small, fx.GraphModule)  # whose functional calls were made into layers
-    known = {name for name, _ in dense.named_modules()}
+    known = {name for name, _ in dense.named_modules(remove_duplicate=False)}
     for name in inside:
         if not graphs and name[:-1] not in known:
             raise TeacherMismatchError(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.half_products import half_products
@@ -55,9 +55,20 @@ class Call:
         return "a made-up batch" if self.place is None else f"batch {self.place} of {self.source}"
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model."""
+        """Call the model, on copies: some write into what they are given, as `x.sub_(mean)`."""
+        args, kwargs = _duplicated(self.args, self.kwargs)
         with half_products(model):
-            return model(*self.args, **self.kwargs)
+            return model(*args, **kwargs)
+
+
+def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors of their own; one that is given twice is one tensor there too."""
+    made: dict[int, Tensor] = {}
+
+    def duplicate(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), tensor.clone())
+
+    return tree_map_only(Tensor, duplicate, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
@@ -161,10 +172,12 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
     device = device_of(model)
     calls: list[Call] = []
     try:
-        source = _loop_calls(model, data) if _is_loop(data) else _batches(model, data)
+        is_loop = _is_loop(data)
+        source = _loop_calls(model, data) if is_loop else _batches(model, data)
+        is_kept = is_loop or isinstance(data, list | tuple | Tensor | Mapping)
+        move = partial(_moved, device=device, copy=not is_kept)
         for call in source:
             call = _without_cache(model, call)
-            move = partial(_moved, device=device, copy=not isinstance(data, list | tuple | Tensor | Mapping))
             calls.append(Call(move(call.args), move(call.kwargs), call.place))
             _check_not_empty(model, calls[-1])
     except (ConfigTypeError, DataError):
@@ -222,7 +235,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
     calls: list[Call] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call(args, dict(kwargs), len(calls)))
+        calls.append(Call(*_duplicated(args, kwargs), len(calls)))  # before anybody writes over them
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import panther_compile
 from panther_compile.calibration.study import check_batches
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.kinds.targets import find_targets, watch
@@ -170,3 +171,53 @@ def test_what_was_made_up_beside_data_is_not_run_to_be_checked():
     for calls in ([given, made_up], [made_up, made_up]):
         check_batches(side, targets, calls)
     assert ran == [1.0, 0.0, 0.0]
+
+
+class Centred(nn.Module):
+    """Writes into what it is given, as image models that normalize in place do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x.sub_(0.5).div_(0.25)).relu())
+
+
+@pytest.mark.parametrize("given", [list, lambda batches: lambda model: [model(x.clone()) for x in batches]])
+def test_a_model_that_writes_into_its_input(given):
+    torch.manual_seed(0)
+    model = Centred().eval()
+    batches = list(0.5 + (torch.randn(4, 32, 4) @ torch.randn(4, 16)))
+    before = [batch.clone() for batch in batches]
+    small = panther_compile.sketchify(
+        model, 0.5, data=given(batches), min_params=0, allow_slower=True, synthetic=False
+    )
+    assert all(map(torch.equal, batches, before))
+    with torch.no_grad():
+        wanted, found = (one(before[0].clone()) for one in (model, small))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_a_tensor_that_is_given_twice_stays_one():
+    seen = []
+    Call((X, {"y": X}), {"z": X}).run(Told(seen))
+    assert seen[0][0] is seen[0][1] is seen[0][2] is not X
+
+
+class Told(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x, named, z):
+        self.seen.append((x, named["y"], z))
+
+
+def test_a_loop_that_writes_over_its_batches():
+    def loop(model):
+        place = torch.empty(2, 4)
+        for batch in X.split(2):
+            model(place.copy_(batch))
+
+    assert torch.equal(torch.cat([call.args[0] for call in record_calls(nn.Linear(4, 4), loop)]), X)
