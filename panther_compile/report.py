@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther_compile.errors import NoTargetError
-from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
+from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -290,7 +290,9 @@ def sketch_report(model: nn.Module) -> SketchReport:
 
     Raises:
         NoTargetError: the model was never sketched.
+        WeightError: a factor was replaced by a quantized layer that holds no weight to count.
     """
+    check_weights(model, "report on the model")
     record: SketchRecord | None = model.__dict__.get(RECORD_ATTRIBUTE)
     layers = dict(_weight_layers(model))
     if record is None and not layers:

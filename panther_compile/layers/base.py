@@ -218,6 +218,28 @@ def keeps_numbers_elsewhere(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def check_weights(model: nn.Module, action: str) -> None:
+    """Check that the factors of a model's sketched layers are layers that hold a weight.
+
+    Args:
+        model: with sketched layers.
+        action: what is to be done before they are quantized, in words.
+
+    Raises:
+        WeightError: one is of another class, as quantizers put in their place.
+    """
+    for name, layer in model.named_modules():
+        for key, part in layer.named_children() if isinstance(layer, SketchedLayer) else ():
+            if isinstance(part, SketchedLayer | nn.ModuleList):
+                continue
+            if not isinstance(getattr(part, "weight", None), Tensor):
+                full = f"{name}{'.' if name else ''}{key}"
+                raise WeightError(
+                    f"{full} is a {type(part).__name__}, whose weight is no tensor: {action} before it is "
+                    "quantized"
+                )
+
+
 def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> None:
     """Check that the factors of a model's sketched layers are tensors to compute with.
 
@@ -230,6 +252,7 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
     Raises:
         WeightError: one is not.
     """
+    check_weights(model, action)
     for name, layer in model.named_modules():
         for key, parameter in layer.named_parameters() if isinstance(layer, SketchedLayer) else ():
             full = f"{name}{'.' if name else ''}{key}"

@@ -63,7 +63,12 @@ class LinearReplacement(SketchedLayer):
     @property
     def dense_numbers(self) -> int:
         """See `SketchedLayer.dense_numbers`."""
-        return self.out_features * (self.in_features + (self.bias is not None))
+        return self.out_features * (self.in_features + self.has_bias)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added, without a look at it."""
+        return self.bias is not None
 
     @property
     def dense_macs(self) -> int:

@@ -205,6 +205,11 @@ class NarrowLinear(LinearReplacement):
         bias = self.narrow.bias
         return bias if bias is None or self.side == "in" else self.pad(bias, -1)
 
+    @property
+    def has_bias(self) -> bool:
+        """See `LinearReplacement.has_bias`."""
+        return self.narrow.bias is not None
+
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
         return {
@@ -215,7 +220,7 @@ class NarrowLinear(LinearReplacement):
             "heads": self.heads,
             "padded": self.padded,
             **({"wide": True} if self.wide else {}),
-            "bias": self.narrow.bias is not None,
+            "bias": self.has_bias,
             "factors": self.narrow.sketch_spec() if isinstance(self.narrow, SketchedLinear) else None,
         }
 
