@@ -19,6 +19,9 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
+CALLS = ("__call__", "_call_impl")
+"""Methods of `nn.Module` that call a forward."""
+
 
 def why_not_plain(
     module: nn.Module,
@@ -42,7 +45,7 @@ def why_not_plain(
     """
     if parametrize.is_parametrized(module):
         return "parametrized (torch.nn.utils.parametrize); remove the parametrizations first"
-    for method in methods:
+    for method in (*methods, *CALLS):
         if method in module.__dict__ and "_hf_hook" in module.__dict__:
             return (
                 "accelerate (device_map=) hooks it; accelerate.hooks.remove_hook_from_submodules(model) first"
@@ -86,8 +89,10 @@ def computes_linear(module: nn.Linear) -> bool:
     cls = type(module)
     if cls.forward is nn.Linear.forward or "forward" in vars(module):
         return False
-    graph = read_forward(module)
-    if graph is None or not all(_is_product_or_sum(node) for node in graph.nodes):
+    in_training, graph = (read_forward(module, training=training) for training in (True, False))
+    if graph is None or str(in_training) != str(graph):
+        return False
+    if not all(_is_product_or_sum(node) for node in graph.nodes):
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 5), (2, 4, 5)))
@@ -126,10 +131,10 @@ def read_forward(module: nn.Module, *, training: bool | None = None) -> fx.Graph
 def _gives(graph: fx.Graph, held: dict[str, Any], x: Tensor, wanted: Tensor) -> bool:
     """Whether a graph, of the tensors and modules that are held in place of its own, gives what is wanted."""
     try:
-        found = fx.GraphModule(held, graph)(x)
+        found = fx.GraphModule(held, graph).forward(x)  # a call would print the error too
     except RuntimeError:  # shapes that only the module's own weight has
         return False
-    return found.shape == wanted.shape and torch.allclose(found, wanted)
+    return isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted)
 
 
 _PRODUCTS_AND_SUMS = frozenset(

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm, _WeightN
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from panther_compile.kinds.match import added_by_subclass, identities, read_forward
+from panther_compile.kinds.match import CALLS, added_by_subclass, identities, read_forward
 from panther_compile.models.surroundings import eval_mode
 
 _CALLS = {nn.Linear: F.linear, nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -95,6 +95,8 @@ def _without_own_forward(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     cls = type(module)
     methods = ("forward", "_conv_forward")
     own = any(getattr(cls, name, None) is not getattr(base, name, None) for name in methods)
+    if any(getattr(cls, name) is not getattr(base, name) for name in CALLS):
+        return module
     if not own or base not in _CALLS or set(methods) & set(vars(module)) or added_by_subclass(cls, base):
         return module
     in_training, graph = (read_forward(module, training=training) for training in (True, False))
@@ -165,7 +167,7 @@ def _run(
     fixed.output({name: copies[node] for name, node in made.items() if node is not None})
     try:
         with eval_mode(module), torch.no_grad():  # a norm may note what it has seen
-            found: dict[str, Tensor] = fx.GraphModule(module, fixed)()
+            found: dict[str, Tensor] = fx.GraphModule(module, fixed).forward()  # a call prints errors
     except (RuntimeError, TypeError, ValueError, IndexError):  # it does not run, here or anywhere
         return None
     return found

@@ -199,7 +199,39 @@ class Counted(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias.relu())
 
 
-@pytest.mark.parametrize("make", [Scaled, Counted])
-def test_another_forward_says_why_not(make):
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x) if self.training else x)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias), x
+
+
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + nn.functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("make", [Scaled, Counted, Noisy, Pair, Residual])
+def test_another_forward_says_why_not(make, capsys):
     with pytest.raises(pc.PantherError, match=f"0: {make.__name__} overrides Linear.forward"):
-        pc.sketchify(nn.Sequential(make(40, 60), nn.Tanh()), 0.5, **OPTIONS)
+        pc.sketchify(nn.Sequential(make(40, 60), nn.Tanh()).eval(), 0.5, **OPTIONS)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+class Called(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class CalledAndEqualized(Called):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 0.5, self.bias)
+
+
+@pytest.mark.parametrize("make", [Called, CalledAndEqualized])
+def test_a_call_of_its_own_is_a_reason(make):
+    with pytest.raises(pc.PantherError, match=f"0: {make.__name__} overrides Linear"):
+        pc.sketchify(nn.Sequential(make(40, 60), nn.Tanh()).eval(), 0.5, **OPTIONS)
