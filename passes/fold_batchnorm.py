@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from panther_compile.names import attribute
 from panther_compile.passes.batchnorm_calls import STATISTICS, read_batchnorm
-from panther_compile.passes.convolution_calls import own_convolution
+from panther_compile.passes.convolution_calls import is_read, own_convolution
 from panther_compile.passes.runner import PassResult
 
 
@@ -39,8 +39,9 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> PassResult:
         graph_module.set_submodule(str(conv.target), _folded(dense, norm))
         node.replace_all_uses_with(conv)
         graph_module.graph.erase_node(node)
-        if node.op == "call_module" and calls[node.target] == 1:
-            graph_module.delete_submodule(str(node.target))
+        name = str(node.target)
+        if node.op == "call_module" and calls[name] == 1 and not is_read(graph_module, name):
+            graph_module.delete_submodule(name)
         count += 1
     if count:
         graph_module.recompile()

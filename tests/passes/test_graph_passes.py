@@ -116,7 +116,7 @@ def test_fold_batchnorm_of_an_exported_graph():
 
 
 @pytest.mark.parametrize(
-    "case", ["trains", "read twice", "called twice", "hooked", "no statistics", "shared"]
+    "case", ["trains", "read twice", "called twice", "hooked", "no statistics", "shared", "weight is read"]
 )
 def test_fold_batchnorm_leaves_alone(case):
     conv, layer = nn.Conv2d(4, 4, 3, padding=1), norm(4)
@@ -124,6 +124,7 @@ def test_fold_batchnorm_leaves_alone(case):
         "read twice": lambda m, x: (lambda y: m.norm(y) + y)(m.conv(x)),
         "called twice": lambda m, x: m.conv(m.norm(m.conv(x))),
         "shared": lambda m, x: m.norm(m.conv(x)) + m.other(x),
+        "weight is read": lambda m, x: m.norm(m.conv(x)) * m.conv.weight.norm(),
     }.get(case, lambda m, x: m.norm(m.conv(x)))
     if case == "hooked":
         conv.register_forward_hook(lambda module, args, out: 2 * out)
@@ -134,6 +135,12 @@ def test_fold_batchnorm_leaves_alone(case):
     if case == "trains":
         graph_module.train()
     apply(fold_batchnorm, graph_module, torch.randn(IMAGE), 0)
+
+
+def test_fold_batchnorm_keeps_a_norm_that_is_read():
+    layers = {"conv": nn.Conv2d(4, 4, 3, padding=1), "norm": norm(4)}
+    graph_module = traced(lambda m, x: m.norm(m.conv(x)) * m.norm.weight.norm(), **layers)
+    apply(fold_batchnorm, graph_module, torch.randn(IMAGE), 1)
 
 
 def test_fold_batchnorm_before_sketchify():

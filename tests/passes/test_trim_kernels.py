@@ -49,7 +49,7 @@ def test_every_geometry(stride, dilation, pads):
     assert trimmed.conv.kernel_size == wanted
 
 
-@pytest.mark.parametrize("case", ["no sizes", "short", "circular", "value", "called twice", "hooked"])
+@pytest.mark.parametrize("case", ["no sizes", "short", "circular", "value", "called twice", "hooked", "read"])
 def test_what_is_left_alone(case):
     x = torch.randn(2, 3, 4, 4)
     sizes: dict = {"kernel_size": 3, "padding": 1} if case == "short" else {"kernel_size": 9, "padding": 4}
@@ -63,6 +63,7 @@ def test_what_is_left_alone(case):
     forward = {
         "value": lambda m, x: m.conv(F.pad(x, (4, 4, 4, 4), value=1.0)),
         "called twice": lambda m, x: m.conv(m.conv(x)),
+        "read": lambda m, x: m.conv(x) * m.conv.weight.norm(),
     }.get(case, lambda m, x: m.conv(x))
     model = noted(forward, x, conv=conv)
     if case == "no sizes":
