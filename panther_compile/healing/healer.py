@@ -18,6 +18,7 @@ from panther_compile.errors import (
     HealingError,
     NoTargetError,
     TeacherMismatchError,
+    WeightError,
 )
 from panther_compile.healing.best_state import BestState, numbers
 from panther_compile.healing.descent import Descent, Factor, factors_of
@@ -311,6 +312,8 @@ def _check_pair(small: object, teacher: object) -> None:
     ours, its = device_of(small), device_of(teacher)
     if ours != its:
         raise TeacherMismatchError(f"small is on {ours}, the teacher on {its}, wanted one device")
+    if ours is not None and ours.type == "meta":
+        raise WeightError(f"{type(small).__name__} is on the meta device: load the weights before healing")
     every = small.named_modules(remove_duplicate=False)
     inside = tuple(f"{name}." if name else "" for name, module in every if module in sketched)
     dense = lifted(teacher)  # where layers stand for its parameters, as in a sketch of it

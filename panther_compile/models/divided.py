@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.models.batches import Call
-from panther_compile.models.outputs import named_tensors
+from panther_compile.models.outputs import is_dense, named_tensors
 
 _NEAR = 1e-3  # of the largest number of a result: the same products in another order round otherwise
 
@@ -60,9 +60,11 @@ def _parts_of(model: nn.Module, call: Call, parts: int) -> list[Call]:
 
 
 def _samples_of(call: Call) -> int:
-    """The first dimension of all its tensors; 0 if they have none in common."""
+    """The first dimension of all its tensors; 0 if they have none in common, or one is sparse or nested."""
     leaves = tree_leaves((call.args, call.kwargs))
-    sizes = {one.shape[0] if one.dim() else 0 for one in leaves if isinstance(one, Tensor)}
+    sizes = {
+        one.shape[0] if is_dense(one) and one.dim() else 0 for one in leaves if isinstance(one, Tensor)
+    }
     return sizes.pop() if len(sizes) == 1 else 0
 
 

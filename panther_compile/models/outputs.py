@@ -16,14 +16,18 @@ _AT_ONCE = 1 << 22  # numbers of a result
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every floating tensor of a result with the key it is under, depth first.
+    """Every floating tensor of a result with the key it is under, depth first; of a complex one its parts.
 
     Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
     objects are not, nor the loss of labels that came with the data, if there is something else beside it.
+    Sparse and nested tensors are passed over.
     """
     if isinstance(output, Tensor):
-        if output.is_floating_point() and output.numel():
-            yield name, output
+        if is_dense(output) and output.numel():
+            if output.is_complex():
+                yield name, torch.view_as_real(output.resolve_conj()).flatten(max(0, output.dim() - 1))
+            elif output.is_floating_point():
+                yield name, output
     elif isinstance(output, Mapping):
         found = [one for key, value in output.items() for one in named_tensors(value, str(key))]
         yield from [(key, one) for key, one in found if key != _LOSS or one.dim()] or found
@@ -33,6 +37,11 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from named_tensors(getattr(output, field.name), field.name)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has its numbers in rows: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | None = None) -> float:
