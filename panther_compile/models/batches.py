@@ -1,7 +1,9 @@
 """Data, however it is given, becomes a list of calls of the model."""
 
+import copy
 import inspect
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.half_products import half_products
@@ -19,7 +21,8 @@ Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 """A loader, a list of batches, or a function that calls the model it is given.
 
 A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
-last ones (labels) are left out where `forward` has no place for them. A tensor, or a mapping of tensors as
+last ones (labels) are left out where `forward` has no place for them. A mapping of other names is the one
+argument that `forward` cannot do without, as sentence-transformers'. A tensor, or a mapping of tensors as
 tokenizers give them, is one batch."""
 
 Item = TypeVar("Item")
@@ -68,7 +71,21 @@ def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     def duplicate(tensor: Tensor) -> Tensor:
         return made.setdefault(id(tensor), tensor.clone())
 
-    return tree_map_only(Tensor, duplicate, (args, kwargs))  # type: ignore[no-any-return]
+    return with_tensors((args, kwargs), duplicate)  # type: ignore[no-any-return]
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value whose tensors are changed, in new dictionaries, as tokenizers give them, lists and tuples."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict | UserDict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = with_tensors(item, change)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(item, change) for item in value)
+    return value
 
 
 def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
@@ -272,6 +289,11 @@ def _call(model: nn.Module, batch: Any, place: int) -> Call:
     if isinstance(batch, Mapping):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = [
+            p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if len(needed) == 1 and names.isdisjoint(batch):
+            return Call((batch,), {}, place)
         return Call((), {key: one for key, one in batch.items() if takes_any or key in names}, place)
     if isinstance(batch, tuple | list):
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -324,16 +346,13 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 def _moved(value: Any, *, device: torch.device | None, copy: bool) -> Any:
     """The tensors of a value on a device, out of inference mode, and copied if they may be written over."""
-    if isinstance(value, Tensor):
+
+    def move(tensor: Tensor) -> Tensor:
+        there = tensor.device if device is None else device
         # An inference tensor cannot be saved for a backward pass, a copy of it can.
-        return value.detach().to(
-            value.device if device is None else device, copy=copy or value.is_inference()
-        )
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {key: _moved(item, device=device, copy=copy) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device=device, copy=copy) for item in value)
-    return value
+        return tensor.detach().to(there, copy=copy or tensor.is_inference())
+
+    return with_tensors(value, move)
 
 
 def _check_not_empty(model: nn.Module, call: Call) -> None:

@@ -62,9 +62,7 @@ def _parts_of(model: nn.Module, call: Call, parts: int) -> list[Call]:
 def _samples_of(call: Call) -> int:
     """The first dimension of all its tensors; 0 if they have none in common, or one is sparse or nested."""
     leaves = tree_leaves((call.args, call.kwargs))
-    sizes = {
-        one.shape[0] if is_dense(one) and one.dim() else 0 for one in leaves if isinstance(one, Tensor)
-    }
+    sizes = {one.shape[0] if is_dense(one) and one.dim() else 0 for one in leaves if isinstance(one, Tensor)}
     return sizes.pop() if len(sizes) == 1 else 0
 
 

@@ -53,7 +53,7 @@ def test_complex_results_are_compared_and_healed():
         wanted, found = (torch.view_as_real(one(torch.cat(data)).resolve_conj()) for one in (model, small))
     error = float((found - wanted).norm() / (wanted - wanted.mean(0)).norm())
     assert pc.sketch_report(small).closeness.distance == pytest.approx(error, rel=0.1)
-    report = pc.heal_report(pc.heal(small, teacher=model, data=data, steps=8, lr=0.01))
+    report = pc.heal_report(pc.heal(sketch(model, synthetic=False), teacher=model, data=data, steps=20))
     assert report.after["output"] < report.before["output"]
 
 

@@ -1,6 +1,6 @@
 """Every way to give data."""
 
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import panther_compile
 from panther_compile.calibration.study import check_batches
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.kinds.targets import find_targets, watch
-from panther_compile.models.batches import Call, kept_positions, record_calls
+from panther_compile.models.batches import Call, kept_positions, record_calls, with_tensors
 from panther_compile.records import Site
 
 
@@ -221,3 +221,43 @@ def test_a_loop_that_writes_over_its_batches():
             model(place.copy_(batch))
 
     assert torch.equal(torch.cat([call.args[0] for call in record_calls(nn.Linear(4, 4), loop)]), X)
+
+
+class Encoder(nn.Module):
+    """Writes its result into the features that it is given, as sentence-transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, features, **options):
+        features["embedding"] = self.fc(features["x"])
+        return features
+
+    def encode(self, batches):
+        with torch.inference_mode():
+            for batch in batches:
+                self(UserDict(x=batch + 0))
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, "loop"])
+def test_a_model_that_writes_into_a_mapping(kind):
+    torch.manual_seed(0)
+    model, batches = Encoder().eval(), torch.randn(6, 32, 16).unbind()
+    data = (lambda given: given.encode(batches)) if kind == "loop" else [kind(x=batch) for batch in batches]
+    small = panther_compile.sketchify(
+        model, 0.5, data=data, min_params=0, allow_slower=True, progress=False, seed=1
+    )
+    assert panther_compile.sketch_report(small).closeness.distance > 0.05
+    assert kind == "loop" or all(list(one) == ["x"] for one in data)
+    healed = panther_compile.heal(small, teacher=model, data=data, steps=1)
+    assert panther_compile.heal_report(healed).before["output"] > 0.0
+
+
+def test_mappings_of_every_class_are_copied():
+    given = {"order": OrderedDict(x=X), "count": defaultdict(list, x=X), "rows": [(X, None)]}
+    made = with_tensors(given, lambda tensor: tensor + 1)
+    assert [type(one) for one in made.values()] == [OrderedDict, defaultdict, list]
+    assert all(torch.equal(made[name]["x"], X + 1) for name in ("order", "count"))
+    assert made["rows"][0][1] is None
+    assert given["order"]["x"] is X
