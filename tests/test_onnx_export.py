@@ -207,6 +207,21 @@ def test_one_tensor_will_do(tmp_path):
     assert run(tmp_path / "m.onnx", (torch.randn(2, 32),))[0].shape == (2, 5)
 
 
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 5)
+
+    def forward(self, x):
+        return self.fc(x.sub_(0.5))
+
+
+def test_a_model_that_writes_into_its_input(tmp_path):
+    x = torch.ones(2, 32)
+    pc.export_onnx(Centred().eval(), x, tmp_path / "m.onnx")
+    assert torch.equal(x, torch.ones(2, 32))
+
+
 def test_no_path_of_this_machine_is_written(tmp_path):
     pc.export_onnx(mlp(), torch.randn(2, 32), tmp_path / "m.onnx")
     assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
-from panther_compile.models.batches import kept_by
+from panther_compile.models.batches import Call, kept_by
 from panther_compile.models.outputs import LOGITS
 from panther_compile.records import Closeness
 
@@ -54,7 +54,7 @@ def verify_export(
     for case in _cases(leaves, exported):
         new_args, new_kwargs = pytree.tree_unflatten(case, structure)
         try:
-            output = model(*new_args, **new_kwargs)
+            output = Call(new_args, new_kwargs).run(model)
         except _REFUSALS:
             if case is leaves:
                 raise
