@@ -367,6 +367,7 @@ def _stored(plan: SketchPlan) -> int:
     return sum(line.stored_numbers for line in plan.layers)
 
 
+@undisturbed()
 def plan_sites(prepared: Prepared, config: SketchConfig) -> SketchPlan:
     """The plan by the weights alone; raises NoTargetError if it sketches nothing that it was asked to."""
     if prepared.recipe is None:

@@ -12,6 +12,8 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.errors import LayerError
+from panther_compile.models.natural import natural_images
+from panther_compile.models.sounds import natural_sounds
 
 OPTIONS = {"min_params": 0, "allow_slower": True}
 
@@ -42,6 +44,57 @@ def test_the_default_dtype_changes_no_weight():
         found = pc.sketchify(dense, 0.5, data=data(), progress=False, **OPTIONS)
     finally:
         torch.set_default_dtype(torch.float32)
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class MakesTensors(nn.Module):
+    """Its forward makes tensors, which are what the caller's defaults say."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.layers(x + torch.ones(32))
+
+
+def test_a_model_whose_forward_makes_tensors_of_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        dense, batches = MakesTensors().eval(), torch.randn(2, 4000, 32).unbind()
+        small = pc.sketchify(dense, 0.5, data=batches, **OPTIONS)
+        found = pc.sketchify(dense, 0.5, data=lambda given: [given(torch.randn(9, 32))], **OPTIONS)
+        healed = pc.heal(small, teacher=dense, data=batches, steps=1)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    dtypes = {one.dtype for each in (small, found, healed) for one in each.parameters()}
+    assert dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda drawn: natural_sounds((2, 64), drawn), lambda drawn: natural_images(3, 3, 16, drawn)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_made_up_input(make, dtype):
+    wanted = make(torch.Generator().manual_seed(0))
+    torch.set_default_dtype(dtype)
+    try:
+        found = make(torch.Generator().manual_seed(0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
+
+
+def test_the_default_device_changes_no_weight():
+    wanted = pc.sketchify(model(), 0.5, data=data(), progress=False, **OPTIONS)
+    dense, batches = model(), data()
+    with torch.device("meta"):
+        plan = pc.plan_sketch(dense, 0.5, **OPTIONS)
+        found = pc.sketchify(dense, 0.5, data=batches, progress=False, **OPTIONS)
+    assert plan.layers
     for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(one, other)
 

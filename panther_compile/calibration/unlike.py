@@ -38,7 +38,11 @@ def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
     def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
         x = given[0].double()
         own = [place for place in range(x.dim()) if place != 1]
-        new = torch.tensor(float(x.numel() // x.shape[1])), x.sum(own), x.square().sum(own)
+        new = (
+            torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64),
+            x.sum(own),
+            x.square().sum(own),
+        )
         count, total, power = (a.to(b) + b for a, b in zip(sums[norm], new, strict=True))  # type: ignore[index]
         sums[norm] = count, total, power  # type: ignore[index]
 

@@ -141,7 +141,11 @@ class Tucker2Candidate(ConvCandidate):
         v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), self.inputs)
         kept = _core(tensor_goik, u_gop, v_giq).square().sum(dim=(0, 3)).cumsum(0).cumsum(1)
         r_in, r_out = torch.tensor([self.ranks(r + 1) for r in range(self.max_rank)]).T
-        return kept[r_out - 1, r_in - 1] / kept[-1, -1] if kept[-1, -1] > 0 else torch.ones(len(r_in))
+        return (
+            kept[r_out - 1, r_in - 1] / kept[-1, -1]
+            if kept[-1, -1] > 0
+            else torch.ones(len(r_in), dtype=kept.dtype)
+        )
 
 
 class BasisCandidate(ConvCandidate):

@@ -161,4 +161,5 @@ def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:
     """At most so many rows, evenly spread."""
     if len(rows) <= most:
         return rows
-    return rows[torch.linspace(0, len(rows) - 1, most, device=rows.device).long()]
+    places = torch.linspace(0, len(rows) - 1, most, dtype=torch.float64, device=rows.device)
+    return rows[places.long()]

@@ -202,7 +202,7 @@ def walsh_hadamard(matrix: Tensor) -> Tensor:
 
 def _hadamard(log2: int) -> Tensor:
     """Return Sylvester's Hadamard matrix of order 2**log2, float32."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     for _ in range(log2):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix

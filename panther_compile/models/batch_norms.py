@@ -59,7 +59,7 @@ def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
     finally:
         for handle in handles:
             handle.remove()
-    return torch.stack(parts).mean() if parts else torch.zeros((), requires_grad=True)
+    return torch.stack(parts).mean() if parts else torch.zeros((), dtype=torch.float32, requires_grad=True)
 
 
 def gradients_of(model: nn.Module, loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:

@@ -264,4 +264,4 @@ def _features_of_sounds(*shape: int) -> Callable[[int, Generator], Tensor]:
 
 
 def _vectors(*shape: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: torch.randn(count, *shape, generator=drawn)
+    return lambda count, drawn: torch.randn(count, *shape, generator=drawn, dtype=torch.float32)

@@ -25,12 +25,12 @@ def natural_images(count: int, channels: int, size: int, generator: Generator) -
     half = (count + 1) // 2
     pink, leaves = _pink_images(half, size, generator), _dead_leaves(count - half, size, generator)
     images = normalized(torch.cat([pink, leaves]), (0, 2, 3))
-    contrasts = torch.rand(count, 1, 1, 1, generator=generator) + 0.5
+    contrasts = torch.rand(count, 1, 1, 1, generator=generator, dtype=torch.float32) + 0.5
     mixed = images * contrasts
     brightness, chroma = mixed[:, :1], mixed[:, 1:]
     if channels == 1:
         return normalized(brightness, (0, 2, 3))
-    turns = torch.randn(channels, chroma.shape[1], generator=generator)
+    turns = torch.randn(channels, chroma.shape[1], generator=generator, dtype=torch.float32)
     colours = torch.einsum("bchw,kc->bkhw", chroma, turns)
     found = brightness + _CHROMA * colours
     order = torch.randperm(count, generator=generator)
@@ -59,8 +59,8 @@ def match_batch_norms(
     each = [1] * images.dim()
     if images.dim() > 2:
         each[1] = images.shape[1]
-    shift = torch.zeros(each, device=device, requires_grad=True)
-    scale = torch.zeros(each, device=device, requires_grad=True)
+    shift = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
+    scale = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([shift, scale], _RATE)
     for _ in range(_STEPS):
         with torch.enable_grad():
@@ -75,24 +75,24 @@ def match_batch_norms(
 
 def _pink_images(count: int, size: int, generator: Generator) -> Tensor:
     """(count, 3, size, size)."""
-    spectrum = torch.fft.rfft2(torch.randn(count, 3, size, size, generator=generator))
-    rows, columns = torch.fft.fftfreq(size), torch.fft.rfftfreq(size)
+    spectrum = torch.fft.rfft2(torch.randn(count, 3, size, size, generator=generator, dtype=torch.float32))
+    rows, columns = (one(size, dtype=torch.float32) for one in (torch.fft.fftfreq, torch.fft.rfftfreq))
     frequency = (rows[:, None].square() + columns.square()).sqrt().clamp_min(1 / size)
     return normalized(torch.fft.irfft2(spectrum / frequency, s=(size, size)), (0, 2, 3))
 
 
 def _dead_leaves(count: int, size: int, generator: Generator) -> Tensor:
     """(count, 3, size, size): radii of a density that falls as their third power."""
-    images = torch.zeros(count, 3, size, size)
+    images = torch.zeros(count, 3, size, size, dtype=torch.float32)
     bare = torch.ones(count, size, size, dtype=torch.bool)
     places = torch.arange(size).float()
     smallest, largest = 1.0, size / 2
     for _ in range(_LEAVES):
-        drawn = torch.rand(count, 3, generator=generator)
+        drawn = torch.rand(count, 3, generator=generator, dtype=torch.float32)
         radius = 1 / (drawn[:, 0] * (1 / largest**2 - 1 / smallest**2) + 1 / smallest**2).sqrt()
         near = [(places - size * drawn[:, one, None]).square() for one in (1, 2)]
         inside = bare & (near[0][:, :, None] + near[1][:, None, :] < radius[:, None, None].square())
-        colour = torch.randn(count, 3, 1, 1, generator=generator)
+        colour = torch.randn(count, 3, 1, 1, generator=generator, dtype=torch.float32)
         images = torch.where(inside[:, None], colour, images)
         bare &= ~inside
     return images

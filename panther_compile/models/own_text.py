@@ -95,7 +95,7 @@ def beginnings(
     if not texts:
         return None
     drawn = torch.randint(len(texts), (count,), generator=generator).tolist()
-    at = torch.rand(count, generator=generator).tolist()
+    at = torch.rand(count, generator=generator, dtype=torch.float32).tolist()
     begun = [int(share * (len(texts[one]) - length + 1)) for one, share in zip(drawn, at, strict=True)]
     return torch.stack([texts[one][first : first + length] for one, first in zip(drawn, begun, strict=True)])
 

@@ -15,7 +15,7 @@ _STEEPEST = 2.0  # amplitudes of harmonics fall as n^-slope, the slopes between 
 
 def pink_noise(shape: Sequence[int], generator: Generator) -> Tensor:
     """Noise of the amplitude spectrum 1 / f along the last dimension, each row of mean 0 and variance 1."""
-    white = torch.randn(*shape, generator=generator)
+    white = torch.randn(*shape, generator=generator, dtype=torch.float32)
     spectrum = torch.fft.rfft(white)
     falls = torch.arange(spectrum.shape[-1]).clamp_min(1).float().rsqrt()
     return normalized(torch.fft.irfft(spectrum * falls, n=shape[-1]), (-1,))
@@ -31,7 +31,7 @@ def natural_sounds(shape: Sequence[int], generator: Generator) -> Tensor:
     rows = math.prod(many)
 
     def drawn(low: float, high: float, count: int = 1) -> Tensor:
-        return low + (high - low) * torch.rand(rows, count, generator=generator)
+        return low + (high - low) * torch.rand(rows, count, generator=generator, dtype=torch.float32)
 
     longest = max(_SHORTEST, samples / 2)
     period = drawn(math.log(_SHORTEST), math.log(longest)).exp()
@@ -40,7 +40,7 @@ def natural_sounds(shape: Sequence[int], generator: Generator) -> Tensor:
     amplitude *= period / order > 2.0  # above that a sampled sound holds none
     phase = 2.0 * math.pi * drawn(0.0, 1.0, _HARMONICS)
     time = torch.arange(samples).float()
-    tone = torch.zeros(rows, samples)
+    tone = torch.zeros(rows, samples, dtype=torch.float32)
     for place, harmonic in enumerate(order):
         angle = 2.0 * math.pi * harmonic * time / period + phase[:, place, None]
         tone += amplitude[:, place, None] * angle.sin()

@@ -97,8 +97,8 @@ def read_vocabulary(tokenizer: Any, vectors: Tensor) -> Vocabulary | None:
     if len(words) < _LEAST:
         return None
     signs = [place for place, name in usual if len(name) == 1 and name.isascii()]
-    ranked = 1 / (torch.arange(len(words)) + _FIRST)
-    often = torch.tensor([10.0 if names[place] in _STOPS else 1.0 for place in signs])
+    ranked = 1 / (torch.arange(len(words), dtype=torch.float32) + _FIRST)
+    often = torch.tensor([10.0 if names[place] in _STOPS else 1.0 for place in signs], dtype=torch.float32)
     share = _SIGNS if signs else 0.0
     chances = torch.cat([ranked / ranked.sum() * (1 - share), often / often.sum().clamp_min(1.0) * share])
     before, after = _ends(tokenizer, names[words[0]])
@@ -112,7 +112,7 @@ def _sharpness(chances: Tensor, directions: Tensor) -> float:
     """That at which texts are about something, neither about all nor of one word; by bisection."""
     usual = chances.log()
     rare = chances.sqrt().cumsum(0)
-    topics = torch.searchsorted(rare, (torch.arange(_TOPICS) + 0.5) / _TOPICS * rare[-1])
+    topics = torch.searchsorted(rare, (torch.arange(_TOPICS, dtype=torch.float32) + 0.5) / _TOPICS * rare[-1])
     nearness = directions[topics] @ directions.T
     wanted = -_ABOUT * (chances * usual).sum()
     least, most = 0.0, _SHARPEST

@@ -29,7 +29,9 @@ class _Timed(Candidate):
     def __init__(self, stored: LinearCandidate | CouplingCandidate, dense: int) -> None:
         self.stored, self.scheme, self._dense = stored, stored.scheme, dense
         self.whole = self.max_rank = stored.max_rank + 1
-        self.energies = None if stored.energies is None else torch.cat([stored.energies, torch.ones(1)])
+        self.energies = (
+            None if stored.energies is None else torch.cat([stored.energies, stored.energies.new_ones(1)])
+        )
 
     def numbers(self, rank: int) -> int:
         """Time of a rank."""
