@@ -24,6 +24,7 @@ from panther_compile.layers.base import (
     check_rank_or_ratio,
     copy_into,
 )
+from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
@@ -291,6 +292,9 @@ class SketchedMultiheadAttention(SketchedLayer):
             AssertionError, RuntimeError: a shape is wrong, as in torch.
             LayerError: an input is nested, or "favor" is given a mask it does not take.
         """
+        masks, asked = (key_padding_mask, need_weights, attn_mask), (average_attn_weights, is_causal)
+        if (node := kept_whole(self, query, key, value, *masks, *asked)) is not None:
+            return node  # type: ignore[no-any-return]
         if query.is_nested or key.is_nested or value.is_nested:
             raise LayerError(
                 "nested input: pad it and give key_padding_mask instead; if it comes from "

@@ -4,7 +4,10 @@ The Dynamo of torch 2.11 holds `torch.compiler.is_exporting()` for true whatever
 False to `is_compiling()` while AOTAutograd traces what a backend was given.
 """
 
+from typing import Any
+
 import torch
+from torch import fx, nn
 from torch._guards import TracingContext
 
 
@@ -25,3 +28,19 @@ def is_exporting() -> bool:
 def is_captured() -> bool:
     """Whether any of them captures a graph."""
     return is_compiling() or is_exporting()
+
+
+def kept_whole(layer: nn.Module, first: Any, *others: Any) -> Any:
+    """The node that calls a layer, where `torch.fx` traces a model of it; None anywhere else.
+
+    So are the layers of torch.nn kept whole, one of which it stands for: no tracer can follow them.
+
+    Args:
+        layer: whose forward is called.
+        first: argument of it.
+        others: arguments behind that.
+    """
+    if not isinstance(first, fx.Proxy) or not isinstance(first.tracer, fx.Tracer):
+        return None
+    path = first.tracer.path_of_module(layer)
+    return first.tracer.create_proxy("call_module", path, (first, *others), {}) if path else None

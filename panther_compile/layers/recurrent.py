@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from panther_compile.layers.base import Spec
+from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.recurrent_parts import RecurrentParts, gru_step, lstm_step
 
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -109,6 +110,8 @@ class _SketchedRecurrent(RecurrentParts):
         Returns:
             The outputs (L, N, D P), as the input is given, and the last states.
         """
+        if (node := kept_whole(self, input, hx)) is not None:
+            return node  # type: ignore[no-any-return]
         if isinstance(input, PackedSequence):
             return self._run_packed(input, hx)
         batched = input.dim() == 3

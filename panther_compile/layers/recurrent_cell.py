@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.layers.base import Spec
+from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.recurrent_parts import RecurrentParts, gru_step, lstm_step
 
 
@@ -83,6 +84,8 @@ class SketchedLSTMCell(_SketchedCell):
             ValueError: a tensor has more than two dimensions, or none.
             RuntimeError: a tensor has another shape.
         """
+        if (node := kept_whole(self, input, hx)) is not None:
+            return node  # type: ignore[no-any-return]
         zeros = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else None
         state, cell = (zeros, zeros) if hx is None else hx
         assert state is not None
@@ -110,6 +113,8 @@ class SketchedGRUCell(_SketchedCell):
             ValueError: a tensor has more than two dimensions, or none.
             RuntimeError: a tensor has another shape.
         """
+        if (node := kept_whole(self, input, hx)) is not None:
+            return node  # type: ignore[no-any-return]
         state = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
         given, recurrent = self._products(input, state)
         return gru_step(given, recurrent, state.to(given.dtype))
