@@ -30,6 +30,7 @@ class SketchedLayer(nn.Module):
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: of the factors.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
+        no_factors: names of submodules that are neither factors nor layers that hold some.
         dense_weight: what the dense layer calls its weight, or the first of several.
         empty_shape: of a tensor without numbers to have that name in a file; some are cut up on the way.
     """
@@ -37,6 +38,7 @@ class SketchedLayer(nn.Module):
     scheme: str
     ranks: tuple[int, ...]
     rank_first: ClassVar[bool] = False
+    no_factors: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def dense_weight(self) -> str:
@@ -230,7 +232,7 @@ def check_weights(model: nn.Module, action: str) -> None:
     """
     for name, layer in model.named_modules():
         for key, part in layer.named_children() if isinstance(layer, SketchedLayer) else ():
-            if isinstance(part, SketchedLayer | nn.ModuleList):
+            if isinstance(part, SketchedLayer | nn.ModuleList) or key in layer.no_factors:
                 continue
             if not isinstance(getattr(part, "weight", None), Tensor):
                 full = f"{name}{'.' if name else ''}{key}"

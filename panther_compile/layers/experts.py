@@ -55,6 +55,7 @@ class SketchedExperts(LayerOfParts):
     rest: nn.Module
     sizes: dict[str, tuple[int, int]]
     visits_all: ClassVar[bool] = False
+    no_factors = frozenset({"rest"})
 
     def __init__(
         self,
