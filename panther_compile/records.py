@@ -8,11 +8,11 @@ from typing import Any, Self
 from torch import fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
-from panther_compile.errors import CheckpointError, ConfigError
+from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
 from panther_compile.reporting.folding import fold
-from panther_compile.reporting.plan_text import allocation_text, seconds_text
+from panther_compile.reporting.plan_text import PLAN_COLUMNS, allocation_text, seconds_text
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.reporting.tables import data_frame, render_html, render_table, share
 from panther_compile.typed_json import read_record
@@ -218,7 +218,11 @@ class SketchPlan:
         return self.stored_numbers / self.dense_numbers if self.sketched else 1.0
 
     def to_json(self) -> str:
-        """The plan as JSON, to be edited and given to `sketchify(plan=)`; of a choice its rank counts."""
+        """The plan as JSON, to be edited and given to `sketchify(plan=)`.
+
+        Of a choice its rank counts. That of narrow layers is how many features of each head are kept, the
+        same of all that are linked; `ranks` are then those of all heads, and the rank of a factorized one.
+        """
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
@@ -227,7 +231,10 @@ class SketchPlan:
 
         Raises:
             ConfigError: it is no plan; the message says where.
+            ConfigTypeError: it is no text.
         """
+        if not isinstance(text, str | bytes):
+            raise ConfigTypeError(f"the plan is a {type(text).__name__}, wanted the text that to_json gave")
         try:
             document = json.loads(text)
             if isinstance(document, dict):
@@ -255,7 +262,7 @@ class SketchPlan:
         rows, footer = self._cells()
         shown = [row for row, _ in fold(rows, same=(1, 3))]
         return render_table(
-            "Sketch plan", _PLAN_COLUMNS, shown, footer, optional=("kind", "shape", "dense", "weight error")
+            "Sketch plan", PLAN_COLUMNS, shown, footer, optional=("kind", "shape", "dense", "weight error")
         )
 
     def _repr_html_(self) -> str:
@@ -268,7 +275,7 @@ class SketchPlan:
             dense = sum(line.dense_numbers for line in lines)
             bars.append(sum(line.stored_numbers for line in lines) / dense if dense else None)
         shown = [row for row, _ in folded]
-        return render_html("Sketch plan", _PLAN_COLUMNS, shown, footer, bars=bars, bar_column="ratio")
+        return render_html("Sketch plan", PLAN_COLUMNS, shown, footer, bars=bars, bar_column="ratio")
 
     def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """Rows and lines below of the table."""
@@ -296,20 +303,6 @@ class SketchPlan:
             *filter(None, (seconds_text(self.seconds),)),
         )
         return rows, footer
-
-
-_PLAN_COLUMNS = (
-    ("layer", "left"),
-    ("kind", "left"),
-    ("shape", "left"),
-    ("scheme", "left"),
-    ("rank", "right"),
-    ("dense", "right"),
-    ("stored", "right"),
-    ("ratio", "right"),
-    ("weight error", "right"),
-    ("why", "left"),
-)
 
 
 @dataclass(frozen=True, slots=True)

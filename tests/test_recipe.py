@@ -105,7 +105,7 @@ def test_a_narrow_plan_needs_data_in_which_layers_are_coupled():
     lines = tuple(
         line
         if line.choice is None or not line.choice.link
-        else replace(line, choice=replace(line.choice, link=("0", "4")))
+        else replace(line, choice=replace(line.choice, link=line.choice.link[::-1]))
         for line in other.layers
     )
     with pytest.raises(ConfigError, match="do not hand features on alone"):
@@ -162,6 +162,15 @@ def test_options_that_a_plan_rules_out(plan):
     for text in ("", "[]", '{"layers": [{}], "ratio": "1", "route": ""}', "[" * 100_000):
         with pytest.raises(ConfigError, match="no plan in JSON"):
             SketchPlan.from_json(text)
+    for given in (None, 3, {}, Path("plan.json")):
+        with pytest.raises(ConfigTypeError, match=f"the plan is a {type(given).__name__}, wanted the text"):
+            SketchPlan.from_json(given)
+
+
+def test_a_layer_has_one_line(plan):
+    twice = replace(plan, layers=(*plan.layers, replace(plan.layers[1], choice=None)))
+    with pytest.raises(ConfigError, match="the plan has 2 lines of 2, wanted one"):
+        pc.sketchify(mlp(), plan=twice, **OPTIONS)
 
 
 def test_the_command_line(tmp_path, capsys, monkeypatch):
@@ -199,5 +208,79 @@ def test_a_plan_with_a_tied_weight_is_carried_out():
 @pytest.mark.parametrize("rank", [0, 100000])
 def test_the_rank_of_a_factor_that_is_shared_for_its_input_is_checked(plan, rank):
     first, other = ({"sharing": ["0", "2"], "rank": rank, "ranks": [rank]} for _ in range(2))
-    with pytest.raises(RankError, match=rf"rank {rank} for 0, wanted 1\.\.48 of a shared factor"):
+    with pytest.raises(RankError, match=rf"rank {rank} for 0, wanted 1\.\.47 of a shared factor"):
         pc.sketchify(mlp(), plan=edited(plan, **{"0": first, "2": other}), data=batches(), **OPTIONS)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.last = nn.Linear(48, 32), nn.Linear(48, 16), nn.Linear(32, 48)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x):
+        return self.head(self.last(torch.relu(self.one(x)) * self.two(x).repeat(1, 2)))
+
+
+@pytest.mark.parametrize("names", [["one", "two"], ["two", "one"]])
+def test_numbers_of_a_factor_shared_for_its_input_are_counted_anew(names):
+    model, options = Branches(), {"min_params": 0, "allow_slower": True, **OPTIONS}
+    plan = pc.plan_sketch(model, 0.5, **options)
+    change = {"sharing": names, "rank": 5, "ranks": [12]}
+    small = pc.sketchify(model, plan=edited(plan, one=change, two=change), data=batches(), **OPTIONS)
+    report = pc.sketch_report(small)
+    assert small.one.down.weight is small.two.down.weight
+    assert report.plan.stored_numbers == report.replaced_stored_numbers
+    assert [line.choice.ranks for line in report.plan.sketched[:2]] == [(5,), (5,)]
+
+
+def test_layers_of_other_inputs_share_no_factor():
+    plan = pc.plan_sketch(Branches(), 0.5, min_params=0, allow_slower=True, **OPTIONS)
+    change = {"sharing": ["two", "last"], "rank": 5}
+    with pytest.raises(ConfigError, match="two share a factor with last, which have other inputs"):
+        pc.sketchify(Branches(), plan=edited(plan, two=change, last=change), data=batches(), **OPTIONS)
+
+
+def narrow_plan(**changes):
+    """A plan of narrow layers 0 and 2, of an `mlp`, with changes of their choices."""
+    plan = pc.plan_sketch(mlp(), 0.5, min_params=0, allow_slower=True, **OPTIONS)
+    narrow = {"scheme": "narrow", "rank": 20, "ranks": [20], "link": ["0", "2"]}
+    return edited(plan, **{name: narrow | changes.get(f"of_{name}", {}) for name in ("0", "2")})
+
+
+@pytest.mark.parametrize("inner", [[], [7]])
+def test_numbers_of_narrow_layers_are_counted_anew(inner):
+    plan = narrow_plan(of_2={"ranks": [20, *inner]})
+    report = pc.sketch_report(pc.sketchify(mlp(), plan=plan, data=batches(), **OPTIONS))
+    assert [row.ranks for row in report.sketched[:2]] == [(20,), (20, *inner)]
+    assert report.plan.stored_numbers == report.replaced_stored_numbers
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {key: {"rank": 96} for key in ("of_0", "of_2")},
+            RankError,
+            r"rank 96 for 0, wanted 1\.\.95 features",
+        ),
+        (
+            {key: {"rank": -1} for key in ("of_0", "of_2")},
+            RankError,
+            r"rank -1 for 0, wanted 1\.\.95 features",
+        ),
+        ({"of_2": {"ranks": [20, 20]}}, RankError, r"\[20, 20\] for 2 .*wanted \[20\] or \[20, 1\.\.19\]"),
+        ({"of_0": {"ranks": []}}, RankError, r"ranks \[\] for 0 of rank 20, wanted \[20\] or"),
+        ({"of_0": {"ranks": [1000]}}, RankError, r"ranks \[1000\] for 0 of rank 20, wanted \[20\] or"),
+        ({"of_0": {"rank": 10}}, ConfigError, r"0 keep 10 features .* with 2, but not 2 with 0 as many"),
+        (
+            {"of_0": {"scheme": "pivoted"}},
+            ConfigError,
+            r"0 as 'pivoted' narrowed with 0 > 2, wanted 'narrow'",
+        ),
+    ],
+)
+def test_ranks_of_narrow_layers_are_checked(changes, error, message):
+    with pytest.raises(error, match=message):
+        pc.sketchify(mlp(), plan=narrow_plan(**changes), data=batches(), **OPTIONS)

@@ -33,6 +33,7 @@ from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
 from panther_compile.names import stack_name
 from panther_compile.planning.plan import hides_progress
+from panther_compile.planning.recipe import follow_couplings
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, SketchPlan
@@ -40,6 +41,7 @@ from panther_compile.shelf import Shelf
 
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
 WORTH_TRYING = 1.1
+_MOST_NAMED = 6  # layers in an error; more are counted
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, as there are many
 
 
@@ -153,8 +155,10 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
         plan: to be carried out as it stands; None chooses one.
 
     Raises:
-        ConfigError: the plan narrows layers that this data does not show to be coupled.
+        ConfigError: the plan narrows layers that this data does not show to be coupled, or has share a
+            factor others than those of one input.
         ConfigTypeError: the model cannot be copied.
+        RankError: a rank of a narrow layer is out of range.
         ResumeError: the folder cannot be read or written.
     """
     if plan is None:
@@ -165,30 +169,30 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
             return better
         plan = _share(studied, plan, config)
     else:
-        _check_couplings(studied, plan)
+        plan = follow_couplings(plan, (one.coupling for one in studied.study.losses.values()))
+        _check_sharing(studied, plan)
     fit, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
     unreached = tuple(name for name in fit.targets if name not in fit.ready)
     fit.cut(unreached)
     return Calibrated(plan, fit.ready, unreached)
 
 
-def _check_couplings(studied: Studied, plan: SketchPlan) -> None:
-    """Raise ConfigError if the plan narrows or has share what data does not show to be able to."""
-    known = {losses.coupling.names for losses in studied.study.losses.values()}
+def _check_sharing(studied: Studied, plan: SketchPlan) -> None:
+    """Raise ConfigError if the plan has share a factor what data does not show to be able to."""
+    groups = [{name for names in sets for name in names} for sets in studied.study.shared]
     for line in plan.sketched:
-        if line.choice is not None and line.choice.link and line.choice.link not in known:
-            names = " > ".join(line.choice.link)
-            raise ConfigError(f"the plan narrows {names}, which on this data do not hand features on alone")
         sharing = () if line.choice is None else line.choice.sharing
-        if (
-            sharing
-            and studied.targets[line.name].together
-            and stack_name(sharing) not in studied.study.factors
-        ):
-            raise ConfigError(
-                f"the plan has {line.name} share a factor with {len(sharing) - 1} others, "
-                "which are not those that this data reaches"
-            )
+        target = studied.targets.get(line.name)
+        if not sharing:
+            continue
+        if target is not None and target.together:
+            able, what = stack_name(sharing) in studied.study.factors, "are not those that this data reaches"
+        else:
+            able, what = any(group.issuperset(sharing) for group in groups), "have other inputs on this data"
+        if not able:
+            others = [name for name in sharing if name != line.name]
+            named = ", ".join(others) if len(others) <= _MOST_NAMED else f"{len(others)} others"
+            raise ConfigError(f"the plan has {line.name} share a factor with {named}, which {what}")
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:

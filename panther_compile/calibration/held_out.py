@@ -160,8 +160,9 @@ class HeldOut:
         """The model with the layers of a plan."""
         studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
         sketched, trial = watch(studied.model, chosen), self.trial(plan)
-        coupled = {line.name for line in plan.sketched if line.choice and line.choice.link}
-        if set(chosen) - coupled <= set(studied.study.factors):
+        apart = {name: choice for name, choice in plan.choices.items() if name in chosen and not choice.link}
+        needed = {stack_name(choice.sharing or (name,)) for name, choice in apart.items()}
+        if needed <= set(studied.study.factors):
             put_layers(sketched, {name: trial(name, ()) for name in chosen})
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]

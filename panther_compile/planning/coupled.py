@@ -60,6 +60,21 @@ class Coupling:
         """Heads of one of the layers."""
         return self.heads if name == self.reader else self.heads // self.shared
 
+    def narrow_shape(self, name: str, shape: tuple[int, int], kept: int) -> tuple[int, int]:
+        """What of the shape (O, I) of one of the layers is left with so many features of a head."""
+        features = self.heads_of(name) * kept
+        return (shape[0], features) if name == self.reader else (features, shape[1])
+
+    def numbers(
+        self, name: str, shape: tuple[int, int], kept: int, rank: int | None = None, *, bias: bool
+    ) -> int:
+        """Stored numbers of one of the layers so; a rank of None is not factorized."""
+        outputs, inputs = self.narrow_shape(name, shape, kept)
+        numbers = outputs * inputs if rank is None else pivoted_numbers(outputs, inputs, rank)
+        if not self.padded and kept < self.width:
+            numbers += kept  # which features they are
+        return numbers + (outputs if bias else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class CouplingLosses:
@@ -148,16 +163,12 @@ class CouplingCandidate(Candidate):
         return self._numbers(member, way.kept, way.ranks[member])
 
     def _narrow_shape(self, member: int, kept: int) -> tuple[int, int]:
-        outputs, inputs = self.shapes[member]
-        features = self.coupling.heads_of(self.coupling.names[member]) * kept
-        return (outputs, features) if member == len(self.shapes) - 1 else (features, inputs)
+        return self.coupling.narrow_shape(self.coupling.names[member], self.shapes[member], kept)
 
     def _numbers(self, member: int, kept: int, rank: int | None) -> int:
-        outputs, inputs = self._narrow_shape(member, kept)
-        numbers = outputs * inputs if rank is None else pivoted_numbers(outputs, inputs, rank)
-        if not self.coupling.padded and kept < self.coupling.width:
-            numbers += kept  # which features they are
-        return numbers + (outputs if self.bias and member < len(self.shapes) - 1 else 0)
+        bias = self.bias and member < len(self.shapes) - 1
+        name, shape = self.coupling.names[member], self.shapes[member]
+        return self.coupling.numbers(name, shape, kept, rank, bias=bias)
 
     def _best_ways(self, losses: CouplingLosses, step: int | None) -> tuple[Way, ...]:
         dense = sum(outputs * inputs for outputs, inputs in self.shapes)

@@ -1,15 +1,19 @@
 """A plan that was given: checked against the model, its ranks carried out as they stand."""
 
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, ConfigTypeError, RankError
+from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import parts_of, scheme_of_parts, unit_name, units_of
+from panther_compile.planning.coupled import SCHEME, Coupling
 from panther_compile.planning.plan import with_tied
 from panther_compile.planning.shared_factor import shared_numbers
 from panther_compile.planning.sites import NOT_INCLUDED, Found
@@ -41,6 +45,10 @@ def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchCo
             raise ConfigError(f"{option}= conflicts with plan=, which says what is sketched at which rank")
     if not plan.sketched:
         raise ConfigError("the plan sketches no weight")
+    counts = Counter(line.name for line in plan.layers)
+    for line in plan.sketched:
+        if counts[line.name] > 1:
+            raise ConfigError(f"the plan has {counts[line.name]} lines of {line.name}, wanted one")
 
 
 def options_of(plan: SketchPlan, config: SketchConfig, model: nn.Module) -> SketchConfig:
@@ -86,6 +94,7 @@ def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, 
         why = reasons.get(first.name, "the model has no such weight that can be sketched")
         raise ConfigError(f"the plan sketches {first.name} ({_shape(first.shape)}): {why}")
     _check_shared(lines)
+    _check_linked(lines)
     place = {line.name: number for number, line in enumerate(plan.layers)}
     lines.sort(key=lambda line: place.get(line.name, len(place)))
     return SketchPlan(
@@ -135,11 +144,7 @@ def _choice(unit: Unit, choice: Choice, together: Collection[str], data: bool) -
             what = "narrowed with" if choice.link else "to share a factor with"
             others = ", ".join(name for name in choice.link or choice.sharing if name != unit.name)
             raise ConfigError(f"the plan has {unit.name} {what} {others}, which needs data=")
-        if choice.sharing and not 1 <= choice.rank <= unit.shape[1]:
-            raise RankError(
-                f"the plan's rank {choice.rank} for {unit.name}, wanted 1..{unit.shape[1]} of a shared factor"
-            )
-        return choice
+        return choice if choice.link else _shared(unit, choice)
     schemes = {candidate.scheme: candidate for candidate in unit.candidates}
     candidate = schemes.get(choice.scheme)
     if candidate is None:
@@ -157,16 +162,18 @@ def _choice(unit: Unit, choice: Choice, together: Collection[str], data: bool) -
     return replace(choice, ranks=ranks, stored_numbers=numbers, error=error)
 
 
-def _shared(unit: Unit, choice: Choice, together: Collection[str]) -> Choice:
-    """A choice to share a factor with others of these."""
-    names, scheme = choice.sharing, scheme_of_parts(unit.shape)
-    if unit.name not in names or not set(names) <= set(together) or choice.scheme != scheme:
+def _shared(unit: Unit, choice: Choice, together: Collection[str] = ()) -> Choice:
+    """A choice to share a factor: with others of these, or with any of one input if there are none."""
+    names, scheme = choice.sharing, scheme_of_parts(unit.shape) if together else "pivoted"
+    others = set(names) <= set(together) if together else len(set(names)) > 1
+    if len(unit.shape) != 2 or unit.name not in names or not others or choice.scheme != scheme:
+        wanted = f"some of {', '.join(sorted(together)[:3])} ..." if together else "others of its input"
         raise ConfigError(
             f"the plan has {unit.name} share a factor as {choice.scheme!r} with {', '.join(names[:3])}"
-            f"{' ...' if len(names) > 3 else ''}, wanted {scheme!r} and itself with some of "
-            f"{', '.join(sorted(together)[:3])} ..."
+            f"{' ...' if len(names) > 3 else ''}, wanted {scheme!r} and itself with {wanted}"
         )
-    largest = min(unit.shape) - (scheme == "pivoted")
+    outputs, inputs = unit.shape
+    largest = min(outputs, inputs - (scheme == "pivoted"))
     if not 1 <= choice.rank <= largest:
         raise RankError(
             f"the plan's rank {choice.rank} for {unit.name}, wanted 1..{largest} of a shared factor"
@@ -187,6 +194,76 @@ def _check_shared(lines: Sequence[LayerPlan]) -> None:
                     f"the plan has {name} share a factor of rank {choice.rank} with {other}, but not {other} "
                     f"with {name} at that rank"
                 )
+
+
+def _check_linked(lines: Sequence[LayerPlan]) -> None:
+    """Raise ConfigError unless all that are narrowed together name each other, with as many features."""
+    choices = {line.name: line.choice for line in lines if line.choice is not None}
+    for name, choice in choices.items():
+        link = choice.link
+        if link and (name not in link or choice.scheme != SCHEME):
+            raise ConfigError(
+                f"the plan has {name} as {choice.scheme!r} narrowed with {' > '.join(link)}, wanted "
+                f"{SCHEME!r} and itself among them"
+            )
+        for other in link:
+            theirs = choices.get(other)
+            if theirs is None or (theirs.link, theirs.rank) != (link, choice.rank):
+                raise ConfigError(
+                    f"the plan has {name} keep {choice.rank} features of each head with {other}, but not "
+                    f"{other} with {name} as many"
+                )
+
+
+def follow_couplings(plan: SketchPlan, couplings: Iterable[Coupling]) -> SketchPlan:
+    """The plan for layers that data show to be coupled: ranks of narrow ones as given, numbers anew.
+
+    Args:
+        plan: of `follow`.
+        couplings: of which layers can be narrowed.
+
+    Raises:
+        ConfigError: the plan narrows other layers.
+        RankError: a rank is out of range.
+    """
+    known = {coupling.names: coupling for coupling in couplings}
+    lines = {line.name: _narrowed(line, line.choice, known) for line in plan.layers}
+    changed = {
+        name
+        for line in plan.sketched
+        if line.choice and line.choice.stored_numbers != lines[line.name].stored_numbers
+        for name in line.choice.link
+    }
+    for name in changed:  # the error is of the layers together
+        choice = lines[name].choice
+        lines[name] = replace(lines[name], choice=choice and replace(choice, error=None))
+    return replace(plan, layers=tuple(lines[line.name] for line in plan.layers))
+
+
+def _narrowed(line: LayerPlan, choice: Choice | None, known: Mapping[tuple[str, ...], Coupling]) -> LayerPlan:
+    if choice is None or not choice.link:
+        return line
+    coupling = known.get(choice.link)
+    if coupling is None:
+        raise ConfigError(
+            f"the plan narrows {' > '.join(choice.link)}, which on this data do not hand features on alone"
+        )
+    if not 1 <= choice.rank < coupling.width:
+        raise RankError(
+            f"the plan's rank {choice.rank} for {line.name}, wanted 1..{coupling.width - 1} features of each "
+            f"head that {' > '.join(choice.link)} keep"
+        )
+    features, shape = coupling.heads_of(line.name) * choice.rank, (line.shape[0], line.shape[1])
+    inner = choice.ranks[1:]
+    largest = LinearCandidate(*coupling.narrow_shape(line.name, shape, choice.rank), "pivoted").max_rank
+    if choice.ranks[:1] != (features,) or len(inner) > 1 or not all(1 <= one <= largest for one in inner):
+        raise RankError(
+            f"the plan's ranks {list(choice.ranks)} for {line.name} of rank {choice.rank}, wanted "
+            f"[{features}] or [{features}, 1..{largest}]: the features kept, and the rank if factorized"
+        )
+    bias = line.dense_numbers > math.prod(line.shape)
+    numbers = coupling.numbers(line.name, shape, choice.rank, *inner, bias=bias)
+    return replace(line, choice=replace(choice, stored_numbers=numbers))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -2,6 +2,19 @@
 
 from collections.abc import Mapping
 
+PLAN_COLUMNS = (
+    ("layer", "left"),
+    ("kind", "left"),
+    ("shape", "left"),
+    ("scheme", "left"),
+    ("rank", "right"),
+    ("dense", "right"),
+    ("stored", "right"),
+    ("ratio", "right"),
+    ("weight error", "right"),
+    ("why", "left"),
+)
+
 
 def allocation_text(allocation: str, tried: Mapping[str, float], undecided: str = "") -> str:
     """How the budget was divided, and what each allocation tried came to; empty without data."""
