@@ -1,6 +1,6 @@
 """Names of what a module holds, as paths with dots."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,13 @@ def leave_out_of_state(root: nn.Module, name: str) -> None:
     """Let no state dict hold a buffer."""
     owner, leaf = owner_of(root, name)
     owner._non_persistent_buffers_set.add(leaf)
+
+
+def holder_of(modules: Container[str], name: str) -> str:
+    """The module of a name, or the closest around it, that holds the weight of that name among others."""
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def stack_name(names: Sequence[str]) -> str:

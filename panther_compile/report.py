@@ -1,6 +1,7 @@
 """What was done to a model, counted on the model as it is now."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -11,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.names import holder_of
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
     Closeness,
     Fitted,
+    LayerPlan,
     SketchPlan,
     SketchRecord,
 )
@@ -76,7 +79,8 @@ class SketchReport:
         rows: one for each weight, in the order of the model.
         dense_numbers: parameters and buffers of the whole dense model, shared ones once.
         stored_numbers: parameters and buffers of the whole model as it is now, shared ones once.
-        replaced_dense_numbers: dense count of the replaced weights, and of those that the budget keeps whole.
+        replaced_dense_numbers: dense count of the replaced weights, and of those that the budget keeps whole
+            or that were put back to dense since.
         replaced_stored_numbers: their stored count now.
         ratio_asked: as text; "-" where no record of it is left.
         route: how the layers were found.
@@ -154,6 +158,10 @@ class SketchReport:
     def _whole(self) -> tuple[ReportRow, ...]:
         names = set() if self.plan is None else {line.name for line in self.plan.whole}
         return tuple(row for row in self.skipped if row.name in names)
+
+    @property
+    def _put_back(self) -> tuple[ReportRow, ...]:
+        return tuple(row for row in self.skipped if row.reason == _PUT_BACK)
 
     @property
     def skipped(self) -> tuple[ReportRow, ...]:
@@ -243,10 +251,11 @@ class SketchReport:
             *((("predicted", "right"), ("output", "right"), ("sensitivity", "right")) if fitted else ()),
             ("method, or why not", "left"),
         )
-        whole = self._whole
-        macs = sum(row.macs for row in (*self.sketched, *whole))
-        dense_macs = sum(row.dense_macs for row in (*self.sketched, *whole))
+        whole, put_back = self._whole, self._put_back
+        macs = sum(row.macs for row in (*self.sketched, *whole, *put_back))
+        dense_macs = sum(row.dense_macs for row in (*self.sketched, *whole, *put_back))
         and_whole = f" and {len(whole)} kept whole" * bool(whole)
+        and_whole += f" and {len(put_back)} put back to dense" * bool(put_back)
         footer = (
             *(("predicted, output: relative error of the layer's output on the data",) * fitted),
             f"replaced weights{and_whole}: {self.replaced_stored_numbers:,} of "
@@ -272,6 +281,7 @@ class SketchReport:
         return columns, rows, footer
 
 
+_PUT_BACK = "put back to dense after the sketch"
 # Columns that a narrow terminal does without, the first one first.
 _OPTIONAL = ("sensitivity", "predicted", "kind", "FLOPs", "dense", "scheme", "stored", "weight error")
 
@@ -297,14 +307,15 @@ def sketch_report(model: nn.Module) -> SketchReport:
     layers = dict(_weight_layers(model))
     if record is None and not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
-    rows = list(_recorded_rows(record, layers)) if record is not None else []
-    known = {row.name for row in rows}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    there = [] if record is None else _there(modules, record.plan, layers)
+    rows = list(_recorded_rows(record, layers, there)) if record is not None else []
+    known = {row.name for row in rows} | {holder_of(modules, line.name) for line in there}
     rows.extend(_row(name, layer, None) for name, layer in layers.items() if name not in known)
     stored = _numbers(tensors_of([model]))
     outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
-    whole = [] if record is None or not layers else record.plan.whole
-    kept = sum(line.dense_numbers for line in whole if line.name not in layers)
+    kept = sum(line.dense_numbers for line in there if line.whole or line.choice) if layers else 0
     rest = sum(map(bytes_of, tensors_of([model]))) - sum(map(bytes_of, tensors_of(outer)))
     counts = zip(outer, _dense_counts(outer), strict=True)
     dense = sum(count * next(layer.parameters()).element_size() for layer, count in counts)
@@ -323,7 +334,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         undecided="" if record is None else record.plan.undecided,
         curve=None if record is None else record.curve,
         seconds={} if record is None else record.plan.seconds,
-        others=_others(model, {row.name for row in rows}),
+        others=_others(model, known | set(layers)),
         closeness=None if record is None else record.closeness,
         plan=None if record is None else record.plan,
         output="" if record is None else record.output,
@@ -422,16 +433,33 @@ def _others(model: nn.Module, named: set[str]) -> dict[str, int]:
     return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
-def _recorded_rows(record: SketchRecord, layers: dict[str, SketchedLayer]) -> Iterator[ReportRow]:
+def _recorded_rows(
+    record: SketchRecord, layers: Mapping[str, SketchedLayer], there: Container[LayerPlan]
+) -> Iterator[ReportRow]:
     for line in record.plan.layers:
         if line.name in layers:
             row = _row(line.name, layers[line.name], record.fitted.get(line.name))
             yield replace(row, shared=line.shared_text)
-        elif line.choice is None:
-            numbers, macs = line.dense_numbers, _product(line.shape)
-            yield ReportRow(
-                line.name, line.kind, "dense", (), numbers, numbers, macs, macs, "", None, line.reason
+        elif line.choice is None or line in there:
+            numbers, macs = line.dense_numbers, math.prod(line.shape)
+            reason = line.reason if line.choice is None else _PUT_BACK
+            yield ReportRow(line.name, line.kind, "dense", (), numbers, numbers, macs, macs, "", None, reason)
+
+
+def _there(modules: Mapping[str, nn.Module], plan: SketchPlan, layers: Container[str]) -> list[LayerPlan]:
+    """The lines of a plan whose weights the model holds dense."""
+
+    def is_dense(name: str) -> bool:
+        if name in modules:
+            inside = list(modules[name].modules())
+            held = modules[name].parameters()
+            return not any(isinstance(one, SketchedLayer) for one in inside) and any(
+                p.dim() > 1 for p in held
             )
+        held = modules[holder_of(modules, name)]._parameters.values()
+        return any(one is not None and one.dim() > 1 for one in held)
+
+    return [line for line in plan.layers if line.name not in layers and is_dense(line.name)]
 
 
 def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
@@ -463,10 +491,3 @@ def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
 
 def _number(value: float | None, digits: str = ".3f") -> str:
     return "" if value is None else f"{value:{digits}}"
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

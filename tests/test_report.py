@@ -99,14 +99,6 @@ def test_counts_follow_the_model_as_it_is_now(pair):
     assert report.sketched[0].stored_numbers == count(small.block[0])
 
 
-def test_a_layer_densified_by_hand_is_no_longer_counted_as_replaced(pair):
-    _, small = pair
-    small.block[0] = small.block[0].to_dense()
-    report = sketch_report(small)
-    assert [row.name for row in report.sketched] == ["block.2"]
-    assert report.replaced_stored_numbers == count(small.block[2])
-
-
 def test_a_layer_put_in_by_hand_is_reported_without_an_error(pair):
     _, small = pair
     small.head = SketchedLinear.from_dense(small.head, rank=3)
@@ -495,3 +487,29 @@ def test_tied_layers_are_counted_once(tmp_path):
     assert sum(row.dense_numbers for row in report.sketched) == report.replaced_dense_numbers
     report.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
+
+
+def test_a_layer_put_back_to_dense_is_in_the_ratio(pair):
+    dense, small = pair
+    small.block[0] = copy.deepcopy(dense.block[0])
+    report = sketch_report(small)
+    row = next(row for row in report.rows if row.name == "block.0")
+    assert (row.scheme, row.reason) == ("dense", "put back to dense after the sketch")
+    assert row.stored_numbers == row.dense_numbers == count(dense.block[0])
+    assert report.replaced_dense_numbers == count(dense.block[0]) + count(dense.block[2])
+    assert report.replaced_stored_numbers == count(dense.block[0]) + count(small.block[2])
+    assert "replaced weights and 1 put back to dense: " in str(report)
+    assert "put back" not in str(sketch_report(pair[1].block[2]))
+    del small.block[0]
+    report = sketch_report(small)
+    assert report.replaced_dense_numbers == sum(row.dense_numbers for row in report.sketched)
+
+
+def test_an_attention_put_back_to_dense_is_in_the_ratio():
+    dense = nn.ModuleDict({"mix": nn.MultiheadAttention(32, 4), "last": nn.Linear(32, 32)})
+    small = pc.sketchify(dense, 0.5, include="*", synthetic=False, **OPTIONS)
+    small["mix"] = copy.deepcopy(dense["mix"])
+    report = sketch_report(small)
+    assert report.replaced_dense_numbers == count(dense)
+    assert report.replaced_stored_numbers == count(dense["mix"]) + count(small["last"])
+    assert report.others == {}
