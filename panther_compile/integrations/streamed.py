@@ -47,7 +47,7 @@ from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
-from panther_compile.planning.plan import hides_progress, make_plan
+from panther_compile.planning.plan import hides_progress, make_plan, picks
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
@@ -58,6 +58,7 @@ from panther_compile.sketching import read_config
 from panther_compile.storage import checked_path, flush, scratch_folder
 from panther_compile.typed_json import read_record
 
+_NOT_ASKED = ("progress", "device", "ratio", "include", "exclude")  # of a folder to resume from
 _ELSEWHERE = "its weights are stored under other names in the files"
 
 
@@ -124,8 +125,9 @@ def sketchify_checkpoint(
         lift_own_weights(model)
         weights.read_lifted(model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")
-        kept = _Work(work, _identity(given, config, plan))
-        found, chosen = _planned(model, weights, config, plan, kept)
+        found, route = _found(model, weights, config if plan is None else options_of(plan, config, model))
+        kept = _Work(work, _identity(given, config, plan, found))
+        chosen = _planned(model, found, config, plan, route, kept)
         done = _sketched(found, chosen, config, kept)
         made = scratch / "made"
         made.mkdir()
@@ -227,14 +229,20 @@ def _check_options(config: SketchConfig, *, with_data: bool) -> None:
             )
 
 
-def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None) -> str:
-    """What another source, plan or options would change."""
+def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found: Found) -> str:
+    """What another source, plan or options would change; what selectors pick stands for them."""
     files = sorted(file for file in source.iterdir() if file.is_file())
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    options = {
-        name: str(value) for name, value in asdict(config).items() if name not in ("progress", "device")
-    }
-    text = json.dumps([stamps, options, None if plan is None else plan.to_json()])
+    options = {name: str(value) for name, value in asdict(config).items() if name not in _NOT_ASKED}
+    budgets = config.ratios()
+
+    def budget(site: Site) -> int:
+        if len(budgets) == 1:  # without reading weights
+            return 0
+        return next(place for place, (selector, _) in enumerate(budgets) if picks(selector, site))
+
+    ratios = [ratio for _, ratio in budgets], [(site.name, budget(site)) for site, _ in found.sites]
+    text = json.dumps([stamps, options, ratios, None if plan is None else plan.to_json()])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -249,12 +257,10 @@ def _skeleton(folder: Path) -> nn.Module:
     return cast(nn.Module, model.eval())
 
 
-def _planned(
-    model: nn.Module, weights: StoredWeights, config: SketchConfig, recipe: SketchPlan | None, work: _Work
-) -> tuple[Found, SketchPlan]:
-    """The sites, with their weights in the files, and the plan for them."""
+def _found(model: nn.Module, weights: StoredWeights, config: SketchConfig) -> tuple[Found, str]:
+    """The sites, with their weights in the files; and how they were found."""
     reading = read_graph(model)
-    found = find_sites(model, config if recipe is None else options_of(recipe, config, model), reading)
+    found = find_sites(model, config, reading)
     sites: list[tuple[Site, Kind]] = []
     skipped = list(found.skipped)
     for site, kind in found.sites:
@@ -266,19 +272,25 @@ def _planned(
             numbers = sum(parameter.numel() for parameter in site.module.parameters())
             shape = tuple(next(site.module.parameters()).shape)
             skipped.append(LayerPlan(site.name, site.kind, shape, numbers, None, _ELSEWHERE))
-    found = Found(tuple(sites), tuple(skipped), found.order)
+    return Found(tuple(sites), tuple(skipped), found.order), reading.route
+
+
+def _planned(
+    model: nn.Module, found: Found, config: SketchConfig, recipe: SketchPlan | None, route: str, work: _Work
+) -> SketchPlan:
+    """The plan for the sites, kept."""
     chosen = work.plan()
     if chosen is None:
         check_weights(found, meta_allowed=True)
         if recipe is None:
-            chosen = make_plan(found, config, reading.route)
+            chosen = make_plan(found, config, route)
         else:
-            chosen = follow(found, recipe, config, reading.route, data=False)
+            chosen = follow(found, recipe, config, route, data=False)
         work.keep_plan(chosen)
     if not chosen.sketched:
         lines = "".join(f"\n  {line.name}: {line.reason}" for line in chosen.layers[:10])
         raise NoTargetError(f"nothing to sketch in {type(model).__name__}:{lines}")
-    return found, chosen
+    return chosen
 
 
 @dataclass

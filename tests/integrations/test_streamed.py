@@ -227,6 +227,27 @@ def test_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
         pc.sketchify_checkpoint(source, tmp_path / "other", 0.4, resume=work, **OPTIONS)
 
 
+def test_resumed_with_functions_as_selectors(folder, tmp_path):
+    source, work = folder("llama"), tmp_path / "work"
+
+    def options():  # functions of other addresses, as another process has them
+        def in_attention(module, name):
+            return "self_attn" in name
+
+        def first(module, name):
+            return name.startswith("model.layers.0.")
+
+        return {"ratio": {first: 0.5, "*": 0.7}, "include": in_attention, **OPTIONS}
+
+    kept = [options(), options()]
+    pc.sketchify_checkpoint(source, tmp_path / "small", resume=work, **kept[0])
+    pc.sketchify_checkpoint(source, tmp_path / "again", resume=work, **kept[1])
+    other = kept[1] | {"include": lambda module, name: "mlp" in name}
+    for options in (other, kept[1] | {"ratio": {"*": 0.7}}):
+        with pytest.raises(ResumeError, match="of another source, plan or options"):
+            pc.sketchify_checkpoint(source, tmp_path / "other", resume=work, **options)
+
+
 def test_what_is_refused(folder, tmp_path):
     source = folder("bert")
     for options in ({"objective": "latency"}, {"refine": "kl"}, {"inplace": True}):
