@@ -7,7 +7,6 @@ The stages are those of `sketchify`; where their tensors are is what differs.
     what a batch leaves            in memory: its activations, of the whole model where gradients are taken
 """
 
-import shutil
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.errors import check_whole, no_model
-from panther_compile.integrations.model_card import CARD
+from panther_compile.integrations.beside import copy_beside
 from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     StoredWeights,
@@ -79,11 +78,3 @@ def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
     # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
     StoredWeights(folder, model).map_matrices(model, shelf)
     return model.eval()
-
-
-def copy_beside(source: Path, folder: Path) -> None:
-    """Copy what lies beside the weights of a model: tokenizers, and the like, but for its model card."""
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".safetensors.index.json")
-        if file.is_file() and not weights and file.name not in ("config.json", CARD):
-            shutil.copy2(file, folder / file.name)

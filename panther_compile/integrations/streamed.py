@@ -25,7 +25,8 @@ from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json,
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import ConfigError, NoTargetError, ResumeError, check_whole, no_model
 from panther_compile.integrations.aliases import parameter_aliases
-from panther_compile.integrations.mapped import copy_beside, sketch_mapped
+from panther_compile.integrations.beside import copy_beside
+from panther_compile.integrations.mapped import sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import (
     RECORD_KEY,

@@ -71,3 +71,21 @@ def test_a_sketched_head_is_refused_by_name(sentence_transformers, encoder, tmp_
     small.save(str(tmp_path / "small"))
     with pytest.raises(RuntimeError, match=r"linear\.(down|up)\.weight"):
         sentence_transformers.SentenceTransformer(str(tmp_path / "small"), device="cpu")
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_folder_sketched_to_another_comes_back(sentence_transformers, encoder, tmp_path, with_data):
+    encoder.save(str(tmp_path / "dense"))
+    beside = {"onnx/model.onnx": b"dense", ".git/HEAD": b"", "tf_model.h5": b"dense", "notes/a.txt": b"kept"}
+    for name, content in beside.items():
+        (tmp_path / "dense" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "dense" / name).write_bytes(content)
+    ids = torch.randint(2, 99, (2, 2, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": one} for one in ids] if with_data else None
+    pc.sketchify_checkpoint(tmp_path / "dense", tmp_path / "small", 0.5, data=data, **OPTIONS)
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "small"), device="cpu")
+    assert [type(one).__name__ for one in again] == ["Transformer", "Pooling", "Dense"]
+    assert torch.equal(again[2].linear.weight, encoder[2].linear.weight)
+    assert any(isinstance(m, pc.SketchedLinear) for m in again.modules())
+    copied = [name for name in beside if (tmp_path / "small" / name).exists()]
+    assert copied == ["notes/a.txt"]
