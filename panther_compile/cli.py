@@ -8,6 +8,7 @@ needs the extra `onnx`. Options are those of `SketchConfig` (`arguments.py`).
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -22,10 +23,11 @@ from torch import nn
 
 from panther_compile.api import plan_sketch, sketchify
 from panther_compile.arguments import add_options, given_options
-from panther_compile.checkpoint import load_sketched, save_sketched
+from panther_compile.checkpoint import PLAN_FILE, load_sketched, save_sketched
 from panther_compile.config import Selector
 from panther_compile.data_files import read_batches, read_tensors, read_text
 from panther_compile.errors import (
+    CheckpointMismatchError,
     ConfigError,
     ModelSourceError,
     PantherError,
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a Hugging Face directory larger than memory, to a directory of that kind",
     )
-    report.add_argument("checkpoint", help="directory written by `panther-compile sketch`")
+    report.add_argument("checkpoint", help="directory written by `panther-compile sketch`, --stream or not")
     onnx.add_argument("source", help="the ONNX file to read")
     onnx.add_argument("target", help="the ONNX file to write")
     onnx.add_argument(
@@ -204,7 +206,16 @@ def _read_plan(file: str) -> SketchPlan:
 
 def _report(options: argparse.Namespace) -> dict[str, Any]:
     skeleton = build_model(options.model, weights=False)
-    report = sketch_report(load_sketched(skeleton, options.checkpoint))
+    folder = Path(options.checkpoint)
+    if Path(folder, "config.json").is_file() and not Path(folder, PLAN_FILE).is_file():
+        small = _from_hugging_face(folder, _SHAPES)
+        if type(small) is not type(skeleton):
+            raise CheckpointMismatchError(
+                f"{folder} is of a {type(small).__name__}, {options.model} of a {type(skeleton).__name__}"
+            )
+    else:
+        small = load_sketched(skeleton, options.checkpoint)
+    report = sketch_report(small)
     return {"text": str(report), "json": report.to_dict()}
 
 
@@ -261,7 +272,7 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
             weights are missing in the directory.
     """
     if Path(source, "config.json").is_file():
-        return _from_hugging_face(Path(source), weights)
+        return _from_hugging_face(Path(source), _WEIGHTS if weights else _CONFIG)
     if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
     build = _function(source)
@@ -284,7 +295,11 @@ def _function(source: str) -> Any:
         raise ModelSourceError(f"{source}: {error}") from error
 
 
-def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
+# What a model is made of: weights and all, their shapes alone, or nothing but the configuration.
+_WEIGHTS, _SHAPES, _CONFIG = "weights", "shapes", "config"
+
+
+def _from_hugging_face(directory: Path, read: str) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -294,9 +309,13 @@ def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         names = config.architectures or ["AutoModel"]
         architecture = getattr(transformers, names[0], transformers.AutoModel)
-        if weights:
+        if read != _CONFIG:
+            unread = read == _SHAPES and importlib.util.find_spec("accelerate") is not None
             model, told = architecture.from_pretrained(
-                directory, local_files_only=True, output_loading_info=True
+                directory,
+                local_files_only=True,
+                output_loading_info=True,
+                device_map="meta" if unread else None,
             )
         else:
             with torch.device("meta"):
@@ -307,7 +326,7 @@ def _from_hugging_face(directory: Path, weights: bool) -> nn.Module:
                 )
     except (OSError, ValueError, KeyError, broken) as error:
         raise no_model(directory, error) from error
-    if weights and getattr(config, "quantization_config", None) is None:
+    if read != _CONFIG and getattr(config, "quantization_config", None) is None:
         check_whole(directory, told["missing_keys"])
     made: nn.Module = model.eval()
     return made

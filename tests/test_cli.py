@@ -117,6 +117,14 @@ def test_a_folder_is_streamed_into_a_folder(folder, tmp_path, capsys):
     assert main(["sketch", str(folder), str(out), "--stream", "--ratio", "0.6", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["achieved_ratio"] <= 0.6
     assert pc.sketch_report(transformers.AutoModelForCausalLM.from_pretrained(out)).ratio_asked == "0.6"
+    assert main(["report", str(folder), str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ratio_asked"] == "0.6"
+    assert told["replaced_stored_numbers"] < told["replaced_dense_numbers"]
+    assert main(["report", "torch.nn:Flatten", str(out)]) == 2
+    assert "is of a LlamaForCausalLM, torch.nn:Flatten of a Flatten" in capsys.readouterr().err
+    assert main(["report", str(folder), str(folder)]) == 2
+    assert "LlamaForCausalLM holds no sketched layer" in capsys.readouterr().err
     score = ["--max-drop", "1", "--evaluate", "test_cli:score"]
     assert main(["sketch", str(folder), str(tmp_path / "b"), "--stream", *score]) == 2
     assert "--max-drop runs the sketch, which --stream never holds whole" in capsys.readouterr().err
