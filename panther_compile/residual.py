@@ -10,7 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.branch_fit import fit_branches, losses_by_rank
+from panther_compile.calibration.branch_fit import (
+    RANK_STEP,
+    fit_branches,
+    losses_by_rank,
+    spread_ranks,
+)
 from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
 from panther_compile.config import Selector, SketchConfig, selectors, selects
@@ -25,7 +30,7 @@ from panther_compile.errors import (
     WeightError,
 )
 from panther_compile.layers.base import SketchedLayer, check_rank, copy_into
-from panther_compile.layers.residual import ResidualLinear, matrix_of
+from panther_compile.layers.residual import MADE_FOR, MADE_FOR_BYTES, ResidualLinear, matrix_of
 from panther_compile.models.batches import Call, Data, judged_of, learnt_of, record_calls, spread_out
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import recognize_output
@@ -41,7 +46,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 RESIDUAL_ATTRIBUTE = "_panther_residual"
 _BATCHES = 5  # at least, if samples of fewer can be divided, so that some can be held out
-_STEP = 8  # of ranks that are spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
 
     Raises:
         CheckpointMismatchError: the state dict holds no branch; or one whose layer the model lacks, or has in
-            another size.
+            another size or of other quantized weights.
         ConfigTypeError: the model is no `nn.Module`, or cannot be copied.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
@@ -235,6 +239,13 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
             layers[name] = ResidualLinear(layer, inputs, outputs, rank, device=like.device, dtype=like.dtype)
             for part, values in saved.items():
                 copy_into(layers[name].get_parameter(part), values)
+        for name, layer in layers.items():
+            known = state_dict.get(_key(name, MADE_FOR))
+            if known is not None and not layer.has_weight_of(known):
+                raise CheckpointMismatchError(
+                    f"the quantized weight of {name} is another than the one that its branch in the state "
+                    "dict was made for: wanted the dense model quantized in the same way"
+                )
         return _put(result, layers)
 
 
@@ -355,34 +366,16 @@ def _ranks(
     learnt = None if calls is None else learnt_of(calls)
     losses = losses_by_rank(dense, twins, residuals, learnt, logits=logits)
     sizes = {name: sum(twin.weight.shape) * twin.weight.element_size() for name, twin in twins.items()}
-    biases = {name: len(twin.weight) * twin.weight.element_size() for name, twin in twins.items()}
+    besides = {
+        name: len(twin.weight) * twin.weight.element_size() + MADE_FOR_BYTES for name, twin in twins.items()
+    }
     stored = sum(_bytes(quantized.get_submodule(name)) for name in twins)
-    ranks = _spread(losses, sizes, biases, budget * stored)
+    ranks = spread_ranks(losses, sizes, besides, budget * stored)
     if not ranks:
-        raise ConfigError(f"{budget=} is {budget * stored:,.0f} bytes, which holds no branch of rank {_STEP}")
+        raise ConfigError(
+            f"{budget=} is {budget * stored:,.0f} bytes, which holds no branch of rank {RANK_STEP}"
+        )
     return ranks
-
-
-def _spread(
-    losses: Mapping[str, Tensor], sizes: Mapping[str, int], biases: Mapping[str, int], most: float
-) -> dict[str, int]:
-    """Ranks that make up for most in so many bytes.
-
-    Args:
-        losses: of each layer what each rank makes up for, the largest first.
-        sizes: bytes of one rank.
-        biases: bytes that a branch has besides.
-        most: bytes in all.
-    """
-    steps = []
-    for name, lost in losses.items():
-        for start in range(0, len(lost) - _STEP + 1, _STEP):
-            steps.append((float(lost[start : start + _STEP].sum()) / sizes[name], name))
-    ranks: dict[str, int] = {}
-    for _, name in sorted(steps, reverse=True):
-        if (more := _STEP * sizes[name] + (0 if name in ranks else biases[name])) <= most:
-            ranks[name], most = ranks.get(name, 0) + _STEP, most - more
-    return {name: ranks[name] for name in losses if name in ranks}
 
 
 def _branched(model: nn.Module, name: str, twin: nn.Linear, rank: int) -> ResidualLinear:
@@ -397,6 +390,7 @@ def _branched(model: nn.Module, name: str, twin: nn.Linear, rank: int) -> Residu
     )
     for parameter in (*layer.down.parameters(), *layer.up.parameters()):
         parameter.requires_grad_(weight.requires_grad)
+    layer.remember_weight()
     return layer
 
 
@@ -480,7 +474,7 @@ def _report(
             ResidualRow(
                 name,
                 0 if layer is None else layer.rank,
-                0 if layer is None else _bytes(layer.down) + _bytes(layer.up),
+                0 if layer is None else _bytes(layer.down) + _bytes(layer.up) + bytes_of(layer.made_for),
                 _bytes(quantized.get_submodule(name)),
             )
         )

@@ -144,7 +144,7 @@ def test_closer_on_held_out_data(model, form, data):
         assert report.kept
         assert report.after.share < report.before.share
         assert str(report).startswith("outputs: ")
-    assert report.branch_bytes == sum(4 * (4 * (24 + 48) + bias) for bias in (48, 24, 48, 24))
+    assert report.branch_bytes == sum(4 * (4 * (24 + 48) + bias + 32) for bias in (48, 24, 48, 24))
     assert report.stored_bytes == report.quantized_bytes + report.branch_bytes
 
 
@@ -316,6 +316,22 @@ def test_bad_state_dicts(model):
         pc.load_residual(rounded(Blocks(depth=1)), saved)
     with pytest.raises(CheckpointMismatchError, match="24 inputs and 48 outputs"):
         pc.load_residual(rounded(Blocks(32)), saved)
+
+
+@pytest.mark.parametrize("form", ["tensor", "plain", "module"])
+def test_branches_of_other_quantized_weights_are_refused(model, form):
+    saved = pc.add_residual(rounded(model, form=form), model, rank=2).state_dict()
+    torch.manual_seed(1)
+    for low in (rounded(model, bits=8, form=form), rounded(Blocks(), form=form)):
+        with pytest.raises(CheckpointMismatchError, match=r"weight of ups\.0 is another than the one"):
+            pc.load_residual(low, saved)
+    pc.load_residual(rounded(model, form="module"), saved)
+    half = pc.add_residual(low := rounded(model, form="plain"), model, rank=2).bfloat16()
+    assert half.ups[0].made_for.dtype is torch.int32
+    pc.load_residual(low.bfloat16(), half.state_dict())
+    older = {name: value for name, value in saved.items() if not name.endswith("made_for")}
+    again = pc.load_residual(rounded(model, form=form), older)
+    again.load_state_dict(older)
 
 
 def test_a_branch_without_a_device_is_on_the_default_one() -> None:

@@ -36,6 +36,7 @@ from panther_compile.models.outputs import distance
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival, Side, Watched, copy_sharing
 
+RANK_STEP = 8  # of ranks that are spread
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of the branches, that are tried
 _MOST_OUTPUTS = 16384  # beyond them, as of a large vocabulary, errors at all outputs count alike
 
@@ -206,3 +207,25 @@ def _missing(dense: nn.Module, layer: nn.Module, arrival: Arrival) -> Tensor:
     if arrival.residuals is None:
         return missing
     return missing + arrival.residuals[0] - arrival.residuals[1]
+
+
+def spread_ranks(
+    losses: Mapping[str, Tensor], sizes: Mapping[str, int], biases: Mapping[str, int], most: float
+) -> dict[str, int]:
+    """Ranks that make up for most in so many bytes.
+
+    Args:
+        losses: of each layer what each rank makes up for, the largest first.
+        sizes: bytes of one rank.
+        biases: bytes that a branch has besides.
+        most: bytes in all.
+    """
+    steps = []
+    for name, lost in losses.items():
+        for start in range(0, len(lost) - RANK_STEP + 1, RANK_STEP):
+            steps.append((float(lost[start : start + RANK_STEP].sum()) / sizes[name], name))
+    ranks: dict[str, int] = {}
+    for _, name in sorted(steps, reverse=True):
+        if (more := RANK_STEP * sizes[name] + (0 if name in ranks else biases[name])) <= most:
+            ranks[name], most = ranks.get(name, 0) + RANK_STEP, most - more
+    return {name: ranks[name] for name in losses if name in ranks}

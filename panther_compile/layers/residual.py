@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from panther_compile.layers.base import check_rank
 from panther_compile.layers.lazy_weight import lazy_weight
 
+MADE_FOR = "made_for"
+_PROBES = 32
+MADE_FOR_BYTES = 4 * _PROBES
+_NEAR = 3e-3  # below what two ways to round to int8 differ by, above what half types do
+
 
 class ResidualLinear(nn.Module):
     """y = f(x) + U (V x) + c: a layer f as it was, and a branch of ordinary linear layers, zero at first.
@@ -25,10 +30,14 @@ class ResidualLinear(nn.Module):
         quantized: f.
         down: V, `nn.Linear(I, rank, bias=False)`.
         up: U and c, `nn.Linear(rank, O)`.
+        made_for: what tells the weight of f from others, the bits of float32 numbers in int32 `(32,)`; zeros
+            unless it was remembered.
 
     Raises:
         RankError: the rank is not in 1..min(I, O).
     """
+
+    made_for: Tensor
 
     def __init__(
         self,
@@ -49,6 +58,7 @@ class ResidualLinear(nn.Module):
         self.up = nn.utils.skip_init(nn.Linear, rank, out_features, **options)
         for parameter in (*self.down.parameters(), *self.up.parameters()):
             nn.init.zeros_(parameter)
+        self.register_buffer(MADE_FOR, torch.zeros(_PROBES, dtype=torch.int32, device=options["device"]))
         self.train(quantized.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,6 +77,31 @@ class ResidualLinear(nn.Module):
         """The bias of f; that of the branch, c, is `up.bias`."""
         found: Tensor | None = getattr(self.quantized, "bias", None)
         return found
+
+    def remember_weight(self) -> None:
+        """Keep what tells the weight of f from others; a state dict has it."""
+        self.made_for.copy_(self._probed()[0].view(torch.int32))
+
+    def has_weight_of(self, made_for: Tensor) -> bool:
+        """Whether a `made_for` is of the weight of f, but for rounding; true of one that holds nothing."""
+        found, size = self._probed()
+        known = made_for.to(found.device).view(torch.float32)
+        off = (found - known).square().mean().sqrt()
+        return not bool(made_for.any()) or bool(off <= _NEAR * size)
+
+    def _probed(self) -> tuple[Tensor, Tensor]:
+        """uᵢᵀ W vᵢ of normal vectors, float32 `(32,)`, about as large as the norm of W; and that."""
+        like = self.down.weight.new_empty(0, self.in_features, dtype=torch.float32)
+        matrix = matrix_of(self.quantized, like).double()
+        generator = torch.Generator().manual_seed(0)
+        sizes = (self.out_features, self.in_features)
+        left, right = (torch.randn(n, _PROBES, generator=generator, dtype=torch.float64) for n in sizes)
+        products = (matrix @ right.to(matrix)) * left.to(matrix)
+        return products.sum(0).float(), matrix.norm()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state_dict.setdefault(prefix + MADE_FOR, self.made_for)  # of a version that kept none
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """The rank."""
