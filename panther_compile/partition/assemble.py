@@ -107,7 +107,7 @@ def assemble(
     shared = tuple(
         SharedParameter(held.name, places, held.gradient_bytes)
         for held, places in holders
-        if len(places) > 1 and isinstance(attribute(captured.graph_module, held.name), nn.Parameter)
+        if len(places) > 1 and is_parameter(captured, held.name)
     )
     return Partition(
         model=name,
@@ -131,6 +131,11 @@ def assemble(
         sharding=sharding,
         context=tuple(_gathers(notes, stage_of, sharding, training=options.training)),
     )
+
+
+def is_parameter(captured: Captured, name: str) -> bool:
+    """Whether what a graph holds under a name is a parameter, and no buffer."""
+    return isinstance(attribute(captured.graph_module, name), nn.Parameter)
 
 
 def stages_of(flow: FlowGraph, cuts: StageCuts) -> tuple[dict[str, int], dict[str, int]]:
@@ -321,8 +326,4 @@ class _StageBuilder:
 
 
 def _names(captured: Captured, held: Sequence[Holding], *, parameters: bool) -> tuple[str, ...]:
-    return tuple(
-        item.name
-        for item in held
-        if isinstance(attribute(captured.graph_module, item.name), nn.Parameter) == parameters
-    )
+    return tuple(item.name for item in held if is_parameter(captured, item.name) == parameters)

@@ -147,6 +147,12 @@ class Partition:
         return tuple(held)
 
     @property
+    def has_idle_optimizers(self) -> bool:
+        """Whether some devices along the pipeline hold no parameter, and others do."""
+        holding = {stage.device for stage in self.stages if stage.parameters}
+        return 0 < len(holding) < self.mesh.pp
+
+    @property
     def traffic(self) -> tuple[Traffic, ...]:
         """What all devices together send in a step, by purpose, inside nodes and between them."""
         sizes = {held.name: held.bytes for held in self.flow.holdings}

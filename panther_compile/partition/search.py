@@ -7,7 +7,7 @@ from math import inf
 from typing import TypeVar
 
 from panther_compile.errors import MeshError, StageCountError, StageMemoryError
-from panther_compile.partition.assemble import DevicePlan, assemble, stages_of
+from panther_compile.partition.assemble import DevicePlan, assemble, is_parameter, stages_of
 from panther_compile.partition.graph.budget import is_budget
 from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graphs import Graphs
@@ -215,8 +215,12 @@ def _cut_candidates(
     *,
     progress: bool | None = None,
 ) -> Partition | None:
-    """The fastest, of those worth cutting; of a mesh and schedule the first that fits."""
-    best, reached = None, 0.0
+    """The fastest, of those worth cutting; of a mesh and schedule the first that fits.
+
+    One in which a device has no parameter to train is taken where there is no other.
+    """
+    best = spare = None
+    reached = 0.0
     done, narrowed = set[tuple[Mesh, str, int]](), set[tuple[Mesh, str, int]]()
     ranked = sorted(candidates, key=lambda one: one.rank, reverse=True)
     for one in _bar(ranked, "cuts", progress):
@@ -232,9 +236,11 @@ def _cut_candidates(
             found = _with_smaller_budget(name, graphs, options, one)
         if found is None:
             continue
-        if found.microbatches_per_second > reached:
+        if options.training and found.has_idle_optimizers:
+            spare = max(spare or found, found, key=lambda one: one.microbatches_per_second)
+        elif found.microbatches_per_second > reached:
             best, reached = found, found.microbatches_per_second
-    return best
+    return best or spare
 
 
 def _may_keep_less(options: PlanOptions, over: Candidate) -> bool:
@@ -342,6 +348,8 @@ def _cut(
         cuts = choose_cuts(plan.flow, request)
         if cuts is None:
             continue
+        if options.training and (wanted := _that_use_parameters(graphs, plan.flow, cuts, mesh)):
+            cuts = choose_cuts(plan.flow, replace(request, wanted=wanted)) or cuts
         cut, sharding = plan, None
         if mesh.tp > 1:
             flow, sharding = _shard_stages(graphs, whole, cuts, ring, prices)
@@ -364,6 +372,14 @@ def _cut(
         if all(held <= most for held, most in zip(partition.held_bytes, room, strict=True)):
             return partition
     return None
+
+
+def _that_use_parameters(graphs: Graphs, flow: FlowGraph, cuts: StageCuts, mesh: Mesh) -> frozenset[str]:
+    """The vertices that use a parameter, if a device would have none to make an optimizer of; else none."""
+    held = [one for one in flow.holdings if is_parameter(graphs.captured, one.name)]
+    users = frozenset(vertex for one in held for vertex in one.vertices)
+    stage_of, _ = stages_of(flow, cuts)
+    return users if len({stage_of[vertex] % mesh.pp for vertex in users}) < mesh.pp else frozenset()
 
 
 def _requests(plan: DevicePlan) -> Iterator[StageRequest]:

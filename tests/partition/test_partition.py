@@ -197,3 +197,29 @@ def test_early_exit_has_no_graph():
     entry = zoo.ZOO["early_exit"]
     with pytest.raises(PartitionError, match=r"handwritten\.py:\d+: if logits"):
         partition_model(entry.build(), entry.inputs(), mesh={"pp": 2})
+
+
+class WorkBetween(nn.Module):
+    """Most of the work has no parameters: it is behind the first layer."""
+
+    def __init__(self, layers, width=8):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.last = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(6):
+            x = torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+        return self.last(x)
+
+
+def test_every_device_that_trains_has_a_parameter():
+    x = torch.randn(3, 256, 8)
+    trained = partition_model(WorkBetween(2), x, mesh={"pp": 3})
+    assert all(stage.parameters for stage in trained.stages)
+    run = partition_model(WorkBetween(2), x, mesh={"pp": 3}, training=False)
+    assert not run.stages[1].parameters
+    assert run.has_idle_optimizers
+    fastest = partition_model(WorkBetween(1, 9), torch.randn(1, 257, 9), devices=4, global_batch=3)
+    assert not fastest.has_idle_optimizers

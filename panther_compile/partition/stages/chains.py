@@ -12,7 +12,7 @@ chain exactly, in two rounds: the smallest slowest stage first, then the fewest 
 that are too long for the pace or the memory whatever else they cost are passed over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,7 @@ class StageRequest:
         memory_bytes: that a stage may take; None for no limit.
         spare_bytes: that each may take beyond that, where devices differ; empty if they do not.
         parts: devices of a stage that each receive, keep and send a part of what crosses a cut.
+        wanted: vertices of which each stage is to have one; empty if it may have any.
     """
 
     links: tuple[Link, ...]
@@ -48,6 +49,7 @@ class StageRequest:
     memory_bytes: int | None = None
     spare_bytes: tuple[int, ...] = ()
     parts: int = 1
+    wanted: frozenset[str] = frozenset()
 
     @property
     def count(self) -> int:
@@ -83,7 +85,7 @@ class Candidates:
         self.forward_bytes, self.backward_bytes = network.crossing_bytes(prefixes, nested=chain)
         self.cut_bytes = self.forward_bytes + self.backward_bytes
         held = dict.fromkeys(network.vertices, 0.0)
-        index = {vertex: number for number, vertex in enumerate(network.vertices)}
+        index = self._index = {vertex: number for number, vertex in enumerate(network.vertices)}
         shared = []
         for holding in flow.holdings:
             whole = holding.memory_bytes
@@ -173,6 +175,11 @@ class Candidates:
         spare = np.array(request.spare_bytes[stages] or (0,), dtype=float)[:, None]
         return held + ends + in_flight * (saved + kept_inputs) - spare
 
+    def having(self, vertices: Collection[str]) -> Indices:
+        """How many of some vertices each candidate holds."""
+        held: Indices = self.prefixes[:, [self._index[vertex] for vertex in vertices]].sum(axis=1)
+        return held
+
     def transfers(self, links: Sequence[Link]) -> Floats:
         """Time that each cut costs a stage at either side, at the end of each stage: (stages + 1, C)."""
         result = np.zeros((len(links) + 2, self.count))
@@ -248,6 +255,7 @@ def fastest(
     candidates: Candidates, request: StageRequest, *, fewest_bytes: bool = True
 ) -> tuple[float, list[int]]:
     """The chain with the smallest slowest stage within the memory, then with the fewest bytes."""
+    wanted = candidates.having(request.wanted)
     transfers = candidates.transfers(request.links)
     most = (
         None if request.memory_bytes is None else request.memory_bytes + max(request.spare_bytes, default=0)
@@ -256,6 +264,8 @@ def fastest(
 
     def costs(end: int, starts: Indices, stages: slice) -> Floats:
         seconds = candidates.seconds(end, starts, stages, transfers)
+        if request.wanted:
+            seconds[:, wanted[starts] == wanted[end]] = np.inf
         if request.memory_bytes is not None:
             seconds[candidates.memory(end, starts, stages, request) > request.memory_bytes] = np.inf
         return seconds
