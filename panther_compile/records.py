@@ -488,3 +488,10 @@ def keep_attribute(model: nn.Module, name: str, value: object | None) -> None:
         holder.pop(name, None)
         if value is not None:
             holder[name] = value
+
+
+def kept_attribute(model: nn.Module, name: str) -> Any:
+    """What is kept on the model under a name, None if nothing is; raises ConfigTypeError for no module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+    return vars(model).get(name)

@@ -20,6 +20,7 @@ from panther_compile.records import (
     LayerPlan,
     SketchPlan,
     SketchRecord,
+    kept_attribute,
 )
 from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plan_text import allocation_text, seconds_text
@@ -299,11 +300,12 @@ def sketch_report(model: nn.Module) -> SketchReport:
     missing.
 
     Raises:
-        NoTargetError: the model was never sketched.
+        ConfigTypeError: the model is no `nn.Module`.
+        NoTargetError: it was never sketched.
         WeightError: a factor was replaced by a quantized layer that holds no weight to count.
     """
+    record: SketchRecord | None = kept_attribute(model, RECORD_ATTRIBUTE)
     check_weights(model, "report on the model")
-    record: SketchRecord | None = model.__dict__.get(RECORD_ATTRIBUTE)
     layers = dict(_weight_layers(model))
     if record is None and not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")

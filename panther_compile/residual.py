@@ -38,7 +38,7 @@ from panther_compile.models.substitute import copied, replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import check_module
-from panther_compile.records import Closeness
+from panther_compile.records import Closeness, kept_attribute
 from panther_compile.report import bytes_of, tensors_of
 from panther_compile.reporting.tables import render_table, share
 
@@ -210,10 +210,12 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
     Raises:
         CheckpointMismatchError: the state dict holds no branch; or one whose layer the model lacks, or has in
             another size or of other quantized weights.
-        ConfigTypeError: the model is no `nn.Module`, or cannot be copied.
+        ConfigTypeError: the model is no `nn.Module`, or cannot be copied; or the state dict is no mapping.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(quantized)
+    if not isinstance(state_dict, Mapping):
+        raise ConfigTypeError(f"state_dict is a {type(state_dict).__name__}, wanted what state_dict() gave")
     names = [key.removesuffix(_UP).rstrip(".") for key in state_dict if key.endswith(_UP)]
     names = [name for name in names if _key(name, "down.weight") in state_dict]
     if not names:
@@ -253,9 +255,10 @@ def residual_report(model: nn.Module) -> ResidualReport:
     """What `add_residual` did to a model.
 
     Raises:
+        ConfigTypeError: the model is no `nn.Module`.
         NoTargetError: it did nothing to it, or the model was loaded since.
     """
-    report: ResidualReport | None = vars(model).get(RESIDUAL_ATTRIBUTE)
+    report: ResidualReport | None = kept_attribute(model, RESIDUAL_ATTRIBUTE)
     if report is None:
         raise NoTargetError(f"{type(model).__name__} holds no report of branches: call add_residual first")
     return report

@@ -339,3 +339,18 @@ def test_error_of_a_selector_function_is_the_users_own():
 def test_every_error_is_ours_and_a_builtin(error, builtin):
     assert issubclass(error, pc.PantherError)
     assert issubclass(error, builtin)
+
+
+@pytest.mark.parametrize("given", [None, 3, "model", nn.Linear, {}], ids=repr)
+@pytest.mark.parametrize("read", [pc.sketch_report, pc.heal_report, pc.residual_report])
+def test_reports_of_what_is_no_model(read, given):
+    with pytest.raises(ConfigTypeError, match=f"model is a {type(given).__name__}, wanted an nn.Module"):
+        read(given)
+
+
+@pytest.mark.parametrize("given", [None, 3, "part"])
+def test_other_arguments_of_other_types(given):
+    with pytest.raises(ConfigTypeError, match=r"state_dict is a .*, wanted what"):
+        pc.load_residual(mlp(), given)
+    with pytest.raises(ConfigTypeError, match=r"part is a .*; it must be what partition_model gives"):
+        pc.check_layout(given)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from panther_compile.errors import NoTargetError
-from panther_compile.records import Fitted
+from panther_compile.records import Fitted, kept_attribute
 from panther_compile.reporting.tables import render_table
 
 HEALING_ATTRIBUTE = "_panther_healing"
@@ -75,9 +75,10 @@ def heal_report(model: nn.Module) -> HealReport:
     """What `heal` did to a model.
 
     Raises:
+        ConfigTypeError: it is no `nn.Module`.
         NoTargetError: it was never healed, or loaded from a file since.
     """
-    report: HealReport | None = vars(model).get(HEALING_ATTRIBUTE)
+    report: HealReport | None = kept_attribute(model, HEALING_ATTRIBUTE)
     if report is None:
         raise NoTargetError(f"{type(model).__name__} holds no report of healing: call heal first")
     return report

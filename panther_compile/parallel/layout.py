@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from panther_compile.errors import ParallelError
+from panther_compile.errors import ConfigTypeError, ParallelError
 from panther_compile.parallel.devices import check_axes
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Partition, Stage, TensorSpec
@@ -67,9 +67,12 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
         part: for any mesh, of any model, also on the meta device.
 
     Raises:
+        ConfigTypeError: it is no partition.
         ParallelError: a rank does not do what the plan says, this process is in a process group, or the mesh
             divides sequences (cp), which is planned alone.
     """
+    if not isinstance(part, Partition):
+        raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
     check_axes(part.mesh)
     if dist.is_initialized():
         raise ParallelError("check_layout makes a process group of its own, and this process is in one")
