@@ -27,6 +27,7 @@ from panther_compile.checkpoint import PLAN_FILE, load_sketched, save_sketched
 from panther_compile.config import Selector
 from panther_compile.data_files import read_batches, read_tensors, read_text
 from panther_compile.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     ConfigError,
     ModelSourceError,
@@ -37,6 +38,7 @@ from panther_compile.errors import (
 )
 from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
+from panther_compile.storage import check_folder, checked_path
 
 try:
     from panther_compile.onnx.sketch import sketch_onnx
@@ -148,6 +150,10 @@ def _sketch(options: argparse.Namespace) -> dict[str, Any]:
     ratio = None if options.ratio is None else _ratio(options)
     if options.stream:
         return _stream(options, plan, ratio)
+    try:
+        check_folder(checked_path(options.directory, "directory"), made=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {options.directory}: {error}") from error
     small = sketchify(
         build_model(options.model),
         ratio,
@@ -244,11 +250,15 @@ def parse_ratio(given: Sequence[str]) -> float | dict[Selector, float]:
     """A number, or {glob: number} from texts like "0.5" and "encoder.*=0.4".
 
     Raises:
-        ConfigError: a text is neither, or a plain number stands beside other texts.
+        ConfigError: a text is neither, a plain number stands beside other texts, or a glob twice.
     """
     budgets: dict[Selector, float] = {}
     for text in given:
-        glob, _, number = text.rpartition("=")
+        glob, sign, number = text.rpartition("=")
+        if sign and not glob:
+            raise ConfigError(f"--ratio {text}: wanted a number, or GLOB=NUMBER")
+        if glob in budgets:
+            raise ConfigError(f"--ratio {text}: {glob or 'a number'} has the ratio {budgets[glob]:g} already")
         try:
             budgets[glob] = float(number)
         except ValueError as error:

@@ -41,9 +41,31 @@ def checked_path(given: object, name: str) -> Path:
     """
     if not isinstance(given, str | os.PathLike):
         raise ConfigTypeError(f"{name}={given!r} is a {type(given).__name__}, wanted a path")
+    if given == "":
+        raise ConfigError(f"{name}={given!r}, wanted a path; '.' is the folder that the process is in")
     if "\0" in os.fsdecode(given):
         raise ConfigError(f"{name}={given!r} holds a NUL, which no file's name does")
     return Path(os.fsdecode(given))
+
+
+def check_folder(folder: Path, *, made: bool) -> None:
+    """Look whether files can be written into a folder, before hours of work are done for them.
+
+    Args:
+        folder: is left as it is.
+        made: whether it will be made, with those around it, if it is missing.
+
+    Raises:
+        OSError: they cannot.
+    """
+    while made and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        kind = NotADirectoryError if folder.exists() else FileNotFoundError
+        code = errno.ENOTDIR if folder.exists() else errno.ENOENT
+        raise kind(code, os.strerror(code), str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def file_sha256(path: Path) -> str:

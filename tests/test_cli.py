@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import panther_compile as pc
+from panther_compile import cli
 from panther_compile.arguments import NAMES, add_options, given_options
 from panther_compile.cli import main
 from panther_compile.data_files import read_tensors, read_text
@@ -173,3 +174,30 @@ def test_a_folder_that_lacks_a_weight_is_not_sketched(folder, tmp_path, capsys):
     assert main(["sketch", str(place), str(tmp_path / "out"), "--ratio", "0.5", *SMALL]) == 2
     assert "has no model.layers.0.mlp.up_proj.weight" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["=0.5"], "--ratio =0.5: wanted a number, or GLOB=NUMBER"),
+        (["0=0.5", "0=0.6"], "--ratio 0=0.6: 0 has the ratio 0.5 already"),
+        (["0.5", "0.6"], "--ratio 0.6: a number has the ratio 0.5 already"),
+        (["0=0.5", "0.4"], "wanted one number, or GLOB=NUMBER throughout"),
+    ],
+)
+def test_ratios_that_say_two_things(source, given, says, capsys):
+    assert main(["plan", source, *(one for text in given for one in ("--ratio", text))]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_places_that_cannot_be_written_are_told_of_before_the_work(source, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cli, "sketchify", lambda *_, **__: pytest.fail("the work was begun"))
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["sketch", source, str(place)]) == 2
+        assert "cannot write the checkpoint" in capsys.readouterr().err
+    assert main(["sketch", source, ""]) == 2
+    assert "directory='', wanted a path" in capsys.readouterr().err
+    for place in (tmp_path / "none" / "m.onnx", tmp_path / "file" / "m.onnx", tmp_path):
+        assert main(["sketch-onnx", str(tmp_path / "file"), str(place)]) == 2
+        assert f"cannot write {place}" in capsys.readouterr().err

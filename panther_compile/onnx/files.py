@@ -4,6 +4,7 @@ Weights of more than 2 GB do not fit into an ONNX file. They stand beside it in 
 the checksum names them, a file and its weights always belong together, also while one pair replaces another.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -28,7 +29,7 @@ from panther_compile.errors import (
     OnnxInvalidError,
     first_line,
 )
-from panther_compile.storage import checked_path, file_sha256, flush, locked, scratch_folder
+from panther_compile.storage import check_folder, checked_path, file_sha256, flush, locked, scratch_folder
 
 OLDEST_OPSET = 11
 # From this IR version on an initializer need not be an input of the graph, where a caller may override it.
@@ -145,12 +146,14 @@ def check_target(target: Path, *sources: ir.Model) -> None:
 
     Raises:
         ConfigError: one has.
-        OnnxFileError: it is a folder, or there is no folder for it.
+        OnnxFileError: it is a folder, or its own is missing or cannot be written into.
     """
-    if target.is_dir():
-        raise OnnxFileError(f"cannot write {target}: it is a folder")
-    if not target.parent.is_dir():
-        raise OnnxFileError(f"cannot write {target}: there is no folder {target.parent}")
+    try:
+        check_folder(target.parent, made=False)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    except OSError as error:
+        raise OnnxFileError(f"cannot write {target}: {error}") from error
     for tensor in (one for model in sources for one in _stored(model)):
         if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path).resolve() == target.resolve():
             raise ConfigError(f"target={str(target)!r} holds weights of the source, wanted another file")

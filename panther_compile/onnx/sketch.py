@@ -213,6 +213,7 @@ def sketch_onnx(
         raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
+    check_target(target)
     report = _sketched(source, target, config, data, sequential=sequential, then=then, verify=verify)
     if not verify:
         return report
