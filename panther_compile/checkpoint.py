@@ -35,6 +35,7 @@ from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, 
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
+from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.records import (
@@ -108,7 +109,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write a sketched model into a directory, whole or not at all.
 
     Args:
-        model: a result of `sketchify`.
+        model: a result of `sketchify`; what torch.compile or DDP wraps is saved without that.
         directory: made if missing; a checkpoint already there is replaced.
 
     Raises:
@@ -118,6 +119,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """
     path = checked_path(directory, "directory")
     _check_module(model, "model")
+    model = unwrapped(model)
     layers = list(outermost(model))
     if not layers:
         advice = "call sketchify first"

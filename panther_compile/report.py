@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import holder_of
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
@@ -304,6 +305,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         NoTargetError: it was never sketched.
         WeightError: a factor was replaced by a quantized layer that holds no weight to count.
     """
+    model = unwrapped(model)
     record: SketchRecord | None = kept_attribute(model, RECORD_ATTRIBUTE)
     check_weights(model, "report on the model")
     layers = dict(_weight_layers(model))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.errors import NoTargetError
+from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.records import RECORD_ATTRIBUTE, Fitted, LayerPlan, SketchPlan, SketchRecord
 from panther_compile.report import ReportRow, SketchReport, sketch_report, tensors_of
@@ -513,3 +513,23 @@ def test_an_attention_put_back_to_dense_is_in_the_ratio():
     assert report.replaced_dense_numbers == count(dense)
     assert report.replaced_stored_numbers == count(dense["mix"]) + count(small["last"])
     assert report.others == {}
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "layers.of_no_kind", "none/layers.png"])
+def test_pictures_that_cannot_be_written(pair, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        (ConfigError, ConfigTypeError), match=r"path=.*, wanted|cannot write the picture none/layers\.png"
+    ):
+        sketch_report(pair[1]).plot(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_what_is_wrapped_is_reported_and_saved_as_it_is(pair, wrap, tmp_path):
+    dense, small = pair
+    wrapped = wrap(small)
+    assert str(sketch_report(wrapped)) == str(sketch_report(small))
+    pc.save_sketched(wrapped, tmp_path)
+    again = pc.load_sketched(dense, tmp_path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in small.state_dict().items())

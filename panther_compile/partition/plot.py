@@ -5,7 +5,7 @@ from os import PathLike
 
 from panther_compile.partition.records import Stage
 from panther_compile.partition.stages.schedule import Timeline
-from panther_compile.reporting.plots import new_figure
+from panther_compile.reporting.plots import new_figure, save_figure
 
 _PARTS = (
     ("forward", "forward_seconds", "#4878a8"),
@@ -80,4 +80,4 @@ def draw(title: str, stages: Sequence[Stage], timeline: Timeline, path: str | Pa
         ylim=(devices - 0.5, -0.5),
         xlim=(0, timeline.seconds * 1e3),
     )
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path, dpi=100)

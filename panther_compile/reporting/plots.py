@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from panther_compile.errors import MissingExtraError
+from panther_compile.errors import ConfigError, ConfigTypeError, MissingExtraError
 
 _BLUE, _ORANGE, _GREY, _PALE = "#4878a8", "#d9822b", "#8a8a8a", "#dbe4ec"
 _MARKS = (("o", _BLUE, _BLUE), ("o", "white", _ORANGE), ("|", _GREY, None))  # marker, face, edge
@@ -29,6 +30,26 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def save_figure(figure: Any, path: str | PathLike[str], *, dpi: int) -> None:
+    """Write a figure; its kind is that of the file name, PNG if that has none.
+
+    Raises:
+        ConfigError: it is of no kind that matplotlib writes, or the file cannot be written.
+        ConfigTypeError: the path is none.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ConfigTypeError(f"path={path!r} is a {type(path).__name__}, wanted a path")
+    kind, kinds = Path(path).suffix.removeprefix(".").lower(), figure.canvas.get_supported_filetypes()
+    if not Path(path).name or kind not in ("", *kinds):
+        raise ConfigError(
+            f"path={str(path)!r}, wanted the name of a file that ends in one of {', '.join(kinds)}"
+        )
+    try:
+        figure.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from error
 
 
 def draw_layers(
@@ -98,7 +119,7 @@ def draw_layers(
         if place:
             axis.set_axisbelow(True)
             axis.grid(color="#ececec", linewidth=0.6)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
 def draw_curve(
@@ -141,7 +162,7 @@ def draw_curve(
     axis.set(xlabel="ratio", ylabel="score", xlim=(0, 1))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, loc="lower right", frameon=False)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
 def _short(name: str) -> str:
