@@ -454,14 +454,11 @@ def _there(modules: Mapping[str, nn.Module], plan: SketchPlan, layers: Container
     """The lines of a plan whose weights the model holds dense."""
 
     def is_dense(name: str) -> bool:
+        own = modules[holder_of(modules, name)]
         if name in modules:
-            inside = list(modules[name].modules())
-            held = modules[name].parameters()
-            return not any(isinstance(one, SketchedLayer) for one in inside) and any(
-                p.dim() > 1 for p in held
-            )
-        held = modules[holder_of(modules, name)]._parameters.values()
-        return any(one is not None and one.dim() > 1 for one in held)
+            sketched = any(isinstance(one, SketchedLayer) for one in own.modules())
+            return not sketched and any(one.dim() > 1 for one in own.parameters())
+        return any(one is not None and one.dim() > 1 for one in own._parameters.values())
 
     return [line for line in plan.layers if line.name not in layers and is_dense(line.name)]
 
