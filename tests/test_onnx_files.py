@@ -68,7 +68,7 @@ def test_weights_that_another_file_reads_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("", "it is a folder"), ("none/out.onnx", "there is no folder")]
+    ("name", "message"), [("", "Is a directory"), ("none/out.onnx", "No such file or directory")]
 )
 def test_what_cannot_be_written_is_told_before_any_work(tmp_path, name, message):
     source = mlp(tmp_path / "in.onnx")

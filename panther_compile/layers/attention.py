@@ -86,6 +86,7 @@ class SketchedMultiheadAttention(SketchedLayer):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     favor: FavorAttention | None
+    no_factors = frozenset({"favor"})
     # Read by nn.TransformerEncoderLayer, which otherwise computes on in_proj_weight by itself.
     _qkv_same_embed_dim = False
 
@@ -292,8 +293,8 @@ class SketchedMultiheadAttention(SketchedLayer):
             AssertionError, RuntimeError: a shape is wrong, as in torch.
             LayerError: an input is nested, or "favor" is given a mask it does not take.
         """
-        masks, asked = (key_padding_mask, need_weights, attn_mask), (average_attn_weights, is_causal)
-        if (node := kept_whole(self, query, key, value, *masks, *asked)) is not None:
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if (node := kept_whole(self, query, key, value, *options)) is not None:
             return node  # type: ignore[no-any-return]
         if query.is_nested or key.is_nested or value.is_nested:
             raise LayerError(
