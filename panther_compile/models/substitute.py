@@ -81,13 +81,19 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
 
 
-def may_be_written(tensor: Tensor) -> bool:
-    """Whether a run may write into a tensor that a module holds, as a cache or a count of its calls.
+def written_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a run of a module may write into, as a cache or a count of its calls.
 
-    Parameters are not, nor are packed weights, as many integers of one tensor are taken for.
+    Of parameters they are tables whose rows are renormalized as they are read. Packed weights are none, as
+    many integers of one tensor are taken for.
     """
-    floats = tensor.is_floating_point() or tensor.is_complex()
-    return not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED)
+    for tensor in held_tensors(model):
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED):
+            yield tensor
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield module.weight
 
 
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from panther_compile.models.substitute import held_tensors, may_be_written
+from panther_compile.models.substitute import written_tensors
 
 
 @contextmanager
@@ -17,8 +17,8 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     before = [
         (tensor, tensor._version, tensor.detach().clone())
         for model in models
-        for tensor in held_tensors(model)
-        if may_be_written(tensor) and not tensor.is_inference()  # which nothing writes into here
+        for tensor in written_tensors(model)
+        if not tensor.is_inference()  # which nothing writes into here
     ]
     try:
         yield

@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from panther_compile.errors import ConfigTypeError, DataError
 from panther_compile.models.outputs import is_dense
-from panther_compile.models.substitute import copied, held_tensors, may_be_written
+from panther_compile.models.substitute import copied, held_tensors, written_tensors
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor], Tensor]
@@ -91,7 +91,7 @@ class Side:
 def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of the module tree in eval mode that shares what no run changes, with modules replaced.
 
-    Tensors that a run may write into, see `may_be_written`, are the copy's own.
+    Tensors that a run may write into, see `written_tensors`, are the copy's own.
 
     Args:
         model: is not changed.
@@ -106,8 +106,13 @@ def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Mod
             f"{type(model).__name__} has lazy layers, whose sizes a run of its copy would decide: run one "
             "batch through the model first"
         )
-    memo: dict[int, Any] = {
-        id(tensor): tensor.detach().clone() if may_be_written(tensor) else tensor for tensor in held
-    }
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
+    memo |= {id(tensor): _own(tensor) for tensor in written_tensors(model)}
     memo |= {id(old): replacement for old, replacement in new.items()}
     return copied(lambda given: copy.deepcopy(given, memo).eval(), model, ", which data= needs")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of what a module holds."""
+    made = tensor.detach().clone()
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

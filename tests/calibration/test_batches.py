@@ -199,6 +199,22 @@ def test_a_model_that_writes_into_its_input(given):
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-3 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_a_table_that_is_renormalized_as_it_is_read_stays_as_it_is(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(40, 16, max_norm=1.0), nn.Linear(16, 32), nn.Linear(32, 8)).eval()
+    before = model[0].weight.detach().clone()
+    batches = [torch.randint(0, 40, (16, 5)) for _ in range(4)]
+    options = dict(min_params=0, allow_slower=True, progress=False)
+    for small in (
+        panther_compile.sketchify(model, 0.5, **options),
+        panther_compile.sketchify(model, 0.5, data=batches, **options),
+    ):
+        healed = panther_compile.heal(small, teacher=model, data=batches, steps=2, progress=False)
+        for one in (model, small, healed):
+            assert torch.equal(one[0].weight, before)
+
+
 def test_a_tensor_that_is_given_twice_stays_one():
     seen = []
     Call((X, {"y": X}), {"z": X}).run(Told(seen))
