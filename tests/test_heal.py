@@ -21,6 +21,7 @@ from panther_compile.errors import (
 from panther_compile.healing import healer
 from panther_compile.healing.descent import Descent, Factor
 from panther_compile.healing.landmarks import MOST, find_landmarks, watched
+from panther_compile.healing.rates import FIRST, TOP, USUAL, Rates
 from panther_compile.healing.report import HEALED_SINCE
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call
@@ -312,7 +313,7 @@ def test_block_that_got_worse_is_put_back(monkeypatch):
         """Mends the second block and spoils the first."""
 
         @torch.no_grad()
-        def step(self, gradients, loss):
+        def step(self, gradients, loss, rate):
             small.layers[1].linear2.up.weight.div_(16)
             small.layers[0].linear2.up.weight.neg_()
 
@@ -515,9 +516,9 @@ def test_gradients_next_to_nothing_make_no_long_step():
     parameter = nn.Parameter(torch.ones(4, 3))
     gradient = torch.full((4, 3), 0.1)
     gradient[0] = 1e-24
-    steps = Descent([Factor(parameter, 1.0)], 0.01, 10)
+    steps = Descent([Factor(parameter, 1.0)])
     for _ in range(3):
-        steps.step([gradient], 100.0)
+        steps.step([gradient], 100.0, 0.01)
     change = (parameter - 1).abs()
     assert float(change[0].max()) < 1e-6
     assert float(change[1:].min()) > 1e-3
@@ -528,12 +529,12 @@ def test_steps_of_a_matrix_are_as_long_in_all_directions(shape):
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(shape, generator=generator) * torch.logspace(0, -2, shape[1])
     parameter = nn.Parameter(torch.zeros(shape))
-    Descent([Factor(parameter, 3.0)], 0.01, 1).step([gradient], 1e9)
+    Descent([Factor(parameter, 3.0)]).step([gradient], 1e9, 0.01)
     values = torch.linalg.svdvals(parameter.detach()) / (0.01 * 3.0 * 30**0.5)
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
     assert float((parameter.detach() * gradient).sum()) < 0
     dead = nn.Parameter(torch.zeros(shape))
-    Descent([Factor(dead, 3.0)], 0.01, 1).step([torch.full(shape, 1e-27)], 1e9)
+    Descent([Factor(dead, 3.0)]).step([torch.full(shape, 1e-27)], 1e9, 0.01)
     assert float(dead.abs().max()) < 1e-4 * float(parameter.abs().max())
 
 
@@ -541,26 +542,57 @@ def test_a_step_takes_no_more_than_there_is():
     """A rate far above what a loss near 0 allows: the linear gain is 100 times the loss."""
     parameter = nn.Parameter(torch.ones(100))
     gradient = torch.ones(100)
-    steps = Descent([Factor(parameter, 1.0)], 0.1, 1)
-    steps.step([gradient], 0.1)
+    Descent([Factor(parameter, 1.0)]).step([gradient], 0.1, 0.1)
     assert float((gradient * (1 - parameter)).sum()) == pytest.approx(0.3 * 0.1, rel=1e-3)
 
 
 def test_a_rate_that_is_far_too_high_is_seen_at_once(whole_steps, monkeypatch):
     teacher = conv_net()
     small = pc.sketchify(teacher, 0.6, data=images(8), **SKETCH)
-    begun = []
+    lowered = []
 
-    class Counted(healer.Descent):
-        def __init__(self, factors, lr, steps):
-            begun.append((lr, steps))
-            super().__init__(factors, lr, steps)
+    class Watched(Rates):
+        def leads_astray(self, step, loss):
+            if found := super().leads_astray(step, loss):
+                lowered.append((step, self.top))
+            return found
 
-    monkeypatch.setattr(healer, "Descent", Counted)
+    monkeypatch.setattr(healer, "Rates", Watched)
     pc.heal(small, teacher=teacher, data=images(8), steps=100, lr=0.5, progress=False)
-    rates, left = zip(*begun, strict=True)
-    assert rates[1] == 0.125
-    assert left[1] > 95  # not after a tenth of the steps
+    step, rate = lowered[0]
+    assert rate == 0.125
+    assert step < 5  # not after a tenth of them
+
+
+def rates_found(losses, steps=400, given=None):
+    """The rates of all steps, where looks give such losses, the first one before the first step."""
+    first, *looked = losses
+    rates, found = Rates(given, steps, first), []
+    for step in range(1, steps + 1):
+        found.append(rates.at(step))
+        if rates.is_due(step):
+            rates.leads_astray(step, looked.pop(0) if looked else 0.5 * first)
+    return found
+
+
+def test_a_rate_is_looked_for_as_long_as_the_model_gets_better():
+    found = rates_found([1.0, 0.9, 0.8, 0.7, 0.6])
+    assert max(found) == pytest.approx(TOP)
+    assert found[9] == pytest.approx(2 * FIRST)
+    assert found[39] == pytest.approx(TOP)
+    assert found[-1] < 1e-3 * TOP
+    stopped = rates_found([1.0, 0.9, 1.1])
+    assert stopped[19] == pytest.approx(4 * FIRST)
+    assert max(stopped[20:]) == pytest.approx(2 * FIRST)  # half of the one that led above the start
+    assert max(rates_found([1.0, 1.3])[10:]) == pytest.approx(FIRST)
+    assert max(rates_found([0.0, 0.1, 0.0])[10:]) == pytest.approx(FIRST)  # what is exact gets no better
+
+
+def test_few_steps_look_for_no_rate_and_one_that_is_given_is_taken():
+    assert max(rates_found([1.0], steps=20)) == pytest.approx(USUAL)
+    assert max(rates_found([1.0], given=0.01)) == pytest.approx(0.01)
+    assert max(rates_found([1.0, 0.9, 1.2], given=0.01)[80:]) > 0.009
+    assert max(rates_found([1.0, 0.9, 1.3], given=0.01)[80:]) == pytest.approx(0.0025)
 
 
 def test_batches_of_silence_do_not_rule():

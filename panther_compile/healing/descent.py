@@ -9,7 +9,6 @@ A (1 + C Cᵀ)^½, in which one is as long as the change of the weight that it m
 Tong, Ma & Chi, JMLR 2021).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +23,6 @@ from panther_compile.layers.base import SketchedLayer
 BETAS = (0.9, 0.99)
 CLIP = 3.0  # gradients above this multiple of their usual norm are scaled down
 MOST_GAIN = 0.3  # of the loss, that a step may take
-WARM_UP = 0.1  # share of the steps
 _NEWTON, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Muon's own
 _SMALLEST = 1e-30
 # Added to the size that a gradient is divided by, the second as a share of its mean in the factor. Squares
@@ -177,31 +175,28 @@ def evened(matrix: Tensor) -> Tensor:
 
 
 class Descent:
-    """Muon and Adam in float32 on some factors, warmed up, then down along a cosine.
+    """Muon and Adam in float32 on some factors.
 
     Args:
         factors: to be changed.
-        lr: change of an entry in a step at the top of the schedule, over the factor's scale; of a matrix the
-            root mean square.
-        steps: the length of the schedule.
     """
 
-    def __init__(self, factors: Sequence[Factor], lr: float, steps: int) -> None:
-        self._lr, self._steps, self._taken = lr, steps, 0
+    def __init__(self, factors: Sequence[Factor]) -> None:
+        self._taken = 0
         self._usual = 0.0
         self._all = [_Learning.of(factor) for factor in factors]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor | None], loss: float) -> None:
+    def step(self, gradients: Sequence[Tensor | None], loss: float, rate: float) -> None:
         """Take a step.
 
         Args:
             gradients: of the factors; None of one that the loss does not reach.
             loss: whose gradients they are. A step that would take more than `MOST_GAIN` of it, were it
                 linear, is cut to that, as in Polyak's rule: no loss is below 0.
+            rate: change of an entry over the factor's scale; of a matrix the root mean square.
         """
         self._taken += 1
-        rate = self._lr * self._schedule()
         clip = self._clip([gradient for gradient in gradients if gradient is not None])
         steps = [
             (one, *one.next_step(gradient.float() * clip, self._taken))
@@ -212,13 +207,6 @@ class Descent:
         rate *= min(1.0, MOST_GAIN * loss / gain) if gain > 0 else 1.0
         for one, step, _ in steps:
             one.take(step, rate)
-
-    def _schedule(self) -> float:
-        """From above 0 to 1 over the warm-up, then down to 0 along a cosine."""
-        warm = max(1.0, WARM_UP * self._steps)
-        if self._taken < warm:
-            return self._taken / warm
-        return 0.5 * (1 + math.cos(math.pi * (self._taken - warm) / (self._steps - warm + 1)))
 
     def _clip(self, gradients: Sequence[Tensor]) -> float:
         """By how much to scale gradients, so that no single batch outdoes the others."""

@@ -24,6 +24,7 @@ from panther_compile.healing.best_state import BestState, numbers
 from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
+from panther_compile.healing.rates import Rates
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.layers.base import check_factors, outermost
 from panther_compile.layers.own_weights import own_biases
@@ -41,11 +42,8 @@ METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
 # Weight of the hidden states, where the result is judged by its divergence, and where by its distance.
 _BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
-_EVALUATIONS = 10  # of the held-out batches, while healing
 _FEWEST_JUDGES = 8  # batches held out, where there are so many
-_ASTRAY = 1.25  # times the loss before the first step: the rate is too high
-_SUSPECT = 3.0  # times that loss, on the batch of one step: time to look whether it is
-_SLOWER, _SLOWEST = 0.25, 0.01  # factor of such a rate, and the least share of the one given
+_SUSPECT = 3.0  # times the loss before the first step, on the batch of one: the rate may be too high
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
 
@@ -56,7 +54,7 @@ def heal(
     data: Data,
     steps: int = 200,
     method: str = "kl",
-    lr: float = 1.6e-3,
+    lr: float | None = None,
     output: str = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
@@ -79,7 +77,8 @@ def heal(
         steps: to take, each on one batch.
         method: "kl" matches the results of the models (logits by their Kullback-Leibler divergence, others by
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
-        lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with.
+        lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with; None
+            looks for one in the first steps (`healing.rates`).
         output: what the results are: "logits", "features", or "auto", to see for oneself.
         held_out: share of the batches to judge by; at most a fortieth as many as there are steps, or
             eight, so that most of the time goes into training.
@@ -139,7 +138,7 @@ class _Healer:
 
     match: Match
     method: str
-    lr: float
+    lr: float | None
     steps: int
     order: random.Random
     judged_by: list[int]
@@ -181,8 +180,8 @@ class _Healer:
             How many steps were taken, the rate of the last ones, and why they ended.
         """
         parameters = [factor.parameter for factor in factors]
-        rate, descent = self.lr, Descent(factors, self.lr, self.steps)
-        places, every = self._places(), max(1, self.steps // _EVALUATIONS)
+        rates, descent = Rates(self.lr, self.steps, best.first), Descent(factors)
+        places = self._places()
         last, worse, missed = best.first, 0, 0
         for step in range(1, self.steps + 1):
             losses = self.match.losses(next(places))
@@ -190,7 +189,7 @@ class _Healer:
             size = float(loss.detach())
             if not math.isfinite(size):
                 name = next(name for name, one in numbers(losses).items() if not math.isfinite(one))
-                return step - 1, rate, f"stopped: the loss at {name} is not finite after step {step - 1}"
+                return step - 1, rates.top, f"stopped: the loss at {name} is not finite after step {step - 1}"
             gradients = self._gradients(loss, parameters)
             missed = 0 if gradients else missed + 1
             if missed == len(self.trained_on):
@@ -199,27 +198,28 @@ class _Healer:
                     "somewhere, or goes another way"
                 )
             if gradients:
-                descent.step(gradients, size)
+                descent.step(gradients, size, rates.at(step))
             bar.update()
-            is_due = step % every == 0 or step == self.steps
-            may_slow_down = rate > _SLOWEST * self.lr
-            if not is_due and not (may_slow_down and size > _SUSPECT * best.first):
+            is_due = rates.is_due(step)
+            if not is_due and not (rates.can_be_lowered and size > _SUSPECT * best.first):
                 continue
             now = best.look(step)
-            is_astray = now > _ASTRAY * best.first
-            if not is_due and not is_astray:
+            if not is_due and not rates.is_far_astray(now):
                 continue  # the batch is one of those that are hard
             bar.set_postfix(start=f"{best.first:.4f}", now=f"{now:.4f}")
             worse = 0 if now < last else worse + 1
             last = now
-            if is_astray and may_slow_down:
+            if rates.leads_astray(step, now):
                 best.restore()
-                rate *= _SLOWER
-                descent = Descent(factors, rate, self.steps - step)
+                descent = Descent(factors)
                 last, worse = best.least, 0
             elif worse == _PATIENCE:
-                return step, rate, f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
-        return self.steps, rate, f"all {self.steps} steps taken"
+                return (
+                    step,
+                    rates.top,
+                    f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row",
+                )
+        return self.steps, rates.top, f"all {self.steps} steps taken"
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
@@ -276,13 +276,13 @@ def _check_options(
     for name, number in (("steps", steps), ("cache_bytes", cache_bytes)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted an int")
-    for name, number in (("lr", lr), ("held_out", held_out)):
+    for name, number in (("held_out", held_out), *([] if lr is None else [("lr", lr)])):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted a number")
     for name, number, fits, wanted in (
         ("steps", steps, steps >= 1, "1 or more"),  # type: ignore[operator]
         ("cache_bytes", cache_bytes, cache_bytes >= 0, "0 or more"),  # type: ignore[operator]
-        ("lr", lr, 0 < lr < math.inf, "a number above 0"),  # type: ignore[operator]
+        ("lr", lr, lr is None or 0 < lr < math.inf, "a number above 0, or None"),  # type: ignore[operator]
         ("held_out", held_out, 0 < held_out < 1, "a share between 0 and 1"),  # type: ignore[operator]
         ("method", method, method in METHODS, f"one of {METHODS}"),
         ("output", output, output in OUTPUTS, f"one of {tuple(OUTPUTS)}"),
