@@ -1,6 +1,7 @@
 """The pivoted form against the matrix it stands for: exact, or as near as truncation left it."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,31 @@ def test_a_matrix_of_rank_r_changes_less_than_its_dtype_rounds(dtype, seed):
     assert pivoted.change == pytest.approx(error * float((left @ right).norm()), rel=1e-6, abs=1e-10)
     x = torch.randn(50, 40, dtype=torch.float64)
     assert relative(output(pivoted, x, dtype), x @ product(pivoted).T) < 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_pivots_than_the_rank_do_not_fit_rounding(seed):
+    left, right = factors(64, 64, 4, seed)
+    dense = (left @ right).float().double()  # of rank 4 but for rounding
+    u, s, vh = torch.linalg.svd(dense)
+    pivoted = to_pivoted(u[:, :8] * s[:8], vh[:8], dtype=torch.float32)
+    assert pivoted.left.shape == (64, 8)
+    assert pivoted.right.shape == (8, 56)
+    assert float(pivoted.right.abs().max()) < 5
+    assert relative(product(pivoted), dense) < 1e-6
+    assert pivoted.change == pytest.approx(float((product(pivoted) - dense).norm()), rel=1e-2, abs=1e-5)
+    x = torch.randn(50, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    assert relative(output(pivoted, x, torch.bfloat16), x @ dense.T) < 2e-2
+
+
+def test_the_better_slice_is_taken_under_any_floor():
+    left, right = factors(20, 16, 4)
+    right[:, 3] = right[:, 2] + 1e-2 * right[:, 3]  # the leading slice is nearly singular
+    starts = [
+        to_pivoted(left, right, dtype=torch.float32, residual=math.inf, floor=floor).start
+        for floor in (0.1, 0.01, 1e-4)
+    ]
+    assert starts == [12, 12, 12]
 
 
 def test_columns_are_columns_of_the_matrix():

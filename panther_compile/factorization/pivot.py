@@ -12,12 +12,14 @@ values are raised, which bounds C, and A is refitted by least squares, for an er
     C = V max(Σ, λ)⁻¹ Uᵀ W₂,      A ← W Bᵀ (B Bᵀ)⁻¹,  B = [1 C]
 
 with λ = FLOOR σᵣ and σᵣ the smallest singular value of W, the scale of what truncation has dropped already; λ
-is less where the change would exceed `SHARE` of that, as when W is exactly of rank r. Measured on MiniLM,
-Gaussian, power-law (i^-½, 1/i, i^-2), exponential and outlier spectra at ratios .25 to .75: the truncation
-error grows by at most 0.2 %, by 1 % where a third of the inputs is dead. Output rounding in bfloat16
-is 0.009 to 0.017 (0.004 for a plain pair), in float32 1.5e-6.
+is less where the change would exceed `SHARE` of that, as when W is exactly of rank r. A W that is of a lower
+rank but for rounding (`NOISE`) is taken for one of that rank, and C is the smallest that rebuilds it.
+Measured on MiniLM, Gaussian, power-law (i^-½, 1/i, i^-2), exponential and outlier spectra at ratios .25 to
+.75: the truncation error grows by at most 0.2 %, by 1 % where a third of the inputs is dead. Output rounding
+in bfloat16 is 0.009 to 0.017 (0.004 for a plain pair), in float32 1.5e-6.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +29,8 @@ FLOOR = 0.1
 # The change of W that is accepted: this share of the truncation error, and this much relative rounding.
 SHARE = 0.15
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Singular values that are together this share of the norm are rounding, not rank.
+NOISE = {torch.float64: 1e-14, torch.float32: 2e-7}
 # The other slice is tried where the first one would change W by more than this share of σᵣ √r.
 _GOOD_ENOUGH = 0.02
 
@@ -71,17 +75,22 @@ def to_pivoted(
     u, values, vh = torch.linalg.svd(left_core @ right_core.T)
     scale = float(values[0]) or 1.0  # its squares may leave the range of float64
     values = values / scale
-    basis_OR, rows_RI = basis_OR @ u, values[:, None] * (vh @ basis_IR.T)  # W = scale basis rows
+    known = _known_rank(values, dtype)
+    noise, values = float(torch.linalg.norm(values[known:])), values[:known]
+    rows_KI = values[:, None] * (vh[:known] @ basis_IR.T)
+    basis_OK = basis_OR @ u[:, :known]  # W = scale basis rows
     lowest = floor * values[-1].clamp_min(1e-10)
     accepted = SHARE * residual / scale + ROUNDING[dtype] * max(1.0, float(torch.linalg.norm(values)))
-    start, parts = 0, torch.linalg.svd(rows_RI[:, :rank])
-    if _lack(parts[1], lowest) > min(accepted, _GOOD_ENOUGH / floor * float(lowest) * rank**0.5):
-        trailing = torch.linalg.svd(rows_RI[:, -rank:])
-        if _lack(trailing[1], lowest) < _lack(parts[1], lowest):
+    start, parts = 0, torch.linalg.svd(rows_KI[:, :rank], full_matrices=False)
+    wanted = FLOOR * values[-1].clamp_min(1e-10)  # of a slice that is good under any floor
+    if _lack(parts[1], wanted) > min(accepted, _GOOD_ENOUGH / FLOOR * float(wanted) * rank**0.5):
+        trailing = torch.linalg.svd(rows_KI[:, -rank:], full_matrices=False)
+        lacks = [(_lack(one[1], lowest), _lack(one[1], wanted)) for one in (trailing, parts)]
+        if lacks[0] < lacks[1]:
             start, parts = in_features - rank, trailing
     raised = max(1, int((parts[1] < lowest).sum()))
-    found = _pivot_on(basis_OR, rows_RI, start, parts, lowest.clamp_max(accepted / raised**0.5))
-    return replace(found, left=scale * found.left, change=scale * found.change)
+    found = _pivot_on(basis_OK, rows_KI, start, parts, lowest.clamp_max(accepted / raised**0.5))
+    return replace(found, left=scale * found.left, change=scale * math.hypot(found.change, noise))
 
 
 def from_pivoted(left: Tensor, right: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -96,6 +105,12 @@ def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
     return x[..., start : start + rank], others
 
 
+def _known_rank(values: Tensor, dtype: torch.dtype) -> int:
+    """How many singular values are more than what rounding a weight makes of nothing, all others together."""
+    tails = values.square().flip(0).cumsum(0).sqrt()
+    return max(1, len(values) - int((tails <= NOISE.get(dtype, NOISE[torch.float32]) * tails[-1]).sum()))
+
+
 def _lack(values: Tensor, floor: Tensor) -> float:
     """By how much singular values are to be raised."""
     return float(torch.linalg.norm((floor - values).clamp_min(0.0)))
@@ -104,10 +119,10 @@ def _lack(values: Tensor, floor: Tensor) -> float:
 def _pivot_on(
     basis: Tensor, rows: Tensor, start: int, parts: tuple[Tensor, Tensor, Tensor], floor: Tensor
 ) -> PivotedPair:
-    """Pivot W = basis rows, basis (O, r) orthonormal, on the slice at `start`, whose SVD is `parts`."""
-    rank = rows.shape[0]
-    block, rest = split_at(rows, rank, start)
+    """Pivot W = basis rows, basis (O, k ≤ r) orthonormal, on the slice at `start`, whose SVD is `parts`."""
     u, values, vh = parts
+    rank = vh.shape[1]
+    block, rest = split_at(rows, rank, start)
     coefficients = (vh.T / values.clamp_min(floor)) @ (u.T @ rest)
     identity = torch.eye(rank, dtype=rows.dtype, device=rows.device)
     # The least-squares fit by Bᵀ = Q R: A = (W Q) R⁻ᵀ.
