@@ -1,6 +1,7 @@
 """An ONNX file whose products are in int8, by ONNX Runtime's own quantizer."""
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,20 +96,31 @@ def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
         )
 
 
-def as_pairs(plan: SketchPlan, step: int | None, *, kernels: bool = False) -> SketchPlan:
+def as_pairs(
+    plan: SketchPlan, step: int | None, *, kernels: bool = False, ratio: float | None = None
+) -> SketchPlan:
     """The plan with plain pairs of as many numbers in place of the pivoted form, which int8 costs dearly.
 
-    A weight whose pair would be no faster in int8 than itself stays dense, and so do kernels of a basis.
+    What the plan has left of its budget, as where weights are of a low rank, goes to pairs of the rank that
+    the plan wants. A weight whose pair would be no faster in int8 than itself stays dense, and so do kernels
+    of a basis.
 
     Args:
         plan: of matrices among others.
         step: ranks are multiples of it; None for 8, or less where that would be 0.
         kernels: whether 1 x 1 kernels will be in int8 too.
+        ratio: of the budget, if there is one for all.
     """
-    return replace(plan, layers=tuple(_as_pair(line, step, kernels) for line in plan.layers))
+    left = 0 if ratio is None else max(0, math.floor(ratio * plan.dense_numbers) - plan.stored_numbers)
+    lines = []
+    for line in plan.layers:
+        lines.append(_as_pair(line, step, kernels, left))
+        if lines[-1].choice is not None:
+            left -= max(0, lines[-1].stored_numbers - line.stored_numbers)
+    return replace(plan, layers=tuple(lines))
 
 
-def _as_pair(line: LayerPlan, step: int | None, kernels: bool) -> LayerPlan:
+def _as_pair(line: LayerPlan, step: int | None, kernels: bool, left: int) -> LayerPlan:
     choice, is_kernel = line.choice, len(line.shape) > 2
     if choice is not None and choice.scheme == "basis":
         return replace(line, choice=None, reason=_AS_FAST)
@@ -116,7 +128,11 @@ def _as_pair(line: LayerPlan, step: int | None, kernels: bool) -> LayerPlan:
         return line
     outputs, inputs = line.shape[:2]
     rank = choice.stored_numbers // (outputs + inputs)
-    rank -= rank % (step or (8 if rank >= 8 else 1))
+    every = step or (8 if rank >= 8 else 1)
+    rank -= rank % every
+    most = (choice.stored_numbers + left) // (outputs + inputs)
+    while rank < choice.rank and rank + every <= most and pays_in_int8(outputs, inputs, rank + every):
+        rank += every
     if rank == 0 or not pays_in_int8(outputs, inputs, rank):
         return replace(line, choice=None, reason=_AS_FAST)
     numbers, scheme = rank * (outputs + inputs), "channel" if is_kernel else "pair"

@@ -247,7 +247,10 @@ def _sketched(
     sites = find_onnx_sites(model, config)
 
     def form(plan: SketchPlan) -> SketchPlan:
-        return as_pairs(plan, config.round_rank_to, kernels=data is not None) if then == "int8" else plan
+        if then != "int8":
+            return plan
+        ratio = None if isinstance(config.ratio, Mapping) else config.ratio
+        return as_pairs(plan, config.round_rank_to, kernels=data is not None, ratio=ratio)
 
     plan = form(make_plan(sites.found, config, GRAPH))
     if not plan.sketched and (then == "none" or not config.keeps_all):
