@@ -190,6 +190,17 @@ def test_rounding_too_coarse_for_the_budget_leaves_the_layer_dense():
         pc.sketchify(model, 0.2, round_rank_to=48, **OPTIONS)
 
 
+def test_layers_without_a_rank_of_the_rounding_stay_dense():
+    model = mlp(192, 192, 64, 192)
+    plan = pc.plan_sketch(model, 0.9, round_rank_to=64, include="*", **OPTIONS)
+    ranks = [line.choice and line.choice.rank for line in plan.layers]
+    assert ranks[0] % 64 == 0
+    assert ranks[1:] == [None, None]
+    assert plan.layers[1].reason == "ranks are to be multiples of 64, its largest worthwhile one is 63"
+    with pytest.raises(pc.PantherError, match="multiples of 192, its largest worthwhile one is 191"):
+        pc.sketchify(model, 0.9, round_rank_to=192, **OPTIONS)
+
+
 def test_tied_weight_is_counted_once_and_both_biases_are():
     model = mlp(*[96] * 6)
     for layer in model[1:4]:

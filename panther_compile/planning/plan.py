@@ -265,7 +265,7 @@ def plan_units(
         for unit, kind in sketched:
             limit = limits[unit.name]
             # The explicit step fits every unit here; where the usual one is too coarse, any rank will do.
-            fits = [one for one in (step, FINEST) if limit.least_numbers(one) <= limit.share]
+            fits = [one for one in (step, FINEST) if limit.fits(one)]
             found.append(options_of(unit, kind, limit, ratio, fits[0] if fits else 1, allocation, whole))
         return found
 

@@ -4,7 +4,7 @@ A way is a candidate and its rank; None leaves the weight as it is.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,14 +87,22 @@ class Limits:
         self.share = math.floor(ratio * dense) - unit.bias_numbers - unit.tied_numbers
         self.why_dense = self._reason(unit, round_rank_to)
 
-    def least_numbers(self, step: int | None) -> int:
-        """What the smallest rank stores that is a multiple of the step; None is the usual step."""
-        numbers = []
-        for candidate, limit in self.ranks.items():
-            first = _step(candidate, step, self.device)
-            if limit:
-                numbers.append(candidate.numbers(first if first <= limit else 1))
-        return min(numbers)
+    def least_numbers(self, step: int | None) -> int | None:
+        """What the smallest rank stores that is a multiple of the step, None if there is no such rank.
+
+        A step of None is the usual one.
+        """
+        numbers = [
+            candidate.numbers(ranks[0])
+            for candidate, limit in self.ranks.items()
+            if (ranks := _ranks(candidate, step, limit, self.device))
+        ]
+        return min(numbers, default=None)
+
+    def fits(self, step: int | None) -> bool:
+        """Whether the smallest rank that is a multiple of the step keeps to the weight's share."""
+        least = self.least_numbers(step)
+        return least is not None and least <= self.share
 
     def _reason(self, unit: Unit, round_rank_to: int | None) -> str | None:
         if not unit.candidates:
@@ -108,9 +116,14 @@ class Limits:
             return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
         affordable = {candidate: candidate.largest_rank(self.share) for candidate in unit.candidates}
         if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
-            least = 0 if round_rank_to is None else self.least_numbers(round_rank_to)
-            if least <= self.share:
+            if round_rank_to is None or self.fits(round_rank_to):
                 return None
+            least = self.least_numbers(round_rank_to)
+            if least is None:
+                largest = max(self.ranks.values())
+                return (
+                    f"ranks are to be multiples of {round_rank_to}, its largest worthwhile one is {largest}"
+                )
             return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
         best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
         return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
@@ -123,6 +136,13 @@ def _step(candidate: Candidate, asked: int | None, device: cost.Device | None) -
     if asked == FINEST:
         return cost.finest_step(candidate, device)
     return cost.rank_step(candidate, device) if asked is None else asked
+
+
+def _ranks(candidate: Candidate, asked: int | None, limit: int, device: cost.Device | None) -> Sequence[int]:
+    """The multiples of a step up to a limit; where the step is not the user's and too coarse, any rank."""
+    step = _step(candidate, asked, device)
+    ranks = range(step, limit + 1, step)
+    return ranks if ranks or asked not in (None, FINEST) else range(1, limit + 1)
 
 
 def _fast_rank(unit: Unit, candidate: Candidate) -> int:
@@ -157,8 +177,7 @@ def options_of(
     """All (candidate, rank) that no other one beats, between the floor and the ceiling."""
     found: list[tuple[int, float, Candidate, int]] = []
     for candidate, limit in limits.ranks.items():
-        step = _step(candidate, round_rank_to, limits.device)
-        ranks = [*(range(step, limit + 1, step) or range(1, limit + 1))]
+        ranks = [*_ranks(candidate, round_rank_to, limit, limits.device)]
         if candidate.whole is not None and candidate.whole not in ranks:
             ranks.append(candidate.whole)
         values_of_ranks = allocation.value(unit, candidate).tolist()
