@@ -1,6 +1,7 @@
 """The options of `sketchify`, checked once, where they enter."""
 
 import fnmatch
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -205,6 +206,23 @@ def _check_selector(option: str, selector: object) -> None:
             f"{option}: {selector!r} is a {type(selector).__name__}, wanted a glob string, a compiled "
             "regex, a module type, or a function of (module, name)"
         )
+    if not isinstance(selector, str | re.Pattern | type) and not _takes_two(selector):
+        raise ConfigTypeError(
+            f"{option}: {selector!r} takes {inspect.signature(selector)}, wanted a function f(module, name)"
+        )
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    """Whether a function can be called with two arguments; True where Python cannot tell."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one that is written in C
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_choice(option: str, given: object, known: tuple[str, ...]) -> None:

@@ -94,6 +94,13 @@ def test_ratio_mapping(verb, ratio, error, message):
         ("include", ["0", None], ConfigTypeError, "include: None is a NoneType"),
         ("include", int, ConfigTypeError, "include: int is not a module type"),
         ("include", nn.Linear(2, 2), ConfigTypeError, "include: given a Linear itself, wanted its name"),
+        (
+            "include",
+            lambda module: True,
+            ConfigTypeError,
+            r"takes \(module\), wanted a function f\(module, name\)",
+        ),
+        ("exclude", [lambda: True], ConfigTypeError, r"exclude: .* takes \(\), wanted a function"),
         ("exclude", re.compile(b"0"), ConfigTypeError, "exclude: .* is of bytes"),
         ("include", "fc*", SelectorError, r"include: 'fc\*' matches none of the 3 layers .*\(0, 1, 2\)"),
         ("exclude", [re.compile("fc")], SelectorError, "exclude: re.compile"),

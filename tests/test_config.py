@@ -1,6 +1,7 @@
 """Every option is checked where it enters, and the selectors pick what they say."""
 
 import dataclasses
+import functools
 import re
 from decimal import Decimal
 
@@ -61,7 +62,14 @@ def test_a_type_that_is_no_module(option):
         SketchConfig(**{option: int})
 
 
+def test_functions_that_can_be_given_a_module_and_a_name():
+    for function in (lambda *given: True, lambda m, n, more=1: True, functools.partial(max, 1), max):
+        assert SketchConfig(include=function).include is function
+
+
 def test_ratio_selectors_are_checked_too():
+    with pytest.raises(ConfigTypeError, match=r"ratio: .* takes \(name\), wanted a function"):
+        SketchConfig(ratio={lambda name: True: 0.5})
     with pytest.raises(ConfigTypeError, match="ratio: 3 is a int"):
         SketchConfig(ratio={3: 0.5})
     with pytest.raises(ConfigTypeError, match="ratio: str is not a module type"):
