@@ -100,7 +100,11 @@ def from_pivoted(left: Tensor, right: Tensor, start: int) -> tuple[Tensor, Tenso
 
 
 def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
-    """The pivot slice (..., r) of the last dimension, and the rest (..., I - r)."""
+    """The pivot slice (..., r) of the last dimension, and the rest (..., I - r); copies if x is sparse."""
+    if x.is_sparse is True:
+        width = x.shape[-1] - rank
+        others = torch.narrow_copy(x, x.dim() - 1, rank if start == 0 else 0, width)
+        return torch.narrow_copy(x, x.dim() - 1, start, rank), others
     others = x[..., rank:] if start == 0 else x[..., :start]
     return x[..., start : start + rank], others
 

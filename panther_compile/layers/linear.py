@@ -221,8 +221,9 @@ class SketchedLinear(LinearReplacement):
         return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., I) to (..., O)."""
-        if input.is_cuda is True:  # a proxy of torch.fx would answer with another proxy
+        """Map input (..., I), strided or sparse COO, to (..., O)."""
+        is_sparse = input.is_sparse is True  # a proxy of torch.fx would answer with another proxy
+        if input.is_cuda is True and not is_sparse:
             y = self._by_kernel(input)
             if y is not None:
                 return y
@@ -231,14 +232,14 @@ class SketchedLinear(LinearReplacement):
         # From the dictionaries: attributes of modules cost a microsecond each, which shows at batch 1.
         down: Any = self._modules["down"]
         up: Any = self._modules["up"]
-        if is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
+        if not is_sparse and is_plain(down, nn.Linear) and is_plain(up, nn.Linear):
             weight, factors = down._parameters["weight"], up._parameters
             up_weight, bias = factors["weight"], factors["bias"]  # by name: parametrizations reorder them
             # Not for torch.export, whose graphs go on to other compilers.
             product = reference.pivoted_linear_by_rows if is_compiling() else reference.pivoted_linear
             return product(input, weight, up_weight, bias, start=self.start)
         pivots, others = split_at(input, self.rank, self.start)
-        return self.up(pivots + self.down(others))
+        return self.up(self.down(others) + pivots)  # torch adds what is sparse to what is not
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """The result of the operator, where a Triton kernel serves x; never in a graph that is captured."""

@@ -149,3 +149,20 @@ def test_compiles_into_one_graph(form, backend):
 
 def test_is_a_sketched_layer():
     assert isinstance(build(), SketchedLayer)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(7, IN), (IN,)])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_sparse_inputs(form, shape, replaced):
+    layer = build(form)
+    if replaced:
+        layer.down = nn.Sequential(layer.down)
+    x = torch.randn(shape, dtype=torch.float64).relu()
+    found, wanted = layer(x.to_sparse()), layer(x)
+    torch.testing.assert_close(found, wanted)
+    for parameter in layer.parameters():
+        gradients = [
+            torch.autograd.grad(one.sum(), parameter, retain_graph=True)[0] for one in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients)
