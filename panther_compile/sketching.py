@@ -390,7 +390,7 @@ def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> N
         sought = f"wanted {wanted()}"
         if slow:
             sought = "no layer has a sketch of this ratio that is faster here"
-        elif prepared.reads_weights:
+        elif prepared.reads_weights and not isinstance(prepared.model, fx.GraphModule):
             sought += "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
         raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {sought}{reasons}{more}")
 

@@ -7,7 +7,8 @@ Before:
 After:
     %fc : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
 
-Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them; a graph of Dynamo goes through
+Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them, and `aten.mm` and `aten.addmm` by a
+transposed weight, which `run_decompositions` makes of `aten.linear`; a graph of Dynamo goes through
 `lift_parameters` first. So every later pass knows one form. The module takes the place of the
 parameters' owner where that holds nothing else, so their names stay; else it is a new submodule of the
 owner, and a parameter that nothing else uses moves into it. A weight that is computed, not a parameter of
@@ -25,6 +26,13 @@ from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.registry import find_functional
 from panther_compile.names import attribute, owner_of
 from panther_compile.passes.runner import PassResult
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_TRANSPOSED = (  # the operator and its arguments behind the matrix
+    (torch.ops.aten.t.default,),
+    *((torch.ops.aten.permute.default, dims) for dims in ([1, 0], [-1, 0], [1, -2], [-1, -2])),
+    *((torch.ops.aten.transpose.int, *dims) for dims in ((0, 1), (1, 0), (-1, -2), (-2, -1))),
+)
 
 
 def lift_functional(graph_module: fx.GraphModule) -> PassResult:
@@ -51,6 +59,9 @@ def lift_functional(graph_module: fx.GraphModule) -> PassResult:
                 new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph_module.graph.erase_node(node)
+        view = call.get("view")
+        if view is not None and not view.users:
+            graph_module.graph.erase_node(view)
         count += 1
     if count:
         _drop_unused_parameters(graph_module)
@@ -60,12 +71,29 @@ def lift_functional(graph_module: fx.GraphModule) -> PassResult:
 
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a functional layer, and which "function" it is; None for any other node."""
+    """The arguments of a functional layer, and which "function" it is; None for any other node.
+
+    Of a product by a transposed weight, "view" is the node that transposes it.
+    """
     function = find_functional(node.target) if node.op == "call_function" else None
     if function is None:
-        return None
+        return _product_by_transpose(node)
     call = dict(zip(function.arguments, node.args, strict=False)) | dict(node.kwargs)
     return call | {"function": function}
+
+
+def _product_by_transpose(node: fx.Node) -> dict[str, Any] | None:
+    """The same of x Wᵀ or b + x Wᵀ in the operators of aten; a computed b is not of a linear layer."""
+    if node.op != "call_function" or node.target not in _PRODUCTS or node.kwargs:
+        return None
+    *bias, x, view = node.args
+    added = bias[0] if bias else None
+    if not isinstance(view, fx.Node) or (isinstance(added, fx.Node) and added.op != "get_attr"):
+        return None
+    if view.op != "call_function" or (view.target, *view.args[1:]) not in _TRANSPOSED:
+        return None
+    function = find_functional(torch.ops.aten.linear.default)
+    return {"input": x, "weight": view.args[0], "bias": added, "view": view, "function": function}
 
 
 def liftable_call(node: fx.Node) -> dict[str, Any] | None:
@@ -93,6 +121,8 @@ def _layer(graph_module: fx.GraphModule, call: Mapping[str, Any]) -> nn.Module |
     weight = _attribute(graph_module, call["weight"])
     bias = _attribute(graph_module, call.get("bias"))
     if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
+        return None
+    if "view" in call and (weight.dim() != 2 or (bias is not None and bias.dim() != 1)):
         return None
     options = {key: call[key] for key in call["function"].arguments[3:] if key in call}
     layer: nn.Module | None = call["function"].build(weight, bias is not None, options)

@@ -401,3 +401,37 @@ def test_gradients_and_frozen_parameters_are_kept():
     traced(torch.randn(2, 6)).sum().backward()
     assert traced.fc.weight.grad is None
     assert model.fc.bias.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)])
+def test_products_that_decompositions_make_of_linear_layers(shape):
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+    model, x = nn.Sequential(first, nn.ReLU(), last, nn.Linear(6, 6), first).eval(), torch.randn(shape)
+    graph_module = torch.export.export(model, (x,)).run_decompositions().module()
+    assert lift_functional(graph_module).changed == 4
+    layers = [one for one in graph_module.modules() if isinstance(one, nn.Linear)]
+    assert sorted(one.bias is None for one in layers) == [False, False, True]
+    assert not any(node.op == "get_attr" for node in graph_module.graph.nodes)
+    torch.testing.assert_close(graph_module(x), model(x))
+
+
+class OtherProducts(nn.Module):
+    """Products that are no linear layers: by the weight itself, with another sum, scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rows = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x):
+        aten = torch.ops.aten
+        y = aten.mm.default(x, self.weight)
+        y = y + aten.addmm.default(self.rows, x, aten.t.default(self.weight))
+        y = y + aten.addmm.default(y, x, aten.t.default(self.weight))
+        y = y + aten.addmm.default(self.rows[0], x, aten.t.default(self.weight))
+        return y + aten.mm.default(x, aten.permute.default(self.weight, [0, 1]))
+
+
+def test_other_products_stay():
+    graph_module = fx.symbolic_trace(OtherProducts())
+    assert lift_functional(graph_module).changed == 0
