@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.errors import NoTargetError
 
 OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
 
@@ -110,6 +111,25 @@ def test_layer_of_a_shared_block_is_selected_by_any_of_its_names():
     small = pc.sketchify(model, 0.5, exclude="second.0.*", **OPTIONS)
     assert type(small.first[0]) is nn.Linear
     assert isinstance(small.other, pc.SketchedLinear)
+
+
+@pytest.mark.parametrize("data", [None, torch.randn(64, 48)])
+def test_the_head_of_a_model_that_was_sketched_is_left_alone_as_before(data):
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 10))
+    small = pc.sketchify(model, 0.7, exclude="2", **OPTIONS)
+    again = pc.sketchify(small, 0.5, data=data, output="logits", **OPTIONS)
+    assert [type(again[i]) for i in (0, 4)] == [pc.SketchedLinear, nn.Linear]
+    assert type(again[2]) is not nn.Linear
+    with pytest.raises(NoTargetError, match="4: output head: left alone unless included"):
+        pc.sketchify(again, 0.5, data=data, **OPTIONS)
+    included = pc.sketchify(again, 0.5, include="4", **OPTIONS)
+    assert type(included[4]) is pc.SketchedLinear
+
+
+def test_a_dense_layer_ahead_of_a_sketched_head_is_no_head():
+    small = pc.sketchify(mlp(48, 96, 10), 0.5, include="1", **OPTIONS)
+    again = pc.sketchify(small, 0.5, **OPTIONS)
+    assert [type(layer) for layer in again] == [pc.SketchedLinear] * 2
 
 
 # ------------------------------------------------------------------------------------------ budget

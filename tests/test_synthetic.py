@@ -367,6 +367,24 @@ def test_what_cannot_be_made_up_is_said():
         pc.sketchify(Picky(nn.Linear(64, 64), nn.Linear(64, 32)), 0.5, data="model", **OPTIONS)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 96)),
+        nn.Sequential(nn.Conv2d(48, 96, 1), nn.ReLU(), nn.Conv2d(96, 96, 1)),
+        nn.Sequential(nn.Conv1d(48, 96, 1), nn.ReLU(), nn.Conv1d(96, 96, 1)),
+    ],
+    ids=lambda model: type(model[0]).__name__,
+)
+def test_inputs_of_a_sketched_model_are_those_of_the_dense_one(model):
+    """What a factor takes is no input of the model."""
+    small = pc.sketchify(model, 0.5, exclude="2", synthetic=False, **OPTIONS)
+    assert type(small[0]) is not type(model[0])
+    wanted, found = made(model, 1), made(small, 1)
+    assert found.what == wanted.what
+    assert torch.equal(first_of(found.calls[0]), first_of(wanted.calls[0]))
+
+
 def test_inputs_are_made_up_where_the_model_is():
     class There(nn.Module):
         def __init__(self):

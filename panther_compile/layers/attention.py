@@ -79,6 +79,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         LayerError: E is not a multiple of H, or a projection has the wrong shape.
     """
 
+    dense_type = nn.MultiheadAttention
     q_proj: Projection
     k_proj: Projection
     v_proj: Projection

@@ -29,6 +29,7 @@ class SketchedLayer(nn.Module):
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: of the factors.
+        dense_type: the class of torch that it stands for, whose sizes it has by the same names, if it is one.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
         dense_weight: what the dense layer calls its weight, or the first of several.
@@ -37,6 +38,7 @@ class SketchedLayer(nn.Module):
 
     scheme: str
     ranks: tuple[int, ...]
+    dense_type: ClassVar[type[nn.Module]] = nn.Module
     rank_first: ClassVar[bool] = False
     no_factors: ClassVar[frozenset[str]] = frozenset()
 

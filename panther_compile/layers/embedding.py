@@ -39,6 +39,8 @@ class SketchedEmbedding(SketchedLayer):
         RankError: rank is outside 1..min(V, D).
     """
 
+    dense_type = nn.Embedding
+
     def __init__(
         self,
         num_embeddings: int,

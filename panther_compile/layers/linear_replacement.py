@@ -3,7 +3,7 @@
 # O out_features, I in_features
 import importlib
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ class LinearReplacement(SketchedLayer):
         out_features: O of the dense layer.
     """
 
+    dense_type: ClassVar[type[nn.Module]] = nn.Linear
     in_features: int
     out_features: int
 
@@ -78,6 +79,8 @@ class LinearReplacement(SketchedLayer):
 
 class Conv1DStandIn(LinearReplacement):
     """Stands in for Hugging Face's `Conv1D`: a linear layer whose weight is (I, O)."""
+
+    dense_type = nn.Module
 
     @property
     def nf(self) -> int:

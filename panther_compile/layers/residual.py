@@ -30,6 +30,7 @@ class ResidualLinear(nn.Module):
         quantized: f.
         down: V, `nn.Linear(I, rank, bias=False)`.
         up: U and c, `nn.Linear(rank, O)`.
+        dense_type: the class whose sizes it has by the same names.
         made_for: what tells the weight of f from others, the bits of float32 numbers in int32 `(32,)`; zeros
             unless it was remembered.
 
@@ -37,6 +38,7 @@ class ResidualLinear(nn.Module):
         RankError: the rank is not in 1..min(I, O).
     """
 
+    dense_type = nn.Linear
     made_for: Tensor
 
     def __init__(

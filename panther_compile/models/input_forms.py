@@ -27,6 +27,7 @@ _MOST_FRAMES = 256
 _STEPS = 16  # of a sequence of vectors
 _LAYERS = 3  # the first kinds of layers that are tried
 _POSITIONS = 1024  # a longer table is none of positions
+_KINDS = nn.Embedding, nn.Conv2d, nn.Conv1d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ def forms_of(model: nn.Module) -> Iterator[Form]:
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = [one for one in parameters.values() if one.default is one.empty and one.kind in places]
     if len(wanted) == 1:
-        for layer in _first_layers(model):
-            yield from _forms_by_layer(model, layer)
+        for kind, layer in _first_layers(model):
+            yield from _forms_by_layer(model, kind, layer)
 
 
 def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -> Iterator[Form]:
@@ -150,49 +151,66 @@ def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in parameters else {}
 
 
-def _first_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The first layer of each kind that says what it takes, in the order of the model."""
-    kinds = (nn.Embedding, nn.Conv2d, nn.Conv1d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.Linear)
+def _first_layers(model: nn.Module) -> Iterator[tuple[type, Any]]:
+    """The first layer of each kind that says what it takes, dense or sketched, in the order of the model."""
     seen: set[type] = set()
-    for module in model.modules():
-        kind = next((one for one in kinds if isinstance(module, one)), None)
+    for module in _modules_but_factors(model, set()):
+        stands_for = _dense_type(module) or type(module)
+        kind = next((kind for kind in _KINDS if issubclass(stands_for, kind)), None)
         if kind is not None and kind not in seen and len(seen) < _LAYERS:
             seen.add(kind)
-            yield module
+            yield kind, module
 
 
-def _forms_by_layer(model: nn.Module, layer: nn.Module) -> Iterator[Form]:
-    """What a model may take whose first layer is this one."""
+def _modules_but_factors(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a tree, parents first, each once, but what layers are made of that stand for others."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield module
+    if _dense_type(module) is None:
+        for child in module.children():
+            yield from _modules_but_factors(child, seen)
+
+
+def _dense_type(module: nn.Module) -> type | None:
+    """The class that a layer stands for, whose sizes it has by the same names; None of others."""
+    found = getattr(type(module), "dense_type", None)
+    return found if isinstance(found, type) else None
+
+
+def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
+    """What a model may take whose first layer is this one, which is of this kind or stands for one."""
     dtype = _dtype_of(layer)
 
     def call(value: Tensor) -> Call:
         return Call((_as_floats(value, dtype),), {})
 
-    if isinstance(layer, nn.Embedding):
+    if kind is nn.Embedding:
         for length in _lengths(model, layer):
             yield Form("tokens", _tokens(layer.num_embeddings, length), call)
             yield Form("tokens", _tokens(layer.num_embeddings, length), _features)
-    elif isinstance(layer, nn.Conv2d):
+    elif kind is nn.Conv2d:
         for size in (*_SIZES, *_size_of_timm(model)):
             yield Form("images", _images(layer.in_channels, size), call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
-    elif isinstance(layer, nn.Conv1d):
+    elif kind is nn.Conv1d:
         for samples in _SAMPLES:
             if layer.in_channels <= _MOST_CHANNELS:
                 yield _sounds(call, layer.in_channels, samples)
             else:
                 yield Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
-    elif isinstance(layer, nn.Conv3d):
+    elif kind is nn.Conv3d:
         for frames, size in _CLIPS:
             yield Form("videos", _videos(layer.in_channels, frames, size), call, batch=_FEW)
-    elif isinstance(layer, nn.Linear):
+    elif kind is nn.Linear:
         yield Form("vectors", _vectors(layer.in_features), call)
         yield Form("vectors", _vectors(_STEPS, layer.in_features), call)
-    elif isinstance(layer, nn.RNNBase):
+    elif kind is nn.RNNBase:
         yield Form("vectors", _vectors(_STEPS, layer.input_size), call)
-    elif isinstance(layer, nn.MultiheadAttention):
+    elif kind is nn.MultiheadAttention:
         yield Form("vectors", _vectors(_STEPS, layer.embed_dim), call)
 
 

@@ -15,17 +15,26 @@ from panther_compile.kinds.match import is_adapter
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
+from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
 from panther_compile.layers.own_weights import OwnWeight
 from panther_compile.planning.trace import Reading
 from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
 
 NOT_INCLUDED = "not included"
 _HEAD = "output head: left alone unless included"
+_STAND_INS = {one.__name__ for one in (SketchedLinear, SketchedConv1D, NarrowLinear, NarrowConv1D)}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The sites of a model, each with its kind, the layers left alone, and the order of all their names."""
+    """The sites of a model, each with its kind, the layers left alone, and the order of all their names.
+
+    Attributes:
+        sites: what may be sketched.
+        skipped: what is left alone, and why.
+        order: names of both, as the model has them.
+    """
 
     sites: tuple[tuple[Site, Kind], ...]
     skipped: tuple[LayerPlan, ...]
@@ -35,6 +44,11 @@ class Found:
     def numbers(self) -> int:
         """How many may be sketched."""
         return sum(p.numel() for site, _ in self.sites for p in site.module.parameters())
+
+    @property
+    def has_sketched_linear(self) -> bool:
+        """Whether a layer that was sketched before stands for a linear one."""
+        return any(line.reason == ALREADY_SKETCHED and line.kind in _STAND_INS for line in self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     sketched = [(names.first(layer), layer) for layer in outermost(model)]
     _check_selectors(matches, sketched, config)
     users = _users_of_weights(model)
-    head = _output_head(model, matches)
+    head = _output_head(model, matches, sketched)
     adapters = [name for name, module in model.named_modules() if is_adapter(module)]
     reasons = {
         match.name: _not_selected(match, config)
@@ -129,7 +143,7 @@ def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
     ]
     gone = [site for site, _ in found.sites if site.name == head and site not in asked]
     sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
-    if not gone or not any(_is_linear(site, owner) for site, owner in sites):
+    if not gone or not (found.has_sketched_linear or any(_is_linear(*one) for one in sites)):
         return found
     layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
     skipped = [_stays_dense(name, layer, site.kind, _HEAD) for name, layer, site in layers]
@@ -319,20 +333,24 @@ def _any(given: tuple[Selector, ...], match: _Match) -> bool:
     return any(selects(selector, match.module, name) for selector in given for name in names)
 
 
-def _output_head(model: nn.Module, matches: list[_Match]) -> nn.Module | None:
-    """The layer that makes the model's output, if it can be distinguished from the others.
+def _output_head(
+    model: nn.Module, matches: list[_Match], sketched: Sequence[tuple[str, SketchedLayer]]
+) -> nn.Module | None:
+    """The dense layer that makes the model's output, if it can be distinguished from the others.
 
-    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, it changes
-    the number of features, and it is not one of a list of equal blocks.
+    Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, sketched
+    ones among them, it changes the number of features, and it is not one of a list of equal blocks.
     """
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         named = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(named, nn.Module):
             return named
-    linears = [match for match in matches if match.owner.may_be_head]
-    if len(linears) < 2:
+    linears = {match.module: match for match in matches if match.owner.may_be_head}
+    stand_ins = {layer for _, layer in sketched if layer.dense_type is nn.Linear}
+    last_of_all = [one for one in model.modules() if one in linears or one in stand_ins][-1:]
+    if len(linears) + len(stand_ins) < 2 or last_of_all[0] not in linears:
         return None
-    last = linears[-1]
+    last = linears[last_of_all[0]]
     parents = last.name.split(".")[:-1]
     prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
     in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
