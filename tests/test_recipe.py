@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +166,13 @@ def test_options_that_a_plan_rules_out(plan):
     for given in (None, 3, {}, Path("plan.json")):
         with pytest.raises(ConfigTypeError, match=f"the plan is a {type(given).__name__}, wanted the text"):
             SketchPlan.from_json(given)
+
+
+@pytest.mark.parametrize("rank", [2.5, "7", None])
+def test_a_rank_that_is_no_integer_is_named(plan, rank):
+    message = rf"layers, choice, rank is {re.escape(repr(rank))}, wanted int"
+    with pytest.raises(ConfigError, match=message):
+        edited(plan, **{"0": {"rank": rank}})
 
 
 def test_a_layer_has_one_line(plan):
