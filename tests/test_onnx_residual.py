@@ -214,4 +214,11 @@ def test_bad_input(files, tmp_path):
         pc.add_residual_onnx(low, dense, target, 8, data=[])
     with pytest.raises(ConfigTypeError):
         pc.add_residual_onnx(low, dense, target, 8, data=torch.zeros(2, 48))
+    fixed = onnx.load(low)
+    fixed.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 32
+    onnx.save(fixed, tmp_path / "fixed.onnx")
+    with pytest.raises(
+        DataError, match=r"the quantized one does not: batch \d+ .* \(64, 48\), wanted \(32, 48\)"
+    ):
+        pc.add_residual_onnx(tmp_path / "fixed.onnx", dense, target, 8, data=drawn())
     assert not target.exists()

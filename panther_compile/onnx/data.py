@@ -107,6 +107,15 @@ class ObservedModel:
             )
         return spread_out(feeds)
 
+    def check(self, feeds: Sequence[Feed]) -> None:
+        """Check that the model takes batches that were read for another.
+
+        Raises:
+            DataError: one has other names, shapes or dtypes than the inputs.
+        """
+        for feed in feeds:
+            self._feed(feed, feed.place, copy=False)
+
     def run(self, feeds: Sequence[Feed], names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """For each batch the arrays of some values, inputs of the model among them or not.
 

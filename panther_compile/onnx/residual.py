@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.calibration.branch_sums import Branch, BranchSums, best_of_matrix
-from panther_compile.errors import NoTargetError, SketchQualityWarning
+from panther_compile.errors import DataError, NoTargetError, SketchQualityWarning
 from panther_compile.layers.base import check_rank
 from panther_compile.models.batches import judged_of, learnt_of
 from panther_compile.models.rows import kept_rows
@@ -169,8 +169,15 @@ class _Fit:
         self._writer = GraphWriter(model)
 
     def feeds(self, data: OnnxData) -> list[Feed]:
-        """The batches, checked."""
-        return ObservedModel(self._dense, (), self._folder).feeds(data)
+        """The batches, which both models take."""
+        feeds = ObservedModel(self._dense, (), self._folder).feeds(data)
+        try:
+            ObservedModel(self._model, (), self._folder).check(feeds)
+        except DataError as error:
+            raise DataError(
+                f"the dense file takes the data, and the quantized one does not: {error}"
+            ) from error
+        return feeds
 
     def by_weights(self) -> None:
         """The best branches for what the weights lack."""
