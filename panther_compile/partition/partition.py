@@ -119,7 +119,8 @@ def partition_model(
             or 8, as is predicted to be fastest.
 
     Raises:
-        CaptureError: no graph can be read; the message names the construct.
+        CaptureError: no graph can be read; the message names the construct, or what it does not run on.
+        ConfigError, ConfigTypeError: an option is none of what is wanted, or of another type.
         MeshError: the mesh does not multiply to the devices, or the schedule cannot run on it; or cp does not
             divide what the model attends to.
         StageCountError: more stages than places to cut.
@@ -127,6 +128,7 @@ def partition_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    _check_lists(boundaries=boundaries)
     if isinstance(recompute, bool):
         recompute = "full" if recompute else "none"
     _check_choices(
@@ -150,6 +152,7 @@ def partition_model(
         raise MeshError(
             f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
         )
+    fixed = None if mesh is None else Mesh.read(mesh, devices)
     places = _read_places(hardware, mesh, profile)
     chosen = slowest_of(places)
     _check_products(products, keeps, places, profile)
@@ -177,7 +180,6 @@ def partition_model(
         master_weights=master_weights,
         context_parallel=_read_contexts(context_parallel, mesh),
     )
-    fixed = None if mesh is None else Mesh.read(mesh, devices)
     costs = Costs(
         chosen,
         training,
@@ -240,6 +242,8 @@ def _read_places(
     """The hardware of all devices, or of each place along the pipeline where they differ."""
     if isinstance(hardware, Hardware | str):
         return (find_hardware(hardware),)
+    if not isinstance(hardware, Sequence):
+        raise ConfigTypeError(f"hardware={hardware!r}; it must be a preset, a Hardware, or a list of such")
     if not hardware or not all(isinstance(one, Hardware | str) for one in hardware):
         raise ConfigError(f"hardware={hardware!r}; it must be presets or Hardware, one for each place")
     if mesh is None:
@@ -316,10 +320,18 @@ def _with_samples(example_inputs: Any, samples: int) -> Any:
     return pytree.tree_map(resize, example_inputs)
 
 
+def _check_lists(**options: object) -> None:
+    """Refuse what is no list, where several are asked for."""
+    for name, given in options.items():
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise ConfigTypeError(f"{name}={given!r}; it must be a list")
+
+
 def _check_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> None:
     """Refuse sizes of microbatches that are none, or that nothing makes comparable."""
     if sizes is None:
         return
+    _check_lists(microbatch_sizes=sizes)
     if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise MeshError(f"microbatch_sizes={sizes!r}; it must be whole numbers, 1 or more")
     if global_batch is None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from panther_compile.errors import MeshError
+from panther_compile.errors import ConfigTypeError, MeshError
 
 # As devices are numbered, the slowest first; and those of what `parallelize_model` runs.
 AXES = ("dp", "pp", "cp", "tp")
@@ -35,7 +35,11 @@ class Mesh:
             mesh: size of each axis.
             devices: that it must multiply to, if given.
         """
-        unknown = sorted(set(mesh) - set(AXES))
+        if not isinstance(mesh, Mapping):
+            raise ConfigTypeError(
+                f"mesh is a {type(mesh).__name__}, wanted a mapping from axes to sizes: {{'dp': 1, 'pp': 4}}"
+            )
+        unknown = sorted(set(mesh) - set(AXES), key=str)
         if unknown:
             raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp', 'cp' and 'tp'")
         for axis, size in mesh.items():

@@ -9,6 +9,7 @@ from torch import nn
 
 from panther_compile import Hardware, partition_model
 from panther_compile.errors import (
+    CaptureError,
     ConfigError,
     ConfigTypeError,
     MeshError,
@@ -151,6 +152,28 @@ def test_a_mesh_that_does_not_fit_is_refused():
         cut(schedule="interleaved", microbatches=3)
     with pytest.raises(MeshError, match="needs schedule='interleaved'"):
         cut(stages_per_device=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mesh": 4}, "mesh is a int, wanted a mapping"),
+        ({"mesh": ("pp", 2), "hardware": ["cpu", "cpu"]}, "mesh is a tuple, wanted a mapping"),
+        ({"mesh": {"pp": 2}, "hardware": 3}, "hardware=3; it must be a preset"),
+        ({"mesh": {"pp": 2}, "boundaries": "0"}, "boundaries='0'; it must be a list"),
+        ({"mesh": {"dp": 2}, "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"devices": 2, "microbatch_sizes": 2}, "microbatch_sizes=2; it must be a list"),
+    ],
+)
+def test_options_of_another_type_are_refused(options, text):
+    with pytest.raises(ConfigTypeError, match=text):
+        partition_model(nn.Linear(8, 8), torch.randn(4, 8), **{"hardware": "cpu", **options})
+
+
+@pytest.mark.parametrize("given", [None, 3, torch.randn(4, 3)])
+def test_an_example_that_the_model_does_not_run_on_is_refused(given):
+    with pytest.raises(CaptureError, match=r"does not run on example_inputs: (Type|Runtime)Error"):
+        partition_model(nn.Sequential(nn.Linear(8, 8)), given, mesh={"pp": 1}, hardware="cpu")
 
 
 def test_more_stages_than_operations_are_refused():

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from panther_compile.errors import CaptureError
+from panther_compile.errors import CaptureError, first_line
 from panther_compile.factorization.cost import Product
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
@@ -130,7 +130,18 @@ def observe(captured: Captured) -> dict[fx.Node, Observed]:
         if any(value.device.type == "meta" for value in captured.example):
             raise CaptureError(f"the graph does not run on the meta device: {error}") from error
         with buffers_kept(captured.graph_module):
-            return _run(captured, captured.example, None)
+            return _run_example(captured)
+
+
+def _run_example(captured: Captured) -> dict[fx.Node, Observed]:
+    try:
+        return _run(captured, captured.example, None)
+    # The model's code runs here, on what the user gave it, and may raise anything.
+    except Exception as error:
+        raise CaptureError(
+            f"the graph, read by {captured.route}, does not run on example_inputs: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _run(
