@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.util
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -43,6 +44,8 @@ def runtime_alone(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _seed():
+    if "onnx_models" in sys.modules:  # else the order of the tests would decide what its models are
+        sys.modules["onnx_models"].reseed()
     # Without a GPU torch.manual_seed keeps the whole stack of its caller, for when one may be started.
     (torch.manual_seed if HAS_CUDA else torch.default_generator.manual_seed)(0)
 

@@ -87,6 +87,11 @@ def reasons(report):
     return {line.name: line.reason for line in report.plan.layers if line.choice is None}
 
 
+def reseed():
+    """Draw the same numbers again."""
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def random(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 

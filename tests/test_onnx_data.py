@@ -22,7 +22,6 @@ ALL = {"include": "*", "min_params": 0}
 
 @pytest.fixture(autouse=True)
 def _same_numbers_in_any_order(monkeypatch):
-    monkeypatch.setattr("onnx_models.RNG", np.random.default_rng(0))
     monkeypatch.setattr(f"{__name__}.RNG", np.random.default_rng(1))
 
 

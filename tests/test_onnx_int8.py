@@ -38,7 +38,8 @@ def test_sketch_and_int8(tmp_path):
     # Each product, those of the head that stays dense too.
     assert kinds(target)["MatMulInteger"] == len(report.plan.sketched) * 2 + 1
     assert kinds(target)["MatMul"] == 0
-    assert report.sketched_bytes == target.stat().st_size < 0.5 * plain.stat().st_size
+    # A pair of one rank stores more numbers than the pivoted form of the plain file, a byte each.
+    assert report.sketched_bytes == target.stat().st_size < 0.47 * plain.stat().st_size
     # What is reported is what the int8 file computes.
     found, wanted = run(target, data[-1])[0], run(source, data[-1])[0]
     assert report.output_errors["y"] == pytest.approx(far(found, wanted), rel=1e-4)
@@ -132,7 +133,7 @@ def test_export(tmp_path, model):
     assert closeness.grade == "good"
     assert closeness.inputs == "4 batches of the data"
     assert kinds(path)["MatMulInteger"] == 4
-    assert path.stat().st_size < 0.5 * plain.stat().st_size
+    assert path.stat().st_size < 0.45 * plain.stat().st_size
     wanted = small(data[0]).detach().numpy()
     assert far(run(path, data[0].numpy())[0], wanted) < 0.05
     assert sorted(one.name for one in tmp_path.iterdir()) == ["int8.onnx", "plain.onnx"]
