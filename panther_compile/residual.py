@@ -27,8 +27,8 @@ from panther_compile.errors import (
     SelectorError,
     SketchQualityWarning,
     TeacherMismatchError,
-    WeightError,
 )
+from panther_compile.factorization.values import check_loaded, check_values
 from panther_compile.layers.base import SketchedLayer, check_rank, copy_into
 from panther_compile.layers.residual import MADE_FOR, MADE_FOR_BYTES, ResidualLinear, matrix_of
 from panther_compile.models.batches import Call, Data, judged_of, learnt_of, record_calls, spread_out
@@ -304,13 +304,10 @@ def _twins(quantized: nn.Module, dense: nn.Module) -> dict[str, nn.Linear]:
         if _size_of(layer) != (twin.out_features, twin.in_features):
             raise TeacherMismatchError(f"{name} is {layer}, and {twin} in the dense model")
         for which, one in (("quantized", layer), ("dense", twin)):
-            if any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers())):
-                raise WeightError(
-                    f"{name} of the {which} model is on the meta device: load its weights first"
-                )
+            for tensor in (*one.parameters(), *one.buffers()):
+                check_loaded(tensor, f"{name} of the {which} model")
         matrix = matrix_of(layer, twin.weight)
-        if not bool(torch.isfinite(matrix).all()):
-            raise WeightError(f"the weight of {name}, {layer}, holds NaN or Inf")
+        check_values(matrix, f"the weight of {name}, {layer},")
         if not torch.equal(matrix, twin.weight):
             found[name] = twin
     if not found:

@@ -403,9 +403,9 @@ def test_one_by_one_needs_data(tmp_path):
         ([random(4, 48), random(0, 48)], DataError, r"batch 1 of data is empty, x \(0, 48\)"),
         ([np.ma.masked_less(random(4, 48), 0)], DataError, "input 'x' is a masked array"),
         ([torch.zeros(4, 48, dtype=torch.bfloat16)], DataError, "is bfloat16, wanted float32"),
-        ([torch.zeros(4, 48).to_sparse()], DataError, "is a tensor that is sparse, wanted a dense one"),
-        ([torch.zeros(4, 48, device="meta")], DataError, "is a tensor that is on the meta device"),
-        ([torch.nested.nested_tensor([torch.zeros(2, 48)])], DataError, "is a tensor that is nested"),
+        ([torch.zeros(4, 48).to_sparse()], DataError, "is a sparse tensor, wanted a dense one"),
+        ([torch.zeros(4, 48, device="meta")], DataError, "is a tensor on the meta device"),
+        ([torch.nested.nested_tensor([torch.zeros(2, 48)])], DataError, "is a nested tensor"),
     ],
 )
 def test_bad_data_is_told(data, kind, message, tmp_path):

@@ -253,7 +253,7 @@ def test_constants_that_torch_does_not_have(tmp_path):
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     onnx.save(model, tmp_path / "in.onnx")
     report, _ = sketched(tmp_path / "in.onnx", [rows(64)], "out.onnx", include="w")
-    assert report.plan.route.endswith("alone: torch has no STRING, of which names is")
+    assert report.plan.route.endswith("alone: names is of dtype STRING, which torch lacks")
 
 
 def test_no_other_input_than_attention_mask_says_what_counts(tmp_path):

@@ -25,7 +25,7 @@ from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, check_batches, study_layers
 from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigError
+from panther_compile.errors import ConfigError, some_names
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
@@ -41,7 +41,6 @@ from panther_compile.shelf import Shelf
 
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
 WORTH_TRYING = 1.1
-_MOST_NAMED = 6  # layers in an error; more are counted
 _OF_GROUPS = 4  # one in so many of the held-out batches tries groups, as there are many
 
 
@@ -190,9 +189,8 @@ def _check_sharing(studied: Studied, plan: SketchPlan) -> None:
         else:
             able, what = any(group.issuperset(sharing) for group in groups), "have other inputs on this data"
         if not able:
-            others = [name for name in sharing if name != line.name]
-            named = ", ".join(others) if len(others) <= _MOST_NAMED else f"{len(others)} others"
-            raise ConfigError(f"the plan has {line.name} share a factor with {named}, which {what}")
+            others = some_names(name for name in sharing if name != line.name)
+            raise ConfigError(f"the plan has {line.name} share a factor with {others}, which {what}")
 
 
 def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPlan:

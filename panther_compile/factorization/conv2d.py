@@ -25,9 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.errors import ConfigError, RankError, WeightError
+from panther_compile.errors import ConfigError, RankError
 from panther_compile.factorization.candidates import Candidate, LinearCandidate, kept_energies
 from panther_compile.factorization.factorize import factorize, singular_values
+from panther_compile.factorization.values import check_values
 
 SCHEMES = ("channel", "spatial", "tucker2", "basis")
 _HOOI_SWEEPS = 3
@@ -380,9 +381,5 @@ def _grouped(kernel: Tensor, groups: int) -> Tensor:
 
 def _checked(weight: Tensor) -> Tensor:
     """The weight in float64."""
-    if weight.is_meta:
-        raise WeightError(f"weight {tuple(weight.shape)} is on the meta device and has no values")
-    work = weight.double()
-    if not bool(work.isfinite().all()):
-        raise WeightError(f"weight {tuple(weight.shape)} holds NaN or Inf")
-    return work
+    check_values(weight, f"weight of shape {tuple(weight.shape)}")
+    return weight.double()

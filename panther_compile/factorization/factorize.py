@@ -19,6 +19,7 @@ from torch import Tensor
 
 from panther_compile.errors import ConfigError, RankError, WeightError
 from panther_compile.factorization.sketches import check_sketch_kind, make_sketch
+from panther_compile.factorization.values import check_values
 
 # O out_features, I in_features, r rank, s sketch columns, p probes
 
@@ -285,12 +286,6 @@ def _norm(matrix: Tensor) -> float:
 def _check_values(weight: Tensor) -> None:
     """Raise WeightError unless the weight holds finite real floating numbers."""
     found = f"weight of shape {tuple(weight.shape)} and dtype {weight.dtype}"
-    if weight.is_meta:
-        raise WeightError(f"{found} is on the meta device and has no values")
     if not weight.is_floating_point() or weight.numel() == 0:
         raise WeightError(f"{found}, wanted a real floating dtype and at least one entry")
-    if weight.element_size() == 1:  # float8 has no isfinite
-        weight = weight.float()
-    if not bool(weight.isfinite().all()):
-        bad = int((~weight.isfinite()).sum())
-        raise WeightError(f"{found} holds {bad} NaN or Inf")
+    check_values(weight, found)

@@ -16,6 +16,7 @@ from panther_compile.errors import (
     RankError,
     WeightError,
 )
+from panther_compile.factorization.values import check_loaded, check_values
 
 Spec = dict[str, Any]
 
@@ -264,10 +265,10 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
                 raise WeightError(
                     f"{full} is a {type(parameter).__name__}: {action} before it is quantized or sharded"
                 )
-            if parameter.is_meta and (numbers or any("_hf_hook" in vars(part) for part in layer.modules())):
-                raise WeightError(f"{full} is on the meta device: load the weights first")
-            if numbers and not bool(torch.isfinite(parameter).all()):
-                raise WeightError(f"{full} holds NaN or Inf")
+            if numbers:
+                check_values(parameter, full)
+            elif any("_hf_hook" in vars(part) for part in layer.modules()):
+                check_loaded(parameter, full)
 
 
 def check_rank(rank: int, largest: int, what: str) -> None:

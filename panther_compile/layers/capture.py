@@ -31,9 +31,10 @@ def is_captured() -> bool:
 
 
 def kept_whole(layer: nn.Module, first: Any, *others: Any) -> Any:
-    """The node that calls a layer, where `torch.fx` traces a model of it; None anywhere else.
+    """The node that calls a layer where `torch.fx` traces a model that holds it; None anywhere else.
 
-    So are the layers of torch.nn kept whole, one of which it stands for: no tracer can follow them.
+    A tracer keeps the layers of torch.nn whole. What stands in the place of one is kept whole too, since no
+    tracer can follow its forward.
 
     Args:
         layer: whose forward is called.

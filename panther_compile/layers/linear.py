@@ -11,10 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, RankError, WeightError
+from panther_compile.errors import ConfigError, RankError
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.factorize import factorize, probe_error
 from panther_compile.factorization.pivot import from_pivoted, split_at, to_pivoted
+from panther_compile.factorization.values import check_loaded
 from panther_compile.kernels import reference
 from panther_compile.kernels.factor_set import Factors
 from panther_compile.layers.base import (
@@ -198,8 +199,7 @@ class SketchedLinear(LinearReplacement):
             if rank == 0:
                 raise RankError(f"{what}: {ratio=}, but rank 1 stores more")
         check_rank(rank, min(weight.shape), what)
-        if weight.is_meta:
-            raise WeightError(f"{what}: the weight is on the meta device")
+        check_loaded(weight, f"{what}: the weight")
         generator = torch.Generator(weight.device).manual_seed(seed)
         factors = factorize(weight, rank, method=method, sketch=sketch, generator=generator)
         new = cls.from_factors(

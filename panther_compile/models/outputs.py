@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from panther_compile.errors import DataError
 from panther_compile.models.rows import kept_rows
 
 LOGITS = "logits"
@@ -42,6 +43,13 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor has its numbers in rows: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def check_dense(tensor: Tensor, what: str) -> None:
+    """Raise DataError if a tensor is sparse or nested; `what` names it in the error."""
+    if not is_dense(tensor):
+        kind = "nested" if tensor.is_nested else "sparse"
+        raise DataError(f"{what} is a {kind} tensor, wanted a dense one")
 
 
 def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | None = None) -> float:

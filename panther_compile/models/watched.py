@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.errors import ConfigTypeError, DataError
-from panther_compile.models.outputs import is_dense
+from panther_compile.errors import ConfigTypeError
+from panther_compile.models.outputs import check_dense
 from panther_compile.models.substitute import copied, held_tensors, written_tensors
 
 OnInput = Callable[[str, Tensor], None]
@@ -46,9 +46,8 @@ class Watched(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the layer; its input is the first argument, or given by the name that it has there."""
         x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else next(iter(kwargs))]
-        if isinstance(x, Tensor) and not is_dense(x):
-            kind = "nested" if x.is_nested else "sparse"
-            raise DataError(f"a {kind} tensor reaches {self.watched_name or 'the model'}, wanted a dense one")
+        if isinstance(x, Tensor):
+            check_dense(x, f"what reaches {self.watched_name or 'the model'}")
         if self.on_input is not None:
             self.on_input(self.watched_name, x)
         if self.instead is not None:

@@ -126,7 +126,7 @@ class OnnxModule(nn.Module):
             tensor = ir.convenience.get_const_tensor(value)
             assert tensor is not None
             if tensor.dtype not in _TYPES:
-                raise UnknownOperatorError(f"torch has no {tensor.dtype.name}, of which {value.name} is")
+                raise UnknownOperatorError(f"{value.name} is of dtype {tensor.dtype.name}, which torch lacks")
             # A parameter, not a buffer: copies of the module share parameters, and copy buffers.
             self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
 

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-import torch
 from torch import Tensor
 
 from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import spread_out
+from panther_compile.models.outputs import check_dense
 from panther_compile.onnx.branches import handing_out
 from panther_compile.onnx.files import saved_copy
 from panther_compile.onnx.verify import RUNTIME_ERRORS, has_sizes, load_session, numpy_dtype
@@ -182,7 +182,7 @@ def _array(given: np.ndarray | Tensor, where: str) -> np.ndarray:
         raise DataError(f"{where} is a masked array, wanted one whose numbers all count")
     if not isinstance(given, Tensor):
         return np.asarray(given)
-    if given.is_meta or given.is_nested or given.layout is not torch.strided:
-        kind = "on the meta device" if given.is_meta else "nested" if given.is_nested else "sparse"
-        raise DataError(f"{where} is a tensor that is {kind}, wanted a dense one")
+    if given.is_meta:
+        raise DataError(f"{where} is a tensor on the meta device, wanted numbers")
+    check_dense(given, where)
     return given.numpy(force=True)

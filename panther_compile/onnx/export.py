@@ -22,9 +22,9 @@ from panther_compile.errors import (
     DataError,
     OnnxExportError,
     PantherError,
-    WeightError,
     first_line,
 )
+from panther_compile.factorization.values import check_loaded
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
@@ -227,8 +227,7 @@ def _check_arguments(model: object, args: object, opset: int) -> None:
     if not OLDEST_EXPORT_OPSET <= opset <= newest:
         raise ConfigError(f"opset={opset}, wanted {OLDEST_EXPORT_OPSET} to {newest}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise WeightError(f"{name} is on the meta device: load the weights before exporting")
+        check_loaded(tensor, name)
 
 
 def _export(

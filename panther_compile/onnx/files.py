@@ -141,11 +141,10 @@ def stored_bytes(model: ir.Model, path: Path) -> int:
     return path.stat().st_size + beside
 
 
-def check_target(target: Path, *sources: ir.Model) -> None:
-    """Check, before any work is done, that a file can be written, and that no source has its weights there.
+def check_target(target: Path) -> None:
+    """Check, before any work is done, that a file can be written.
 
     Raises:
-        ConfigError: one has.
         OnnxFileError: it is a folder, or its own is missing or cannot be written into.
     """
     try:
@@ -154,6 +153,10 @@ def check_target(target: Path, *sources: ir.Model) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     except OSError as error:
         raise OnnxFileError(f"cannot write {target}: {error}") from error
+
+
+def check_apart(target: Path, *sources: ir.Model) -> None:
+    """Raise ConfigError if a model that was read has its weights in the file that is to be written."""
     for tensor in (one for model in sources for one in _stored(model)):
         if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path).resolve() == target.resolve():
             raise ConfigError(f"target={str(target)!r} holds weights of the source, wanted another file")

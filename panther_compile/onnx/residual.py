@@ -23,7 +23,7 @@ from panther_compile.layers.base import check_rank
 from panther_compile.models.batches import judged_of, learnt_of
 from panther_compile.models.rows import kept_rows
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
-from panther_compile.onnx.files import check_target, read_model, stored_bytes, write_model
+from panther_compile.onnx.files import check_apart, check_target, read_model, stored_bytes, write_model
 from panther_compile.onnx.lowering import GraphWriter, added_bias, shift_constant
 from panther_compile.onnx.quantized import Product, dense_products, quantized_products, twins_of
 from panther_compile.onnx.verify import compare_files, kept_in
@@ -82,8 +82,9 @@ def add_residual_onnx(
         checked_path(one, name)
         for one, name in ((quantized, "quantized"), (dense, "dense"), (target, "target"))
     )
+    check_target(target)
     model, source = read_model(low_path), read_model(dense_path)
-    check_target(target, model, source)
+    check_apart(target, model, source)
     sizes = stored_bytes(source, dense_path), stored_bytes(model, low_path)
     products = quantized_products(model, target.parent)
     twins = twins_of(products, dense_products(source))

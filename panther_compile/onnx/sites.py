@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.config import Selector, SketchConfig, selectors, selects
-from panther_compile.errors import SelectorError, WeightError
+from panther_compile.errors import SelectorError
+from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
@@ -259,9 +260,7 @@ def _form(kind: Kind) -> OnnxForm:
 
 def _as_module(weight: OnnxWeight, form: OnnxForm) -> nn.Module | str:
     tensor, use = to_torch(weight.tensor), weight.uses[0]
-    bad = int((~tensor.isfinite()).sum())
-    if bad:
-        raise WeightError(f"{weight.name} holds {bad:,} NaN or Inf among {tensor.numel():,} numbers")
+    check_values(tensor, weight.name)
     tensor = tensor.t() if use.linear_is_transposed else tensor
     return form.build(tensor, {name: attribute.value for name, attribute in use.node.attributes.items()})
 

@@ -18,7 +18,7 @@ from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, 
 from panther_compile.healing.report import HealReport
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
-from panther_compile.onnx.files import check_target, read_model, stored_bytes, write_model
+from panther_compile.onnx.files import check_apart, check_target, read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.int8 import (
@@ -238,7 +238,7 @@ def _sketched(
 ) -> OnnxReport:
     """The stages: read, find, plan and fit, sketch what is left, write and compare."""
     model = read_model(source)
-    check_target(target, model)
+    check_apart(target, model)
     before = stored_bytes(model, source)
     fold_made_weights(model)
     if then == "int8":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -46,6 +46,47 @@ class Options:
     activation_checkpointing: str | float
     sync_batchnorm: bool
     broadcast: bool
+
+    @classmethod
+    def of(
+        cls,
+        part: Partition,
+        *,
+        data_parallel: str | None,
+        schedule: str | None,
+        reshard_after_forward: bool | None,
+        shard_size: int | None,
+        activation_checkpointing: str | float | None,
+        **others: Any,
+    ) -> Self:
+        """The options as they are given, and as the plan has them where that is left to it.
+
+        Args:
+            part: the plan.
+            data_parallel: "auto" is the plan's, and so are the next two then, where they are None.
+            schedule: None is the plan's.
+            reshard_after_forward: see `data_parallel`.
+            shard_size: likewise.
+            activation_checkpointing: None is the plan's.
+            others: taken as they are.
+        """
+        if data_parallel == "auto":
+            chosen = replication_of(part)
+            data_parallel = chosen.data_parallel
+            if data_parallel == "fsdp":
+                shard_size = chosen.shard_size if shard_size is None else shard_size
+                if reshard_after_forward is None:
+                    reshard_after_forward = chosen.reshard_after_forward
+        return cls(
+            data_parallel=data_parallel,
+            schedule=part.schedule if schedule is None else schedule,
+            reshard_after_forward=reshard_after_forward,
+            shard_size=shard_size,
+            activation_checkpointing=part.recompute
+            if activation_checkpointing is None
+            else activation_checkpointing,
+            **others,
+        )
 
     def as_record(self) -> dict[str, Any]:
         """As JSON takes it, to compare with other ranks."""

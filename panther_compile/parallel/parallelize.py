@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from panther_compile.errors import ConfigTypeError, ParallelError
-from panther_compile.parallel.activation_checkpointing import checkpoint_unit
 from panther_compile.parallel.agreement import (
     check_agreement,
     check_process_group,
@@ -17,27 +16,17 @@ from panther_compile.parallel.agreement import (
     find_timeout,
     named_failures,
 )
-from panther_compile.parallel.batch_norms import check_batch_norms, synchronize_batch_norms
-from panther_compile.parallel.crossing import CrossingTensors
-from panther_compile.parallel.devices import Devices, check_axes, lay_out, place_stages
-from panther_compile.parallel.engine import ParallelEngine, Runner, Task
+from panther_compile.parallel.batch_norms import check_batch_norms
+from panther_compile.parallel.devices import check_axes, lay_out, place_stages
+from panther_compile.parallel.engine import ParallelEngine, Task
 from panther_compile.parallel.losses import weighted_loss
 from panther_compile.parallel.model_state import Names, held_parameters
-from panther_compile.parallel.options import Options, replication_of
-from panther_compile.parallel.pipeline import Pipeline
-from panther_compile.parallel.replicas import (
-    broadcast_tensors,
-    check_uniform,
-    find_shared,
-    replicate,
-    shard_replicas,
-)
-from panther_compile.parallel.stage_module import StageModule, find_graph_mode, find_row_mixing
-from panther_compile.parallel.tensor import parameter_layouts, shard_stage, share_random_state
-from panther_compile.parallel.units import find_module_units
-from panther_compile.parallel.whole_model import GraphModel, OneModule
+from panther_compile.parallel.options import Options
+from panther_compile.parallel.rank_modules import make_modules, stages_of_shared, trains_own_modules
+from panther_compile.parallel.replicas import broadcast_tensors
+from panther_compile.parallel.stage_module import find_row_mixing
+from panther_compile.parallel.tensor import parameter_layouts
 from panther_compile.partition import Partition, StagedModel
-from panther_compile.partition.graph.reached import unreached_parameters
 
 
 def parallelize_model(
@@ -119,18 +108,10 @@ def parallelize_model(
     check_axes(part.mesh)
     device = _find_device(model)
     check_process_group(device)
-    if activation_checkpointing is None:
-        activation_checkpointing = part.recompute
-    if data_parallel == "auto":
-        chosen = replication_of(part)
-        data_parallel = chosen.data_parallel
-        if data_parallel == "fsdp":
-            shard_size = chosen.shard_size if shard_size is None else shard_size
-            if reshard_after_forward is None:
-                reshard_after_forward = chosen.reshard_after_forward
-    options = Options(
+    options = Options.of(
+        part,
         data_parallel=data_parallel,
-        schedule=part.schedule if schedule is None else schedule,
+        schedule=schedule,
         reshard_after_forward=reshard_after_forward,
         shard_size=shard_size,
         units=None if units is None else tuple(units),
@@ -152,143 +133,40 @@ def parallelize_model(
         places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
         if loss_fn is not None:
             _check_held(part, places)
-        is_own = part.mesh.pp == part.mesh.tp == 1
         if sync_batchnorm:
-            check_batch_norms(model, graphs, is_own=is_own)
+            check_batch_norms(model, graphs, is_own=trains_own_modules(part))
         _check_tensors(model, staged)
         devices = lay_out(part.mesh, device, find_timeout(device))
         if broadcast:
             broadcast_tensors([model])
-        shared = {parameter.name: parameter.stages for parameter in part.shared}
-        unreached = unreached_parameters(part.captured)
-        names, dtype = _names(model, staged, is_own=is_own), _loss_dtype(model)
-        # Of graphs as every rank has them; stages write into those of their own.
-        policy = mp_policy if part.mesh.dp > 1 else None
-        crossing = CrossingTensors(graphs, part, policy) if part.mesh.pp > 1 else None
-        stages: Mapping[int, nn.Module]
-        graph_stages: dict[int, StageModule] = {}
-        if is_own:
-            stages = {0: model}
-            _prepare_tree(model, part, options, devices)
-        else:
-            mode = find_graph_mode(graphs)
-            divide = data_parallel == "fsdp" or activation_checkpointing != "none"
-            stages = graph_stages = {
-                index: StageModule(
-                    _of_rank(graph, part, index, options, devices),
-                    mode,
-                    index,
-                    divide=divide,
-                    unreached=unreached,
-                )
-                for index, graph in enumerate(graphs)
-                if places[index] == devices.pp
-            }
-            for stage in graph_stages.values():
-                _prepare_stage(stage, part, options, devices)
-        if part.mesh.tp > 1:
-            share_random_state(device, devices.group("tp"))
-        sums = find_shared(shared, places, graph_stages, devices)
-        form = part.captured.form
+        names, dtype = _names(model, staged, is_own=trains_own_modules(part)), _loss_dtype(model)
         loss = weighted_loss(loss_fn) if loss_fn is not None else None
-        module: nn.Module
-        runner: Runner
-        if crossing is not None:
-            module = nn.ModuleList(graph_stages.values())
-            runner = Pipeline(graph_stages, places, part, devices, options.schedule, loss, crossing)
-        else:
-            module = model if is_own else GraphModel(graph_stages[0], form)
-            if data_parallel == "ddp" and part.mesh.dp > 1:
-                finds = find_unused_parameters
-                if finds is None:
-                    finds = bool(part.unused or unreached)
-                module = replicate(module, devices, find_unused_parameters=finds)
-            keeps_whole = data_parallel == "fsdp" and not options.reshards(part)
-            runner = OneModule(module, form, loss, keeps_whole=keeps_whole)
+        modules = make_modules(model, graphs, part, options, places, devices, loss)
     return ParallelEngine(
-        module,
+        modules.outermost,
         devices=devices,
-        stages=stages,
-        runner=runner,
+        stages=modules.stages,
+        runner=modules.runner,
         task=Task(
-            form=form,
+            form=part.captured.form,
             inputs=part.stages[0].inputs,
             microbatches=part.microbatches,
             loss=loss,
             count_tokens=count_tokens,
             mixes_rows=mixing,
-            any_shape=is_own,
+            any_shape=trains_own_modules(part),
             dtype=dtype,
             unread=frozenset(part.unused),
-            in_step=data_parallel == "fsdp" or sync_batchnorm,
+            in_step=options.data_parallel == "fsdp" or sync_batchnorm,
         ),
         last_place=places[-1],
-        shared=sums,
-        owned=_owned(stages, shared),
+        shared=modules.shared,
+        owned=_owned(modules.stages, stages_of_shared(part)),
         names=names,
         layouts={name: layout for name, layout in parameter_layouts(part).items() if layout is not None},
-        along_tp=sorted({one.kind for one in part.collectives if one.stage in stages}),
-        averages=data_parallel == "ddp" and part.mesh.dp > 1 and part.mesh.pp > 1,
+        along_tp=sorted({one.kind for one in part.collectives if one.stage in modules.stages}),
+        averages=options.data_parallel == "ddp" and part.mesh.dp > 1 and part.mesh.pp > 1,
     )
-
-
-def _prepare_tree(model: nn.Module, part: Partition, options: Options, devices: Devices) -> None:
-    """Shard the user's own modules, and let them be computed again, in place."""
-    if options.sync_batchnorm and part.mesh.dp > 1:
-        synchronize_batch_norms(model, devices.group("dp").group_name)
-    sharded = options.data_parallel == "fsdp" and part.mesh.dp > 1
-    mode = options.activation_checkpointing
-    if not sharded and mode == "none":
-        return
-    units = find_module_units(model, part.captured.graph_module, options.units)
-    if mode != "none":
-        for unit in units:
-            if unit.is_whole and unit.is_repeatable:
-                checkpoint_unit(model.get_submodule(unit.name), mode, part.hardware.device)
-    if sharded:
-        _shard_units(model, [model.get_submodule(unit.name) for unit in units], part, options, devices)
-
-
-def _prepare_stage(stage: StageModule, part: Partition, options: Options, devices: Devices) -> None:
-    """Shard the units of a stage, and let them be computed again, in place."""
-    mode = options.activation_checkpointing
-    for name, unit in stage.units():
-        if name in stage.recomputed or mode != "none":
-            own = "full" if name in stage.recomputed else mode
-            checkpoint_unit(unit, own, part.hardware.device)
-    if options.data_parallel == "fsdp" and part.mesh.dp > 1:
-        held = [unit for _, unit in stage.units() if next(unit.parameters(), None) is not None]
-        _shard_units(stage, held, part, options, devices)
-
-
-def _shard_units(
-    root: nn.Module, units: Sequence[nn.Module], part: Partition, options: Options, devices: Devices
-) -> None:
-    check_uniform(root, units)
-    shard_replicas(
-        root,
-        units,
-        devices,
-        shard_size=options.shard_size,
-        reshard_after_forward=options.reshards(part),
-        mp_policy=options.mp_policy,
-        offload_policy=options.offload_policy,
-    )
-
-
-def _of_rank(
-    graph: fx.GraphModule, part: Partition, index: int, options: Options, devices: Devices
-) -> fx.GraphModule:
-    """A stage with this rank's shards of its parameters, as plain tensors of its own.
-
-    Everything behind this (DDP, `fully_shard`, sums over the dp axis and over stages) works on whatever
-    parameters the graph holds.
-    """
-    if part.mesh.tp > 1:
-        graph = shard_stage(graph, part, index, devices.group("tp"))
-    if options.sync_batchnorm and part.mesh.dp > 1:
-        synchronize_batch_norms(graph, devices.group("dp").group_name)
-    return graph
 
 
 def _find_device(model: nn.Module) -> torch.device:

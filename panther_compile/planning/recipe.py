@@ -216,7 +216,7 @@ def _check_linked(lines: Sequence[LayerPlan]) -> None:
 
 
 def follow_couplings(plan: SketchPlan, couplings: Iterable[Coupling]) -> SketchPlan:
-    """The plan for layers that data show to be coupled: ranks of narrow ones as given, numbers anew.
+    """The plan where data show which layers are coupled: narrow ranks as given, numbers counted anew.
 
     Args:
         plan: of `follow`.

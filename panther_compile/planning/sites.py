@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.config import Selector, SketchConfig, selectors, selects
-from panther_compile.errors import ConfigTypeError, SelectorError, WeightError, WrappedModelError
+from panther_compile.errors import ConfigTypeError, SelectorError, WrappedModelError
+from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import is_adapter
 from panther_compile.kinds.plain_form import plain_form
@@ -190,13 +190,8 @@ def check_weights(found: Found, *, meta_allowed: bool) -> None:
     for layer_name, layer in layers:
         for name, parameter in layer.named_parameters():
             where = f"{layer_name}.{name}" if layer_name else name
-            if parameter.is_meta:
-                if meta_allowed:
-                    continue
-                raise WeightError(f"{where} is on the meta device: load the weights before sketching")
-            if not bool(torch.isfinite(parameter).all()):
-                bad = int((~torch.isfinite(parameter)).sum())
-                raise WeightError(f"{where} holds {bad:,} NaN or Inf among {parameter.numel():,} numbers")
+            if not (parameter.is_meta and meta_allowed):
+                check_values(parameter, where)
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:

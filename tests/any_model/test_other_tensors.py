@@ -79,7 +79,7 @@ def test_sparse_results_are_not_compared():
     ],
 )
 def test_what_is_not_dense_is_named_where_it_reaches_a_layer(kind, batch):
-    with pytest.raises(DataError, match=f"a {kind} tensor reaches 0, wanted a dense one"):
+    with pytest.raises(DataError, match=f"what reaches 0 is a {kind} tensor, wanted a dense one"):
         sketch(mlp(), data=[batch] * 4)
 
 

@@ -139,7 +139,7 @@ def recompute_of_the_plan(rank):
     limit = (held[True] + 3 * held[False]) // 4
     plan = partition(model, inputs, {"pp": 2}, recompute="auto", memory_per_device=limit)
     assert isinstance(plan.recompute, float)
-    with mock.patch("panther_compile.parallel.parallelize.checkpoint_unit", wraps=checkpoint_unit) as called:
+    with mock.patch("panther_compile.parallel.rank_modules.checkpoint_unit", wraps=checkpoint_unit) as called:
         engine = parallelize_model(model, plan, loss_fn=loss_fn)
     assert {call.args[1] for call in called.call_args_list} == {plan.recompute}
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))

@@ -36,12 +36,12 @@ class StageRequest:
     """What the stages are to be.
 
     Attributes:
-        links: between each stage and the next; so there are len(links) + 1 stages.
-        in_flight: microbatches that each stage holds at once.
-        memory_bytes: that a stage may take; None for no limit.
-        spare_bytes: that each may take beyond that, where devices differ; empty if they do not.
-        parts: devices of a stage that each receive, keep and send a part of what crosses a cut.
-        wanted: vertices of which each stage is to have one; empty if it may have any.
+        links: one between each stage and the next; there are len(links) + 1 stages.
+        in_flight: for each stage, the microbatches that it holds at once.
+        memory_bytes: the most that a stage may take; None for no limit.
+        spare_bytes: for each stage, what it may take beyond `memory_bytes`; empty if devices are alike.
+        parts: the devices of a stage, each of which receives, keeps and sends one part of what crosses a cut.
+        wanted: vertices that are shared out, at least one to a stage; empty if a stage may hold any.
     """
 
     links: tuple[Link, ...]
