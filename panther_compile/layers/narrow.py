@@ -146,6 +146,12 @@ class NarrowLinear(LinearReplacement):
             inner.bias.requires_grad_(old.requires_grad)
         return layer
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Give a copy of `places`: averages that are written into a state dict would round them down."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.places is not None and not keep_vars:
+            destination[f"{prefix}places"] = self.places.clone()
+
     def first_places(self, device: torch.device | str | None = None) -> Tensor:
         """The places of the first K features of each head, int32 `(H K,)`."""
         width = (self.out_features if self.side == "out" else self.in_features) // self.heads

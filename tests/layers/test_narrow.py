@@ -1,5 +1,7 @@
 """NarrowLinear stands for a dense layer with zeros for what it leaves out."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,27 @@ def test_spec_makes_the_same_layer(side, kind):
     held = [*layer.parameters(), *layer.buffers()]
     assert layer.stored_numbers == sum(tensor.numel() for tensor in held)
     assert layer.dense_numbers == 20 * (12 + (layer.bias is not None))
+
+
+def test_averages_over_state_dicts_leave_places_alone():
+    """As timm's ModelEmaV2 makes them, of whole numbers too."""
+    decay = 0.9999
+    layer = NarrowLinear(80, 20, 40, side="in")
+    layer.places = torch.arange(1, 80, 2, dtype=torch.int32)
+    average = copy.deepcopy(layer)
+    for _ in range(3):
+        pairs = zip(average.state_dict().values(), layer.state_dict().values(), strict=True)
+        for mean, now in pairs:
+            mean.copy_(decay * mean + (1.0 - decay) * now)
+    assert torch.equal(average.places, layer.places)
+    with torch.no_grad():
+        layer.narrow.weight.zero_()
+    for mean, now in zip(average.state_dict().values(), layer.state_dict().values(), strict=True):
+        mean.copy_(now)
+    assert average.narrow.weight.count_nonzero() == 0
+    layer.places = layer.places.flip(0)
+    average.load_state_dict(layer.state_dict())
+    assert torch.equal(average.places, layer.places)
 
 
 @pytest.mark.parametrize("side", ["out", "in"])
