@@ -311,9 +311,11 @@ def _twins(quantized: nn.Module, dense: nn.Module) -> dict[str, nn.Linear]:
         if not torch.equal(matrix, twin.weight):
             found[name] = twin
     if not found:
+        branched = sum(isinstance(layer, ResidualLinear) for layer in quantized.modules())
         raise NoTargetError(
             f"no linear layer of {type(quantized).__name__} differs from that of the same name in the dense "
             f"model, {type(dense).__name__}, which has {len(theirs)}: wanted a quantized copy of it"
+            + (f"; {branched} have a branch beside them already" if branched else "")
         )
     return found
 

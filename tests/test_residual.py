@@ -266,6 +266,10 @@ def test_state_dict_and_branches_alone(model):
     assert torch.equal(copy.deepcopy(again)(x), better(x))
     with pytest.raises(NoTargetError):
         pc.residual_report(again)
+    with pytest.raises(
+        NoTargetError, match=f"; {len(low.ups) + len(low.downs)} have a branch beside them already"
+    ):
+        pc.add_residual(better, model, rank=1)
 
 
 def test_branches_can_be_trained_and_compiled(model):

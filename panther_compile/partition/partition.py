@@ -360,5 +360,11 @@ def _check_devices(
             f"microbatches={microbatches} is of each replica; give global_batch= alone where devices= are "
             "divided, and one of the two with mesh="
         )
-    if devices is not None and (not isinstance(devices, int) or devices < 1):
-        raise MeshError(f"devices={devices!r}; it must be a whole number, 1 or more")
+    given = {"devices": devices, "microbatches": microbatches, "global_batch": global_batch}
+    for name, number in given.items():
+        if number is None:
+            continue
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ConfigTypeError(f"{name}={number!r}; it must be a whole number")
+        if number < 1:
+            raise MeshError(f"{name}={number}; it must be 1 or more")

@@ -146,6 +146,8 @@ def test_a_mesh_that_does_not_fit_is_refused():
         cut(mesh={"ep": 2})
     with pytest.raises(MeshError, match=r"mesh\['pp'\] is 0"):
         cut(mesh={"pp": 0})
+    with pytest.raises(MeshError, match="microbatches=0; it must be 1 or more"):
+        cut(mesh={"pp": 2}, microbatches=0)
     with pytest.raises(MeshError, match="give mesh="):
         cut(mesh=None)
     with pytest.raises(MeshError, match=r"groups of pp=2.*microbatches=3"):
@@ -162,6 +164,8 @@ def test_a_mesh_that_does_not_fit_is_refused():
         ({"mesh": {"pp": 2}, "hardware": 3}, "hardware=3; it must be a preset"),
         ({"mesh": {"pp": 2}, "boundaries": "0"}, "boundaries='0'; it must be a list"),
         ({"mesh": {"dp": 2}, "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"devices": 2, "global_batch": "x"}, "global_batch='x'; it must be a whole number"),
+        ({"devices": 2.0}, r"devices=2\.0; it must be a whole number"),
         ({"devices": 2, "microbatch_sizes": 2}, "microbatch_sizes=2; it must be a list"),
     ],
 )
