@@ -27,6 +27,7 @@ if sys.platform != "win32":
     import fcntl
 
 SCRATCH_PREFIX = ".saving-"
+UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
 _LOCK, _IN_USE = ".saving.lock", ".in-use"
 # What a file system without locks answers.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -33,12 +33,11 @@ from panther_compile.models.batches import Call
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
 from panther_compile.shelf import Shelf
-from panther_compile.storage import SCRATCH_PREFIX, checked_path, replace_file
+from panther_compile.storage import UNFINISHED, checked_path, replace_file
 from panther_compile.typed_json import read_record
 
 FORMAT = "panther_compile.calibration 5"
 MANIFEST = "calibration.json"
-_UNFINISHED = (SCRATCH_PREFIX, ".saving.", ".writing-")  # what a writer that was killed has left, of old too
 _PARTS = {"factors": 3, "links": 6}  # tensors of a name
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "cache_ratio", "include", "exclude", "inplace", "progress", "refine")
@@ -100,7 +99,7 @@ class Folder:
         given = {"format": FORMAT, **identity}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            is_empty = all(one.name.startswith(_UNFINISHED) for one in self.path.iterdir())
+            is_empty = all(one.name.startswith(UNFINISHED) for one in self.path.iterdir())
         except OSError as error:
             raise ResumeError(f"resume={str(path)!r} is no folder that can be written: {error}") from error
         kept = self._read_json(MANIFEST)

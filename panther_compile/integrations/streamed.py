@@ -9,7 +9,9 @@ What is written is what `save_pretrained` of the model that `sketchify` makes wo
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -23,7 +25,15 @@ from torch import Tensor, nn
 
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
 from panther_compile.config import Selector, SketchConfig, SketchOptions
-from panther_compile.errors import ConfigError, NoTargetError, ResumeError, check_whole, no_model
+from panther_compile.errors import (
+    CheckpointError,
+    ConfigError,
+    NoTargetError,
+    PantherError,
+    ResumeError,
+    check_whole,
+    no_model,
+)
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.beside import copy_beside
 from panther_compile.integrations.mapped import sketch_mapped
@@ -56,7 +66,7 @@ from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchR
 from panther_compile.reporting.progress import with_progress
 from panther_compile.shelf import freed_given_back
 from panther_compile.sketching import read_config
-from panther_compile.storage import checked_path, flush, scratch_folder
+from panther_compile.storage import UNFINISHED, checked_path, flush, replace_file, scratch_folder
 from panther_compile.typed_json import read_record
 
 _NOT_ASKED = ("progress", "device", "ratio", "include", "exclude")  # of a folder to resume from
@@ -101,7 +111,8 @@ def sketchify_checkpoint(
         ConfigError: an option needs the model to run, the target exists, or see `sketchify`.
         ModelSourceError: the source is no folder of safetensors with a config that transformers knows.
         NoTargetError: nothing in it can be sketched.
-        ResumeError: the folder is of another source or other options.
+        ResumeError: the folder is of another source or other options, or cannot be used.
+        CheckpointError: a file cannot be written, or the target has come to be meanwhile.
         WeightError: a weight holds NaN or Inf.
     """
     given, place = checked_path(source, "source"), checked_path(target, "target")
@@ -109,17 +120,46 @@ def sketchify_checkpoint(
     _check_options(config, with_data=data is not None)
     if plan is not None:
         check_recipe(plan, ratio, None, config)
-    if place.exists():
-        raise ConfigError(f"target={str(target)!r} exists: a new folder is written")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if data is not None:
+    with _put_in_place(given, place) as (scratch, made):
+        if data is not None:
+            return sketch_mapped(given, made, scratch, data, replace(config, inplace=True), plan, resume)
+        return _sketch_unseen(given, made, scratch, config, plan, resume)
+
+
+@contextmanager
+def _put_in_place(source: Path, place: Path) -> Iterator[tuple[Path, Path]]:
+    """A scratch folder, and a place in it for the new folder, which is moved to its own at the end.
+
+    Raises:
+        ConfigError: the target exists.
+        CheckpointError: a file cannot be read or written.
+    """
+    if os.path.lexists(place):
+        raise ConfigError(f"target={str(place)!r} exists: a new folder is written")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(place.parent) as scratch:
             made = scratch / "made"
-            chosen = sketch_mapped(given, made, scratch, data, replace(config, inplace=True), plan, resume)
+            yield scratch, made
+            flush(*(file for file in made.rglob("*") if file.is_file()), made)
             made.rename(place)
         flush(place.parent)
-        return chosen
-    with undisturbed(), freed_given_back(), scratch_folder(place.parent) as scratch:
+    except PantherError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot sketch {source} into {place}: {error}") from error
+
+
+def _sketch_unseen(
+    given: Path,
+    made: Path,
+    scratch: Path,
+    config: SketchConfig,
+    plan: SketchPlan | None,
+    resume: str | PathLike[str] | None,
+) -> SketchPlan:
+    """Sketch by the weights alone, and write the folder of the sketch; see `sketchify_checkpoint`."""
+    with undisturbed(), freed_given_back():
         model = _skeleton(given)
         weights = StoredWeights(given, model)
         check_whole(given, weights.missing(model))
@@ -130,11 +170,8 @@ def sketchify_checkpoint(
         kept = _Work(work, _identity(given, config, plan, found))
         chosen = _planned(model, found, config, plan, route, kept)
         done = _sketched(found, chosen, config, kept)
-        made = scratch / "made"
         made.mkdir()
         _write(made, given, model, weights, kept, done, SketchRecord.after(None, chosen, done.fitted))
-        made.rename(place)
-    flush(place.parent)
     return chosen
 
 
@@ -160,26 +197,31 @@ class _Work:
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         mark = folder / "identity"
-        if not mark.exists() and any(folder.iterdir()):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_empty = all(one.name.startswith(UNFINISHED) for one in folder.iterdir())
+            known = mark.read_bytes() if mark.exists() else None
+        except OSError as error:
+            raise ResumeError(f"resume={str(folder)!r} is no folder that can be used: {error}") from error
+        if known is None and not is_empty:
             raise ResumeError(f"{folder} holds other files: wanted a folder of its own")
-        if mark.exists() and mark.read_text() != identity:
+        if known is not None and known != identity.encode():
             raise ResumeError(f"{folder} is of another source, plan or options")
-        if not mark.exists():
-            _write_text(mark, identity)
+        if known is None:
+            self._write(mark, lambda draft: draft.write_text(identity))
 
     def plan(self) -> SketchPlan | None:
         """The plan, if it is made."""
         file = self._folder / "plan.json"
         try:
             return SketchPlan.from_json(file.read_text()) if file.exists() else None
-        except ConfigError as error:
+        except (ConfigError, OSError, UnicodeDecodeError) as error:
             raise ResumeError(f"{file} was changed: {error}") from error
 
     def keep_plan(self, plan: SketchPlan) -> None:
         """Keep the plan."""
-        _write_text(self._folder / "plan.json", plan.to_json())
+        self._write(self._folder / "plan.json", lambda draft: draft.write_text(plan.to_json()))
 
     def file(self, name: str) -> Path:
         """The file of a layer's factors."""
@@ -187,11 +229,9 @@ class _Work:
 
     def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Keep the factors of a layer, whole or not at all."""
-        file = self.file(name)
-        draft = file.with_suffix(".draft")
         held = {key: value.detach().contiguous() for key, value in tensors.items()}
-        save_file(held, draft, {"record": json.dumps(record)})
-        draft.rename(file)
+        metadata = {"record": json.dumps(record)}
+        self._write(self.file(name), lambda draft: save_file(held, draft, metadata))
 
     def record(self, name: str) -> dict[str, Any] | None:
         """What was kept with the factors; None if there are none."""
@@ -210,11 +250,12 @@ class _Work:
             for key in stream.keys():  # noqa: SIM118
                 yield key, stream.get_tensor(key)
 
-
-def _write_text(file: Path, text: str) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(text)
-    draft.rename(file)
+    def _write(self, file: Path, write: Callable[[Path], object]) -> None:
+        """Write a file, whole or not at all, also where another call works in the folder."""
+        try:
+            replace_file(file, write)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
 def _check_options(config: SketchConfig, *, with_data: bool) -> None:
@@ -424,13 +465,11 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], metadata:
     put()
     if len(shards) == 1:
         (folder / "0.draft").rename(folder / WEIGHTS)
-        flush(folder / WEIGHTS)
         return
     places: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{number}.draft").rename(folder / file)
-        flush(folder / file)
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=1))

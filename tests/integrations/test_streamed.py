@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import panther_compile as pc
 from panther_compile.calibration import calibrate
 from panther_compile.calibration.resume import Folder
-from panther_compile.errors import ConfigError, ModelSourceError, ResumeError, WeightError
+from panther_compile.errors import CheckpointError, ConfigError, ModelSourceError, ResumeError, WeightError
 from panther_compile.integrations import streamed
 
 OPTIONS = {"progress": False, "allow_slower": True, "min_params": 0}
@@ -357,3 +357,52 @@ def test_a_folder_with_other_files_is_not_resumed_into(folder, tmp_path):
     with pytest.raises(ResumeError, match="holds other files"):
         pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=source, **OPTIONS)
     assert not (source / "identity").exists()
+
+
+def test_places_that_cannot_be_written(folder, tmp_path):
+    source, file = folder("vit"), tmp_path / "file"
+    file.touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"cannot sketch .* into .*small"):
+        pc.sketchify_checkpoint(source, file / "small", 0.5, **OPTIONS)
+    with pytest.raises(ConfigError, match="exists: a new folder is written"):
+        pc.sketchify_checkpoint(source, tmp_path / "link", 0.5, **OPTIONS)
+    with pytest.raises(ResumeError, match="is no folder that can be used"):
+        pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=file, **OPTIONS)
+    assert not (tmp_path / "small").exists()
+
+
+def test_another_call_makes_the_same_folder_first(folder, tmp_path, monkeypatch):
+    """Both work in one folder to resume from; the first has its target and the second an error."""
+    source, target, work = folder("vit"), tmp_path / "small", tmp_path / "work"
+    sketch, first = streamed.sketch_site, []
+
+    def starts_another(*given):
+        if not first:
+            first.append(True)
+            pc.sketchify_checkpoint(source, target, 0.5, resume=work, **OPTIONS)
+        return sketch(*given)
+
+    monkeypatch.setattr(streamed, "sketch_site", starts_another)
+    with pytest.raises(CheckpointError, match=r"cannot sketch .* into .*small"):
+        pc.sketchify_checkpoint(source, target, 0.5, resume=work, **OPTIONS)
+    assert pc.sketch_report(loaded(target, vit())).sketched
+    assert not list(tmp_path.rglob(".saving*"))
+
+
+def test_a_call_that_is_killed_at_once_is_resumed(folder, tmp_path, monkeypatch):
+    """What it leaves of the first file is no other folder's."""
+    source, work = folder("vit"), tmp_path / "work"
+
+    def killed(place, write):
+        scratch = place.parent / ".saving-1"
+        scratch.mkdir()
+        write(scratch / "file")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "replace_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
+    assert pc.sketch_report(loaded(tmp_path / "small", vit())).sketched
