@@ -58,15 +58,41 @@ ONNX_OPTIONS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for a user's mistake (its message on stderr)."""
+    """Run one command; returns the exit status.
+
+    0, also where whoever reads the result stops early; 2 for a user's mistake, or a result that cannot be
+    printed, with a message on stderr; 130 for an interrupt.
+    """
     options = _parser().parse_args(arguments)
     try:
         result: dict[str, Any] = options.run(options)
     except PantherError as error:
-        print(f"panther-compile: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(result["json"], indent=1) if options.json else result["text"])
+        return _fail(f"{type(error).__name__}: {error}", 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    try:
+        _print(json.dumps(result["json"], indent=1) if options.json else result["text"])
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        return _fail(f"the result cannot be printed: {error}", 2)
     return 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"panther-compile: {message}", file=sys.stderr)
+    return status
+
+
+def _print(text: str) -> None:
+    """Print a text; letters that the encoding of stdout lacks become question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except OSError:
+        # Python would write what is left in the buffer once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import fields
 
 import numpy as np
@@ -86,6 +88,43 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"panther-compile {pc.__version__}\n"
+
+
+@contextmanager
+def printing_to(handle, monkeypatch, encoding="utf-8"):
+    with open(handle, "w", encoding=encoding) as file, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", file)
+        yield
+
+
+def test_letters_that_an_encoding_lacks(source, tmp_path, monkeypatch):
+    with printing_to(tmp_path / "plan.txt", monkeypatch, encoding="latin-1"):
+        assert main(["plan", source, "--min-params", "0", "--allow-slower"]) == 0
+    assert "?????" in (tmp_path / "plan.txt").read_text(encoding="latin-1")
+
+
+def test_a_pipe_that_is_closed_early_is_no_error(source, monkeypatch, capsys):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with printing_to(writes, monkeypatch):
+        assert main(["plan", source, *SMALL]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_result_that_cannot_be_printed(source, monkeypatch, capsys):
+    with printing_to("/dev/full", monkeypatch):
+        assert main(["plan", source, *SMALL]) == 2
+    assert "panther-compile: the result cannot be printed: " in capsys.readouterr().err
+
+
+def test_an_interrupt_has_one_line(source, monkeypatch, capsys):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "plan_sketch", interrupted)
+    assert main(["plan", source]) == 130
+    assert capsys.readouterr().err == "panther-compile: interrupted\n"
 
 
 def test_data_of_a_function_and_of_arrays(source, tmp_path, capsys):
