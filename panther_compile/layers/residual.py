@@ -63,10 +63,10 @@ class ResidualLinear(nn.Module):
         self.register_buffer(MADE_FOR, torch.zeros(_PROBES, dtype=torch.int32, device=options["device"]))
         self.train(quantized.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`, in the dtype that f gives; the branch may be of another."""
-        y: Tensor = self.quantized(x)
-        more: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
+        y: Tensor = self.quantized(input)
+        more: Tensor = self.up(self.down(input.to(self.down.weight.dtype)))
         return y + more.to(y.dtype)
 
     @property

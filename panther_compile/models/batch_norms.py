@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batches import Call
 from panther_compile.models.half_products import half_products
+from panther_compile.models.watched import first_argument
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -47,13 +48,13 @@ def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
     """How far what reaches the norms in a call is off their statistics, the mean over the norms."""
     parts: list[Tensor] = []
 
-    def see(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def see(norm: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         assert isinstance(norm, Norm)
-        x = given[0].float()
+        x = first_argument(args, kwargs).float()
         own = [place for place in range(x.dim()) if place != 1]
         parts.append(off_statistics(norm, x.mean(own), x.var(own, unbiased=False)))
 
-    handles = [norm.register_forward_pre_hook(see) for norm in norms]
+    handles = [norm.register_forward_pre_hook(see, with_kwargs=True) for norm in norms]
     try:
         call.run(model)
     finally:

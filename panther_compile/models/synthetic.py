@@ -36,7 +36,7 @@ from panther_compile.models.natural import match_batch_norms
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import beginnings, own_texts, text_logits
 from panther_compile.models.spliced import spliced
-from panther_compile.models.watched import copy_sharing
+from panther_compile.models.watched import copy_sharing, first_argument
 from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
 
 MODEL = "model"
@@ -229,13 +229,14 @@ class _SmallestMap(ExitStack):
         super().__init__()
         self.side: float = math.inf
 
-        def see(_: nn.Module, given: tuple[Any, ...]) -> None:
-            if given and isinstance(given[0], Tensor):
-                self.side = min(self.side, *given[0].shape[-2:])
+        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = first_argument(args, kwargs)
+            if isinstance(x, Tensor):
+                self.side = min(self.side, *x.shape[-2:])
 
         for module in model.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1:
-                self.callback(module.register_forward_pre_hook(see).remove)
+                self.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
 
 
 def _refusal(model: nn.Module, call: Call) -> str | None:

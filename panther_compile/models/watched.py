@@ -44,8 +44,8 @@ class Watched(nn.Module):
             return getattr(self._modules["layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the layer; its input is the first argument, or given by the name that it has there."""
-        x: Tensor = args[0] if args else kwargs["input" if "input" in kwargs else next(iter(kwargs))]
+        """Call the layer."""
+        x: Tensor = first_argument(args, kwargs)
         if isinstance(x, Tensor):
             check_dense(x, f"what reaches {self.watched_name or 'the model'}")
         if self.on_input is not None:
@@ -54,6 +54,11 @@ class Watched(nn.Module):
             return self.instead(self.watched_name, x)
         out: Tensor = self.layer(*args, **kwargs)
         return out if self.on_output is None else self.on_output(self.watched_name, out)
+
+
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The input of a layer that is called with these: the first, or what is given by its name there."""
+    return args[0] if args else kwargs["input" if "input" in kwargs else next(iter(kwargs))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """`sketchify` on models built in every odd way, of any dtypes and flags: the rest stays as it is."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,9 @@ from any_model.sketching import assert_close, low_rank_, mlp, sketch
 from torch import fx, nn
 
 import panther_compile as pc
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.batch_norms import batch_norms, misfit
+from panther_compile.models.batches import Call
 
 
 class Slotted(nn.Module):
@@ -319,3 +324,37 @@ def test_part_of_the_model_on_the_meta_device():
     small = sketch(model, include="here.*")
     assert small["away"][0].weight.is_meta
     assert isinstance(small["here"][0], pc.SketchedLinear)
+
+
+class CalledByName(nn.Module):
+    """Every layer is given its input by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        x = self.norm(input=self.conv(input=x)).relu().mean((2, 3))
+        return self.down(input=self.up(input=x).relu())
+
+
+def test_layers_that_are_called_with_keywords():
+    torch.manual_seed(0)
+    model, data = CalledByName(), list(torch.randn(4, 8, 3, 6, 6) + 1)
+    for x in data:
+        model(x)  # the norm learns statistics
+    model.eval()
+    assert float(misfit(model, Call((data[0],), {}), batch_norms(model))) > 0
+    options = {"min_params": 0, "allow_slower": True, "round_rank_to": 1, "narrow": False}
+    small = pc.sketchify(model, 0.5, data=data, include=["up", "down"], **options)
+    assert isinstance(small.up, SketchedLayer)
+    torch.testing.assert_close(pc.prepare_int8(small, data)(data[0]), small(data[0]))
+    low = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in (low.up, low.down):
+            layer.weight.copy_((20 * layer.weight).round() / 20)
+    better = pc.add_residual(low, model, rank=8, data=data)
+    with torch.no_grad():
+        distances = [float((one(data[0]) - model(data[0])).norm()) for one in (better, low)]
+    assert distances[0] < 0.9 * distances[1]
