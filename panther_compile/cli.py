@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from panther_compile.api import plan_sketch, sketchify
@@ -32,9 +31,7 @@ from panther_compile.errors import (
     ConfigError,
     ModelSourceError,
     PantherError,
-    check_whole,
     first_line,
-    no_model,
 )
 from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
@@ -45,9 +42,10 @@ try:
 except ModuleNotFoundError:  # the extra is not installed
     sketch_onnx = None  # type: ignore[assignment]
 try:
+    from panther_compile.integrations.folders import empty_model, stored_model
     from panther_compile.integrations.streamed import sketchify_checkpoint
 except ModuleNotFoundError:
-    sketchify_checkpoint = None  # type: ignore[assignment]
+    empty_model = stored_model = sketchify_checkpoint = None  # type: ignore[assignment]
 
 
 # What applies to an ONNX file, of the fields of SketchConfig.
@@ -240,7 +238,9 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     skeleton = build_model(options.model, weights=False)
     folder = Path(options.checkpoint)
     if Path(folder, "config.json").is_file() and not Path(folder, PLAN_FILE).is_file():
-        small = _from_hugging_face(folder, _SHAPES)
+        _check_transformers(folder)
+        unread = importlib.util.find_spec("accelerate") is not None  # the report needs shapes alone
+        small = stored_model(folder, dense=False, device_map="meta" if unread else None)
         if type(small) is not type(skeleton):
             raise CheckpointMismatchError(
                 f"{folder} is of a {type(small).__name__}, {options.model} of a {type(skeleton).__name__}"
@@ -307,8 +307,10 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
         ModelSourceError: there is no such module, function or directory, or it does not give an nn.Module; or
             weights are missing in the directory.
     """
-    if Path(source, "config.json").is_file():
-        return _from_hugging_face(Path(source), _WEIGHTS if weights else _CONFIG)
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        _check_transformers(folder)
+        return stored_model(folder, dense=False) if weights else empty_model(folder, dense=False)
     if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
     build = _function(source)
@@ -331,38 +333,6 @@ def _function(source: str) -> Any:
         raise ModelSourceError(f"{source}: {error}") from error
 
 
-# What a model is made of: weights and all, their shapes alone, or nothing but the configuration.
-_WEIGHTS, _SHAPES, _CONFIG = "weights", "shapes", "config"
-
-
-def _from_hugging_face(directory: Path, read: str) -> nn.Module:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ModelSourceError(f"{directory} is a Hugging Face model: pip install transformers") from error
-    broken: Any = importlib.import_module("safetensors").SafetensorError
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        names = config.architectures or ["AutoModel"]
-        architecture = getattr(transformers, names[0], transformers.AutoModel)
-        if read != _CONFIG:
-            unread = read == _SHAPES and importlib.util.find_spec("accelerate") is not None
-            model, told = architecture.from_pretrained(
-                directory,
-                local_files_only=True,
-                output_loading_info=True,
-                device_map="meta" if unread else None,
-            )
-        else:
-            with torch.device("meta"):
-                model = (
-                    architecture.from_config(config)
-                    if architecture is transformers.AutoModel
-                    else architecture(config)
-                )
-    except (OSError, ValueError, KeyError, broken) as error:
-        raise no_model(directory, error) from error
-    if read != _CONFIG and getattr(config, "quantization_config", None) is None:
-        check_whole(directory, told["missing_keys"])
-    made: nn.Module = model.eval()
-    return made
+def _check_transformers(folder: Path) -> None:
+    if empty_model is None:
+        raise ModelSourceError(f"{folder} is a Hugging Face model: pip install transformers")

@@ -11,17 +11,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.errors import check_whole, no_model
 from panther_compile.integrations.beside import copy_beside
-from panther_compile.integrations.stored_weights import (
-    SHARD_BYTES,
-    StoredWeights,
-    read_architecture,
-)
+from panther_compile.integrations.folders import stored_model
+from panther_compile.integrations.stored_weights import SHARD_BYTES, StoredWeights
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
 from panther_compile.shelf import Shelf, freed_given_back
@@ -67,14 +62,7 @@ def sketch_mapped(
 
 def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
     """The model of a folder; its matrices are mapped from there, where they are stored as they are used."""
-    _, made = read_architecture(folder)
-    try:
-        model, told = made.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise no_model(folder, error) from error
-    check_whole(folder, told["missing_keys"])
+    model = stored_model(folder, dense=True, use_safetensors=True)
     # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
     StoredWeights(folder, model).map_matrices(model, shelf)
-    return model.eval()
+    return model

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from panther_compile.errors import ModelSourceError, no_model
+from panther_compile.errors import ModelSourceError
 from panther_compile.layers.own_weights import Lifted
 from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lifted_tensors
@@ -22,22 +21,6 @@ from panther_compile.shelf import Shelf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # of a file that is written, which is held in memory until it is full
-
-
-def read_architecture(folder: Path) -> tuple[Any, Any]:
-    """The config of a folder, and the class that it names of transformers, AutoModel if it names none.
-
-    Raises:
-        ModelSourceError: the folder has no config that transformers knows, or its weights are not dense.
-    """
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise no_model(folder, error) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
-    names = config.architectures or [""]
-    return config, getattr(transformers, names[0], transformers.AutoModel)
 
 
 class StoredWeights:

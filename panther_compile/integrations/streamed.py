@@ -17,8 +17,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,10 +30,10 @@ from panther_compile.errors import (
     PantherError,
     ResumeError,
     check_whole,
-    no_model,
 )
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.beside import copy_beside
+from panther_compile.integrations.folders import empty_model
 from panther_compile.integrations.mapped import sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import (
@@ -49,7 +47,6 @@ from panther_compile.integrations.stored_weights import (
     SHARD_BYTES,
     WEIGHTS,
     StoredWeights,
-    read_architecture,
 )
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import sketch_site, work_on
@@ -160,7 +157,7 @@ def _sketch_unseen(
 ) -> SketchPlan:
     """Sketch by the weights alone, and write the folder of the sketch; see `sketchify_checkpoint`."""
     with undisturbed(), freed_given_back():
-        model = _skeleton(given)
+        model = empty_model(given, dense=True)
         weights = StoredWeights(given, model)
         check_whole(given, weights.missing(model))
         lift_own_weights(model)
@@ -286,17 +283,6 @@ def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found
     ratios = [ratio for _, ratio in budgets], [(site.name, budget(site)) for site, _ in found.sites]
     text = json.dumps([stamps, options, ratios, None if plan is None else plan.to_json()])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _skeleton(folder: Path) -> nn.Module:
-    """The model of a folder on the meta device."""
-    config, made = read_architecture(folder)
-    try:
-        with torch.device("meta"):
-            model = made.from_config(config) if made is transformers.AutoModel else made(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise no_model(folder, error) from error
-    return cast(nn.Module, model.eval())
 
 
 def _found(model: nn.Module, weights: StoredWeights, config: SketchConfig) -> tuple[Found, str]:
