@@ -283,6 +283,34 @@ def test_other_sizes_are_compared_too(tmp_path):
         pc.export_onnx(WrongElsewhere(), torch.randn(3, 2), tmp_path / "m.onnx", dynamic_shapes=shapes)
 
 
+class FixesRows(nn.Module):
+    """A model that takes any number of rows, and makes a Python number of it."""
+
+    def forward(self, x):
+        return x + torch.arange(int(x.shape[0]), dtype=x.dtype)[:, None]
+
+
+@pytest.mark.parametrize("shapes", [({0: torch.export.Dim("rows")},), {"x": {-2: torch.export.Dim("rows")}}])
+def test_a_size_that_was_to_be_free_is_not_fixed_in_silence(shapes, tmp_path):
+    with pytest.raises(OnnxExportError, match=r"wants axis (0|-2) of 'x' free, and torch has fixed it at 4"):
+        pc.export_onnx(FixesRows(), torch.randn(4, 2), tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert not list(tmp_path.iterdir())
+    pc.export_onnx(
+        FixesRows(), torch.randn(4, 2), tmp_path / "m.onnx", dynamic_shapes=({0: torch.export.Dim.AUTO},)
+    )
+
+
+@pytest.mark.parametrize("axis", [2, -3, "0"])
+def test_an_axis_that_an_input_lacks(axis, tmp_path):
+    with pytest.raises(ConfigError, match=f"names axis {axis!r} of an input of shape"):
+        pc.export_onnx(
+            nn.Linear(2, 2),
+            torch.randn(4, 2),
+            tmp_path / "m.onnx",
+            dynamic_shapes=({axis: torch.export.Dim("rows")},),
+        )
+
+
 def test_meta_model_is_refused(tmp_path):
     with torch.device("meta"):
         model = nn.Linear(4, 4)

@@ -30,6 +30,7 @@ from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
+from panther_compile.onnx.free_sizes import asked_free, check_free
 from panther_compile.onnx.int8 import (
     check_can_round,
     check_rounding,
@@ -72,7 +73,8 @@ def export_onnx(
         path: the file to write.
         kwargs: example inputs by name.
         dynamic_shapes: sizes that may vary, as `torch.export.export` takes them: for each input
-            {axis: torch.export.Dim("batch")} or {axis: torch.export.Dim.AUTO}. None fixes every size.
+            {axis: torch.export.Dim("batch")}, or {axis: torch.export.Dim.AUTO} where torch may fix it. None
+            fixes every size.
         opset: 18 or newer.
         then: "int8" writes the products in int8, those of dense layers too: sketched layers as
             `prepare_int8` gives them, weights with a scale for each output, ranges of activations measured at
@@ -95,7 +97,7 @@ def export_onnx(
         NoTargetError: nothing of the model can be in int8.
         ConfigError, ConfigTypeError: an argument is not what is wanted.
         WeightError: a parameter or buffer is on the meta device.
-        OnnxExportError: torch cannot export the model.
+        OnnxExportError: torch cannot export the model, or not with a size free as `dynamic_shapes` wants it.
         OnnxMismatchError: ONNX Runtime computes something else, or nothing; names the output and the error.
         OnnxFileError: the file cannot be written.
         OnnxInvalidError: what torch made is not sound.
@@ -150,11 +152,7 @@ def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence
         if feeds:
             found.append(compare_files(plain, draft, feeds).closeness)
         else:
-            tensors = [
-                leaf
-                for leaf in pytree.tree_leaves((calls[0].args, calls[0].kwargs))
-                if isinstance(leaf, torch.Tensor)
-            ]
+            tensors = _tensors(calls[0].args, calls[0].kwargs)
             feed = {str(one.name): x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
@@ -216,6 +214,11 @@ def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return pytree.tree_unflatten(leaves, structure)
 
 
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, in the order of the graph's inputs."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
 def _check_arguments(model: object, args: object, opset: int) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
@@ -234,6 +237,7 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, opset: int
 ) -> torch.onnx.ONNXProgram:
     names = _output_names(_result(model, Call(args, kwargs)))
+    asked = asked_free(model, args, kwargs, dynamic_shapes)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own workings, none that the caller could heed
@@ -251,6 +255,7 @@ def _export(
     except OnnxExporterError as error:
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
+    check_free(asked, _tensors(args, kwargs), program.model.graph.inputs)
     _tell_names_apart(program.model.graph)
     fuse_gelu(program.model)
     return program
