@@ -210,6 +210,13 @@ def test_budget_is_spread_by_what_layers_lose(model):
         assert factors <= sum(row.quantized_bytes for row in report.rows)  # biases counted
 
 
+def test_a_budget_for_more_than_all_ranks(model):
+    for data in (drawn(), None):
+        better = pc.add_residual(rounded(model, 3), model, budget=1000.0, data=data)
+        layers = [module for module in better.modules() if isinstance(module, pc.ResidualLinear)]
+        assert all(layer.rank == min(layer.in_features, layer.out_features) for layer in layers)
+
+
 def test_a_budget_holds_the_biases_too(model):
     low = rounded(model, 3)
     stored = sum(row.quantized_bytes for row in pc.residual_report(pc.add_residual(low, model, rank=1)).rows)

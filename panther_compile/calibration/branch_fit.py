@@ -162,7 +162,7 @@ def losses_by_rank(
         if metric is not None:
             root = lower_root(metric)
             core = root.T @ core @ root
-        found[name] = scale * torch.linalg.eigvalsh(core).flip(0).clamp_min(0.0)
+        found[name] = scale * torch.linalg.eigvalsh(core).flip(0).clamp_min(0.0)[: min(lacking[name].shape)]
     return found
 
 
