@@ -226,7 +226,7 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _check_choice(option: str, given: object, known: tuple[str, ...]) -> None:
-    if given not in known:
+    if not isinstance(given, str) or given not in known:
         raise ConfigError(f"{option}={given!r}, wanted one of {', '.join(map(repr, known))}")
 
 

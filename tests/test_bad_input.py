@@ -4,6 +4,7 @@ import math
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -361,3 +362,23 @@ def test_other_arguments_of_other_types(given):
         pc.load_residual(mlp(), given)
     with pytest.raises(ConfigTypeError, match=r"part is a .*; it must be what partition_model gives"):
         pc.check_layout(given)
+    with pytest.raises(ConfigTypeError, match=r"model is a .*, wanted an nn.Module"):
+        pc.project_state_dict(given, {})
+
+
+@pytest.mark.parametrize("given", [None, 3, {}, b"run"], ids=repr)
+def test_a_folder_of_a_training_is_a_path(given):
+    for read in (pc.read_state_dict, pc.TrainingCheckpoints):
+        with pytest.raises(ConfigTypeError, match=r"folder=.*, wanted a path"):
+            read(given)
+
+
+@pytest.mark.parametrize("given", [None, 3, {}, lambda rows: None], ids=type)
+def test_a_trial_is_a_function_that_another_process_can_import(given):
+    with pytest.raises(ConfigTypeError, match=r"trial.* wanted a function of a"):
+        pc.find_batch_size(given)
+
+
+def test_a_choice_given_as_an_array(verb):
+    with pytest.raises(ConfigError, match=r"method=.*, wanted one of 'auto'"):
+        verb(mlp(), method=np.array(["svd", "auto"]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import CheckpointMismatchError, NoTargetError
+from panther_compile.errors import CheckpointMismatchError, ConfigTypeError, NoTargetError
 from panther_compile.layers import (
     SketchedConv1D,
     SketchedEmbedding,
@@ -23,6 +23,7 @@ from panther_compile.layers import (
 )
 from panther_compile.layers.attention import PROJECTIONS
 from panther_compile.layers.base import outermost
+from panther_compile.planning.sites import check_module
 
 
 def project_state_dict(
@@ -40,19 +41,26 @@ def project_state_dict(
             Without it the sketch follows `dense` alone: what data had chosen the output factors by is lost.
 
     Raises:
+        ConfigTypeError: the model is no module, or a state dict is no mapping.
+        WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
         NoTargetError: the model holds no sketched layer.
         CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
             (a narrow layer, a convolution, experts); it is named.
     """
+    check_module(model)
+    _check_state(dense, "dense")
+    if base is not None:
+        _check_state(base, "base")
     layers = list(outermost(model))
     if not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: load the state dict as it is")
     names = {module: name for name, module in model.named_modules()}
     state = dict(model.state_dict())
     inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)
-    for name in state:
+    for name, own in state.items():
         if not name.startswith(inside):
-            state[name] = _of_shape(dense, name, state[name].shape)
+            is_tensor = isinstance(own, Tensor)  # the extra state of a module may be anything
+            state[name] = _of_shape(dense, name, own.shape) if is_tensor else _found(dense, name)
     for layer in layers:
         name = names[layer]
         old = {} if base is None else _weights(layer, name, base)
@@ -66,14 +74,23 @@ def project_state_dict(
     return state
 
 
-def _of_shape(state: Mapping[str, Tensor], name: str, shape: Any) -> Tensor:
+def _check_state(given: object, name: str) -> None:
+    if not isinstance(given, Mapping):
+        raise ConfigTypeError(f"{name} is a {type(given).__name__}, wanted what state_dict() gave")
+
+
+def _found(state: Mapping[str, Any], name: str) -> Any:
     if name not in state:
         raise CheckpointMismatchError(f"the dense state dict has no {name}")
-    if state[name].shape != shape:
-        raise CheckpointMismatchError(
-            f"{name} is {tuple(state[name].shape)} in the dense state dict, wanted {tuple(shape)}"
-        )
     return state[name]
+
+
+def _of_shape(state: Mapping[str, Any], name: str, shape: Any) -> Tensor:
+    value = _found(state, name)
+    if not isinstance(value, Tensor) or value.shape != shape:
+        given = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise CheckpointMismatchError(f"{name} is {given} in the dense state dict, wanted {tuple(shape)}")
+    return value
 
 
 def _weights(

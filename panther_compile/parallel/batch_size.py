@@ -16,12 +16,14 @@ import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from panther_compile.errors import BatchError, ConfigError, ParallelError
+from panther_compile.errors import BatchError, ConfigError, ConfigTypeError, ParallelError
 from panther_compile.parallel.agreement import find_timeout
 
 _FITS, _OVER, _FAILED, _STOPPED = 3, 2, 1, 0
@@ -68,6 +70,7 @@ def find_batch_size(
         BatchError: not even the smallest batch fits.
         ParallelError: a trial failed for another reason; with the text of its error.
         ConfigError: a number is below 1, or the smallest batch above the maximum.
+        ConfigTypeError: the trial cannot be sent to another process, as a lambda or a number.
     """
     for name, value in (("start", start), ("multiple_of", multiple_of), ("maximum", maximum)):
         if not isinstance(value, int) or value < 1:
@@ -76,6 +79,7 @@ def find_batch_size(
         raise ConfigError(f"maximum={maximum} is below multiple_of={multiple_of}, the smallest batch")
     top = maximum // multiple_of
     first = min(max(1, start // multiple_of), top)
+    _check_trial(trial)
     if predicted is not None:
         first = max(1, search(lambda units: predicted(units * multiple_of), first, top))
     trials = _Trials(trial)
@@ -83,6 +87,17 @@ def find_batch_size(
     if found == 0:
         raise BatchError(f"a batch of {multiple_of} does not fit into the memory of every rank")
     return found * multiple_of
+
+
+def _check_trial(trial: object) -> None:
+    if not callable(trial):
+        raise ConfigTypeError(f"trial is a {type(trial).__name__}, wanted a function of a number of rows")
+    try:
+        ForkingPickler.dumps(trial)
+    except (PicklingError, AttributeError, TypeError) as error:
+        raise ConfigTypeError(
+            f"trial={trial!r} cannot be sent to another process, wanted a function of a module: {error}"
+        ) from error
 
 
 def search(fits: Callable[[int], bool], start: int, maximum: int) -> int:

@@ -47,7 +47,7 @@ from panther_compile.parallel.checkpoint_folder import (
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.parallel.pieces import Piece, PieceReader, PieceSavePlanner, find_pieces
 from panther_compile.parallel.training_state import MODEL, find_differences, find_state, restore_state
-from panther_compile.storage import locked, scratch_folder, sweep
+from panther_compile.storage import checked_path, locked, scratch_folder, sweep
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,11 @@ class TrainingCheckpoints:
             keep: complete checkpoints that stay; older ones are removed after each save.
 
         Raises:
-            ConfigError: `keep` is not 1 or more.
+            ConfigError, ConfigTypeError: `keep` is not 1 or more, or the folder no path.
             ProcessGroupError: there is no process group.
             CheckpointError: the folder cannot be made.
         """
+        self._folder = checked_path(folder, "folder")
         if not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep={keep!r}; it must be a whole number of checkpoints, 1 or more")
         if not dist.is_available() or not dist.is_initialized():
@@ -98,7 +99,6 @@ class TrainingCheckpoints:
                 "no process group: call torch.distributed.init_process_group(...) before "
                 "TrainingCheckpoints; read_state_dict reads a checkpoint without one"
             )
-        self._folder = Path(folder)
         self._keep = keep
         self._rank = dist.get_rank()
         kind = next(iter(dist.distributed_c10d._get_default_group()._device_types))
@@ -309,10 +309,11 @@ def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         Parameters and buffers on the CPU, in the order and under the names of the model's own state dict.
 
     Raises:
+        ConfigError, ConfigTypeError: the folder is no path.
         CheckpointError: there is no checkpoint.
         CheckpointCorruptError: there is none that is whole.
     """
-    path = Path(folder)
+    path = checked_path(folder, "folder")
     newest = _newest(list_checkpoints(path), _damage, tell=True)
     if newest is None:
         raise CheckpointError(f"there is no checkpoint in {path}")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.errors import CheckpointMismatchError, ConfigTypeError
 
 OPTIONS = {"progress": False, "min_params": 0, "allow_slower": True}
 
@@ -48,6 +49,37 @@ def test_what_the_sketch_holds_already_is_projected_onto_itself(include):
     again = copy.deepcopy(small)
     again.load_state_dict(state)
     torch.testing.assert_close(again(IDS), small(IDS), rtol=1e-4, atol=1e-5)
+
+
+class Counted(Model):
+    """A model with a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_an_extra_state_is_taken_from_the_dense_model():
+    model = Counted().eval()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    dense = model.state_dict() | {"_extra_state": {"seen": 4}}
+    small.load_state_dict(pc.project_state_dict(small, dense))
+    assert small.seen == 4
+
+
+@pytest.mark.parametrize("given", [None, 3, "state", nn.Linear(2, 2)], ids=type)
+def test_what_is_no_state_dict(given):
+    model = Model().eval()
+    small = pc.sketchify(model, 0.5, **OPTIONS)
+    with pytest.raises(ConfigTypeError, match=r"dense is a .*, wanted what"):
+        pc.project_state_dict(small, given)
+    if given is not None:
+        with pytest.raises(ConfigTypeError, match=r"base is a .*, wanted what"):
+            pc.project_state_dict(small, model.state_dict(), base=given)
+    with pytest.raises(CheckpointMismatchError, match=r"head\.weight is a int in the dense state dict"):
+        pc.project_state_dict(small, model.state_dict() | {"head.weight": 3})
 
 
 def test_a_fine_tuned_sibling_is_followed():
