@@ -169,6 +169,8 @@ def locked(folder: Path) -> Iterator[None]:
             missing_ok=True
         )  # before it is free: whoever waits for it looks whether it is still there
         if file is not None:
+            # Closing it alone would leave the lock with processes that were forked meanwhile.
+            fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
 
 

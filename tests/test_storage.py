@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_a_lock_is_kept_between_processes(tmp_path):
         process.kill()
         waiter.join(20)
     assert names_in(tmp_path) == ["held", "mine"]
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_the_lock(tmp_path):
+    """As a worker of a loader that is started while a thread writes a checkpoint."""
+    waiter = threading.Thread(target=lambda: replace_file(tmp_path / "mine", lambda f: f.touch()))
+    with ExitStack() as stack:
+        with locked(tmp_path):
+            waiter.start()
+            time.sleep(0.05)
+            stack.enter_context(started(lambda: time.sleep(60)))
+        waiter.join(5)
+        assert names_in(tmp_path) == ["mine"]
 
 
 def test_what_a_killed_writer_left_is_swept_by_the_next(tmp_path):
