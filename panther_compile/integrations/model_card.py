@@ -14,7 +14,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def write_model_card(model: Any, folder: Path) -> None:
     """Write the card of a sketched model into its folder; leave one that is not ours."""
     file = folder / CARD
-    if file.exists() and OURS not in file.read_text(encoding="utf-8"):
+    if file.exists() and OURS.encode() not in file.read_bytes():
         return
     sketch = model.config.quantization_config
     file.write_text(model_card(sketch_report(model), sketch.model, sketch.base), encoding="utf-8")

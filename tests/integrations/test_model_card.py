@@ -62,6 +62,9 @@ def test_a_card_of_the_user_stays(small, tmp_path):
     card.write_text("# mine")
     small.save_pretrained(tmp_path)
     assert card.read_text() == "# mine"
+    card.write_bytes("# größer".encode("latin-1"))  # and is of any encoding
+    small.save_pretrained(tmp_path)
+    assert card.read_bytes() == "# größer".encode("latin-1")
     card.write_text(f"{OURS}\nof an earlier ratio")
     small.save_pretrained(tmp_path)
     assert "Ratio asked for: 0.5" in card.read_text()
