@@ -6,6 +6,7 @@ import json
 import pickle
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -515,14 +516,29 @@ def test_an_attention_put_back_to_dense_is_in_the_ratio():
     assert report.others == {}
 
 
-@pytest.mark.parametrize("path", [None, 3, "", "layers.of_no_kind", "none/layers.png"])
+@pytest.mark.parametrize("path", [None, 3, "", "layers.of_no_kind", "none/layers.png", "a\0.png"])
 def test_pictures_that_cannot_be_written(pair, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        (ConfigError, ConfigTypeError), match=r"path=.*, wanted|cannot write the picture none/layers\.png"
-    ):
+    says = r"path=.*(, wanted|a NUL)|cannot write the picture none/layers\.png"
+    with pytest.raises((ConfigError, ConfigTypeError), match=says):
         sketch_report(pair[1]).plot(path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_is_written_whole_or_not_at_all(pair, tmp_path, monkeypatch):
+    report = sketch_report(pair[1])
+    report.plot(tmp_path / "layers")
+    before = (tmp_path / "layers.png").read_bytes()
+
+    def cut_short(figure, file, **options):
+        Path(file).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        report.plot(tmp_path / "layers.png")
+    assert [file.name for file in tmp_path.iterdir()] == ["layers.png"]
+    assert (tmp_path / "layers.png").read_bytes() == before
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])

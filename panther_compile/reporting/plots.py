@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from panther_compile.errors import ConfigError, ConfigTypeError, MissingExtraError
+from panther_compile.errors import ConfigError, MissingExtraError
+from panther_compile.storage import checked_path, replace_file
 
 _BLUE, _ORANGE, _GREY, _PALE = "#4878a8", "#d9822b", "#8a8a8a", "#dbe4ec"
 _MARKS = (("o", _BLUE, _BLUE), ("o", "white", _ORANGE), ("|", _GREY, None))  # marker, face, edge
@@ -33,21 +33,22 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: str | PathLike[str], *, dpi: int) -> None:
-    """Write a figure; its kind is that of the file name, PNG if that has none.
+    """Write a figure, whole or not at all; its kind is that of the file name, PNG if that has none.
 
     Raises:
         ConfigError: it is of no kind that matplotlib writes, or the file cannot be written.
         ConfigTypeError: the path is none.
     """
-    if not isinstance(path, str | PathLike):
-        raise ConfigTypeError(f"path={path!r} is a {type(path).__name__}, wanted a path")
-    kind, kinds = Path(path).suffix.removeprefix(".").lower(), figure.canvas.get_supported_filetypes()
-    if not Path(path).name or kind not in ("", *kinds):
+    place = checked_path(path, "path")
+    kind, kinds = place.suffix.removeprefix(".").lower(), figure.canvas.get_supported_filetypes()
+    if not place.name or kind not in ("", *kinds):
         raise ConfigError(
             f"path={str(path)!r}, wanted the name of a file that ends in one of {', '.join(kinds)}"
         )
+    if not kind:
+        kind, place = "png", place.with_name(f"{place.name.rstrip('.')}.png")
     try:
-        figure.savefig(path, dpi=dpi)
+        replace_file(place, lambda draft: figure.savefig(draft, dpi=dpi, format=kind))
     except OSError as error:
         raise ConfigError(f"cannot write the picture {path}: {error}") from error
 
