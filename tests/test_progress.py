@@ -1,5 +1,7 @@
 """Bars whose time left goes by work."""
 
+import io
+
 import pytest
 from torch import nn
 
@@ -8,7 +10,7 @@ from panther_compile.kinds.parts import work_on
 from panther_compile.kinds.registry import kind_of
 from panther_compile.records import Site
 from panther_compile.reporting import progress
-from panther_compile.reporting.progress import ProgressBar, with_progress
+from panther_compile.reporting.progress import ProgressBar, hides_bars, with_progress
 
 WORK = {"small": 1.0, "large": 8.0, "none": 0.0}
 
@@ -33,6 +35,36 @@ def test_the_bar_goes_by_work(monkeypatch):
         seen.append(bars[0].n / bars[0].total)
     assert seen == [0, 0.1, 0.9, 0.9]
     assert "4/4" in str(bars[0])
+
+
+class Screen(io.StringIO):
+    """A terminal, of which the lines that stay are read."""
+
+    def isatty(self):
+        return True
+
+    def left(self):
+        return [line for line in self.getvalue().rpartition("\r")[2].splitlines() if line.strip()]
+
+
+def test_no_bar_stays(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    for _ in ProgressBar(range(3), desc="items"):
+        assert "items" in screen.getvalue()
+    with ProgressBar(total=3, desc="steps") as bar:
+        bar.update(2)
+    assert screen.left() == []
+    with pytest.raises(KeyError), ProgressBar(total=3, desc="stopped"):
+        raise KeyError
+    assert screen.left() == []
+
+
+def test_what_is_asked_goes_before_the_terminal(monkeypatch):
+    for stream, hidden in ((Screen(), False), (io.StringIO(), True), (None, True)):
+        monkeypatch.setattr("sys.stderr", stream)
+        assert hides_bars(None) is hidden
+        assert (hides_bars(True), hides_bars(False)) == (False, True)
 
 
 @pytest.mark.parametrize(

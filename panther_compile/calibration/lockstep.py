@@ -139,7 +139,7 @@ def fit_in_lockstep(
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
     passages = {residuals[name] for name in sketched.watched if name in residuals}
-    bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress, leave=False)
+    bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress)
     with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
         try:
             for runner in runners:

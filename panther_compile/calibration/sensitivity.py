@@ -62,7 +62,7 @@ def output_gradients(
     sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
     used = calls[::every]
-    for place, call in enumerate(ProgressBar(used, desc="sensitivity", disable=not progress, leave=False)):
+    for place, call in enumerate(ProgressBar(used, desc="sensitivity", disable=not progress)):
         outputs: dict[str, Tensor] = {}
 
         def hand_on(name: str, out: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:

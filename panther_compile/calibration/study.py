@@ -390,7 +390,7 @@ def _moments(
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
-    for place, call in enumerate(ProgressBar(calls, desc="moments", disable=not progress, leave=False)):
+    for place, call in enumerate(ProgressBar(calls, desc="moments", disable=not progress)):
         kept = kept_positions(side.model, call)
         seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
 

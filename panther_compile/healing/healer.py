@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
 from panther_compile.planning.own_weights import lifted
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import ProgressBar, hides_bars
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -108,7 +107,7 @@ def heal(
     count = _judges(held_out, len(calls), steps)
     with torch.inference_mode(False):
         result: nn.Module = small if inplace else copy_with(small, {})
-    hides = not sys.stderr.isatty() if progress is None else not progress
+    hides = hides_bars(progress)
     with _calm((result, teacher)):
         taken = recognize_output(teacher, calls[:1]).output if output == "auto" else output
         landmarks = find_landmarks(result, teacher, [calls[place] for place in places])
@@ -155,7 +154,7 @@ class _Healer:
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
         try:
-            with ProgressBar(total=self.steps, desc="heal", disable=hides_progress, leave=False) as bar:
+            with ProgressBar(total=self.steps, desc="heal", disable=hides_progress) as bar:
                 taken, rate, stopped = self._descend(factors_of(layers, biases), best, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:

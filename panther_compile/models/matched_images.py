@@ -44,7 +44,7 @@ def matched_images(
     orders = [torch.randperm(len(images), generator=generator).split(_TOGETHER) for _ in range(_PASSES)]
     steps = [step for order in orders for step in order]
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
-    for step in ProgressBar(steps, desc="images", disable=not progress, leave=False):
+    for step in ProgressBar(steps, desc="images", disable=not progress):
         some = [pixels[place] for place in step.tolist()]
         with torch.enable_grad():
             shown = torch.stack(some).to(images.dtype)

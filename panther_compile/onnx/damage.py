@@ -66,7 +66,7 @@ class Damages:
         choices = {name: choice for name, choice in choices.items() if name in fitted.ready}
         found: dict[str, float] = {}
         hidden = hides_progress(self._config)
-        for name, choice in ProgressBar(choices.items(), desc="damage", disable=hidden, leave=False):
+        for name, choice in ProgressBar(choices.items(), desc="damage", disable=hidden):
             if choice.error is None:
                 return None
             lost = max(choice.error**2, _LEAST_LOST)

@@ -302,7 +302,7 @@ class WeightFit:
         uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
         hidden, feeds = hides_progress(self._config), runs.feeds
         pairs = runs(self.values(names))
-        bar = ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden, leave=False)
+        bar = ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden)
         for feed, (xs, zs) in zip(feeds, bar, strict=True):
             kept = kept_in(feed)
             for name, use in uses:

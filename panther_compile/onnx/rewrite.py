@@ -28,7 +28,7 @@ def rewrite(
     fitted: dict[str, Fitted] = {}
     sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
     with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
-        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config), leave=False):
+        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config)):
             made = sketch_site(site, owner, choices, config, weights.ready)
             assert made is not None
             layer, record = made

@@ -268,7 +268,7 @@ def _with_smaller_budget(
 
 def _bar(items: list[_Item], text: str, progress: bool | None) -> Iterable[_Item]:
     hidden = None if progress is None else not progress  # None hides it where there is no terminal
-    return ProgressBar(items, desc=text, disable=hidden, leave=False)
+    return ProgressBar(items, desc=text, disable=hidden)
 
 
 def _partition(

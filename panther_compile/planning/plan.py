@@ -10,7 +10,6 @@ multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
 
 import heapq
 import math
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,7 @@ from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
 from panther_compile.planning.ways import BY_ENERGY, FINEST, Allocation, Limits, Options, Way, options_of
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
-from panther_compile.reporting.progress import with_progress
+from panther_compile.reporting.progress import hides_bars, with_progress
 
 # How closely the budget is met, as a share of the dense numbers, before single ranks are added.
 TOLERANCE = 0.005
@@ -210,7 +209,7 @@ def with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
 
 def hides_progress(config: SketchConfig) -> bool:
     """Whether no progress bar is to be shown: asked not to, or not on a terminal."""
-    return not sys.stderr.isatty() if config.progress is None else not config.progress
+    return hides_bars(config.progress)
 
 
 def _ratio_text(config: SketchConfig) -> str:

@@ -1,8 +1,9 @@
 """Progress bars that leave nothing behind."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -19,6 +20,17 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0
     _lock = threading.RLock()
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Make one as tqdm does, that is gone from the screen once it is through."""
+        super().__init__(*args, leave=False, **options)
+
+
+def hides_bars(progress: bool | None) -> bool:
+    """Whether no bar is to be shown: asked not to, or, where nothing was asked, not on a terminal."""
+    if progress is not None:
+        return not progress
+    return sys.stderr is None or not sys.stderr.isatty()  # a process without a console has none
+
 
 def with_progress(items: Sequence[T], work: Callable[[T], float], *, desc: str, hidden: bool) -> Iterator[T]:
     """Items behind a bar, whose time left goes by the work that each is, not by their number."""
@@ -28,9 +40,7 @@ def with_progress(items: Sequence[T], work: Callable[[T], float], *, desc: str, 
     todo = [work(item) for item in items]
     count = [0, len(items)]
     # The mean of all that was done: the pace of the last item is that of its shape.
-    with ProgressBar(
-        total=sum(todo), desc=desc, leave=False, bar_format=_BY_WORK, postfix=count, smoothing=0
-    ) as bar:
+    with ProgressBar(total=sum(todo), desc=desc, bar_format=_BY_WORK, postfix=count, smoothing=0) as bar:
         for item, done in zip(items, todo, strict=True):
             yield item
             count[0] += 1
