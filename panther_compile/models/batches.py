@@ -206,6 +206,8 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
             "until then are in this error's `calls`, which can be given as data",
             calls=calls,
         ) from error
+    if not calls and is_loop:
+        raise DataError(f"{data!r}, given as data, did not call the model that it was given")
     if not calls:
         raise DataError("data holds no batch: wanted at least one (an iterator is empty once it was read)")
     return calls
