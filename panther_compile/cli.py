@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -36,17 +37,6 @@ from panther_compile.errors import (
 from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
 from panther_compile.storage import check_folder, checked_path
-
-try:
-    from panther_compile.onnx.sketch import sketch_onnx
-except ModuleNotFoundError:  # the extra is not installed
-    sketch_onnx = None  # type: ignore[assignment]
-try:
-    from panther_compile.integrations.folders import empty_model, stored_model
-    from panther_compile.integrations.streamed import sketchify_checkpoint
-except ModuleNotFoundError:
-    empty_model = stored_model = sketchify_checkpoint = None  # type: ignore[assignment]
-
 
 # What applies to an ONNX file, of the fields of SketchConfig.
 ONNX_OPTIONS = (
@@ -200,8 +190,10 @@ def _stream(
     for name in ("max_drop", "evaluate"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} runs the sketch, which --stream never holds whole")
-    if sketchify_checkpoint is None:
-        raise ConfigError("--stream needs transformers: pip install transformers")
+    try:
+        from panther_compile.integrations.streamed import sketchify_checkpoint
+    except ModuleNotFoundError as error:
+        raise ConfigError("--stream needs transformers: pip install transformers") from error
     done: SketchPlan = sketchify_checkpoint(
         options.model,
         options.directory,
@@ -238,9 +230,8 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
     skeleton = build_model(options.model, weights=False)
     folder = Path(options.checkpoint)
     if Path(folder, "config.json").is_file() and not Path(folder, PLAN_FILE).is_file():
-        _check_transformers(folder)
         unread = importlib.util.find_spec("accelerate") is not None  # the report needs shapes alone
-        small = stored_model(folder, dense=False, device_map="meta" if unread else None)
+        small = _folders(folder).stored_model(folder, dense=False, device_map="meta" if unread else None)
         if type(small) is not type(skeleton):
             raise CheckpointMismatchError(
                 f"{folder} is of a {type(small).__name__}, {options.model} of a {type(skeleton).__name__}"
@@ -252,8 +243,11 @@ def _report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
-    if sketch_onnx is None:
-        raise ConfigError('sketch-onnx needs more packages: pip install "panther-compile[onnx]"')
+    try:
+        from panther_compile.onnx.sketch import sketch_onnx
+    except ModuleNotFoundError as error:
+        wanted = 'pip install "panther-compile[onnx]"'
+        raise ConfigError(f"sketch-onnx needs more packages: {wanted}") from error
     data = None if options.data is None else read_batches(options.data, options.batch_size)
     report = sketch_onnx(
         options.source,
@@ -309,8 +303,10 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
     """
     folder = Path(source)
     if (folder / "config.json").is_file():
-        _check_transformers(folder)
-        return stored_model(folder, dense=False) if weights else empty_model(folder, dense=False)
+        folders = _folders(folder)
+        make = folders.stored_model if weights else folders.empty_model
+        made: nn.Module = make(folder, dense=False)
+        return made
     if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
     build = _function(source)
@@ -333,6 +329,10 @@ def _function(source: str) -> Any:
         raise ModelSourceError(f"{source}: {error}") from error
 
 
-def _check_transformers(folder: Path) -> None:
-    if empty_model is None:
-        raise ModelSourceError(f"{folder} is a Hugging Face model: pip install transformers")
+def _folders(folder: Path) -> ModuleType:
+    """What makes models of Hugging Face folders; it imports transformers, which takes seconds."""
+    try:
+        from panther_compile.integrations import folders
+    except ModuleNotFoundError as error:
+        raise ModelSourceError(f"{folder} is a Hugging Face model: pip install transformers") from error
+    return folders

@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import runpy
 import shutil
+import sys
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -87,6 +89,14 @@ def test_every_field_is_an_option_and_has_a_line_of_help():
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
+    assert capsys.readouterr().out == f"panther-compile {pc.__version__}\n"
+
+
+def test_as_a_module_of_python(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["panther_compile", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("panther_compile", run_name="__main__")
+    assert ended.value.code == 0
     assert capsys.readouterr().out == f"panther-compile {pc.__version__}\n"
 
 
