@@ -300,6 +300,23 @@ def test_a_size_that_was_to_be_free_is_not_fixed_in_silence(shapes, tmp_path):
     )
 
 
+class Branches(nn.Module):
+    """A model that does something else with few rows."""
+
+    def forward(self, x):
+        return 2 * x if x.shape[0] > 3 else x
+
+
+@pytest.mark.parametrize("rows", [torch.export.Dim("rows"), torch.export.Dim.AUTO])
+def test_sizes_that_the_graph_is_not_of_are_compared_too(rows, tmp_path):
+    with pytest.raises(OnnxMismatchError, match=r"for inputs \(3, 2\)"):
+        pc.export_onnx(Branches(), torch.randn(5, 2), tmp_path / "m.onnx", dynamic_shapes=({0: rows},))
+    few = {0: torch.export.Dim("rows", max=3)}
+    for shapes, example in (({0: torch.export.Dim("rows", min=4)}, 5), (few, 2)):
+        file = tmp_path / f"{example}.onnx"
+        pc.export_onnx(Branches(), torch.randn(example, 2), file, dynamic_shapes=(shapes,))
+
+
 @pytest.mark.parametrize("axis", [2, -3, "0"])
 def test_an_axis_that_an_input_lacks(axis, tmp_path):
     with pytest.raises(ConfigError, match=f"names axis {axis!r} of an input of shape"):

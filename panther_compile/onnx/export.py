@@ -30,7 +30,7 @@ from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
-from panther_compile.onnx.free_sizes import asked_free, check_free
+from panther_compile.onnx.free_sizes import asked_free, check_free, declared_bounds
 from panther_compile.onnx.int8 import (
     check_can_round,
     check_rounding,
@@ -120,7 +120,9 @@ def export_onnx(
 
         def check(draft: Path) -> None:
             assert program.exported_program is not None
-            verify_export(model, positional, named, program.exported_program, draft)
+            verify_export(
+                model, positional, named, program.exported_program, draft, declared_bounds(dynamic_shapes)
+            )
 
         for node in program.model.graph.all_nodes():
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths of the machine it was made on

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from panther_compile.errors import ConfigError, OnnxExportError
 
@@ -83,3 +84,18 @@ def check_free(
                 f"dynamic_shapes wants axis {axis} of {one.name!r} free, and torch has fixed it at {size}: "
                 "the model takes no other size, or its code makes a Python number of it"
             )
+
+
+def declared_bounds(shapes: Any) -> frozenset[int]:
+    """The smallest and largest sizes that a caller gives to free ones.
+
+    Args:
+        shapes: see `asked_free`.
+    """
+    leaves = pytree.tree_leaves(shapes, is_leaf=lambda one: isinstance(one, Dim))
+    return frozenset(
+        bound
+        for one in leaves
+        for bound in (getattr(one, "min", None), getattr(one, "max", None))
+        if isinstance(bound, int) and not isinstance(bound, bool)
+    )

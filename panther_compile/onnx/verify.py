@@ -1,7 +1,7 @@
 """Whether a file computes what a model, or another file, computes."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,26 @@ def verify_export(
     kwargs: Mapping[str, Any],
     exported: ExportedProgram,
     path: Path,
+    declared: Collection[int] = (),
 ) -> None:
     """Compare the file with the model on the example inputs, and on random ones of other sizes.
 
     Sizes that are equal in the example stay equal. A size that the model itself refuses is passed over.
+
+    Args:
+        model: that was exported.
+        args: example inputs by position.
+        kwargs: those by name.
+        exported: what torch made of it.
+        path: of the file.
+        declared: bounds that the caller of `export_onnx` gives to free sizes.
 
     Raises:
         OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
     """
     session = load_session(path, "the model")
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    for case in _cases(leaves, exported):
+    for case in _cases(leaves, exported, declared):
         new_args, new_kwargs = pytree.tree_unflatten(case, structure)
         try:
             output = Call(new_args, new_kwargs).run(model)
@@ -252,18 +261,31 @@ def load_session(path: Path, what: str) -> ort.InferenceSession:
         ) from error
 
 
-def _cases(leaves: list[Any], exported: ExportedProgram) -> Iterator[list[Any]]:
-    """The example, then random inputs: of its sizes, smaller and larger."""
+def _cases(leaves: list[Any], exported: ExportedProgram, declared: Collection[int]) -> Iterator[list[Any]]:
+    """The example, then random inputs: of its sizes, smaller and larger, and of those that torch left out.
+
+    Torch reads what a model does with the example, and leaves out sizes for which it would do something else;
+    those next to bounds that the caller declared are not asked for.
+    """
     yield leaves
     generator = torch.Generator().manual_seed(0)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     dynamic = _dynamic_sizes(exported, tensors)
-    for change in _CHANGES if dynamic else _CHANGES[:1]:
-        sizes = {symbol: min(max(change(n), low), high) for symbol, (n, low, high) in dynamic.items()}
+    cases = [
+        {symbol: min(max(change(n), low), high) for symbol, (n, low, high) in dynamic.items()}
+        for change in (_CHANGES if dynamic else _CHANGES[:1])
+    ]
+    usual = {symbol: n for symbol, (n, _, _) in dynamic.items()}
+    for symbol, (n, low, high) in dynamic.items():
+        outside = [one for one, bound in ((low - 1, low), (high + 1, high)) if bound not in declared]
+        if low < high:  # it is fixed otherwise
+            cases += [usual | {symbol: one} for one in outside if 1 <= one <= _MOST_TIMES * n]
+    for sizes in cases:
         shapes = iter(_shapes(exported, sizes))
         yield [_redrawn(x, next(shapes), generator) if isinstance(x, Tensor) else x for x in leaves]
 
 
+_MOST_TIMES = 16  # a size of the example: larger ones take too long to run
 _CHANGES: tuple[Callable[[int], int], ...] = (
     lambda size: size,
     lambda size: size - 1,
