@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from panther_compile.healing.rates import FIRST, TOP, USUAL, Rates
 from panther_compile.healing.report import HEALED_SINCE
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call
+from panther_compile.records import RECORD_ATTRIBUTE, Closeness, keep_record
 
 SKETCH = dict(min_params=0, allow_slower=True)
 
@@ -280,6 +282,29 @@ def test_failure_half_way_leaves_the_best_state():
     assert same(before, small)
 
 
+def test_a_model_that_was_healed_until_an_interrupt_tells_of_it():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    before, calls = state(small), 0
+
+    def interrupt(*_):
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise KeyboardInterrupt
+
+    hook = small.layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pc.heal(small, teacher=teacher, data=batches(), steps=100, lr=1e-3, inplace=True)
+    hook.remove()
+    assert not same(before, small)
+    report = pc.heal_report(small)
+    assert (report.stopped, report.lr) == ("broken off", 1e-3)
+    assert 0 < report.kept_step <= report.steps < 20
+    assert report.after["output"] < report.before["output"]
+    assert {row.note for row in pc.sketch_report(small).sketched} == {HEALED_SINCE}
+
+
 def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     teacher = encoder()
     small = sketched_encoder(teacher)
@@ -290,6 +315,16 @@ def test_sketch_report_says_that_its_errors_are_of_before(tmp_path):
     assert {row.note for row in pc.sketch_report(small).sketched} == {""}
     again = pc.heal(healed, teacher=teacher, data=batches(), steps=5)
     assert {row.note for row in pc.sketch_report(again).sketched} == {HEALED_SINCE}
+
+
+def test_closeness_is_said_once_to_be_of_before():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    close = Closeness("good", "relative error", 0.1, 0.1, None, "3 batches")
+    keep_record(small, replace(vars(small)[RECORD_ATTRIBUTE], closeness=close))
+    for _ in range(2):
+        small = pc.heal(small, teacher=teacher, data=batches(), steps=5)
+        assert pc.sketch_report(small).closeness.inputs == "3 batches; before it was healed"
 
 
 @pytest.mark.slow

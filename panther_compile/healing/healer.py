@@ -43,6 +43,7 @@ OUTPUTS = {"auto": None, "logits": True, "features": False}
 _BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
 _FEWEST_JUDGES = 8  # batches held out, where there are so many
 _SUSPECT = 3.0  # times the loss before the first step, on the batch of one: the rate may be too high
+_OF_BEFORE = "; before it was healed"
 _PATIENCE = 4  # evaluations in a row that are worse than the one before, after which it ends
 
 
@@ -67,7 +68,8 @@ def heal(
     bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
     that is kept, the one given if no other does better, and a block of it that does better as it was before
     is put back. Where steps lead astray, the best state is gone back to, and the rate is quartered.
-    `heal_report(model)` tells what came of it.
+    `heal_report(model)` tells what came of it. Where it is broken off, as by an interrupt, a model that is
+    healed in place keeps the best state so far, and its reports tell of it.
 
     Args:
         small: a model with sketched layers.
@@ -126,14 +128,18 @@ def heal(
             cache_bytes=cache_bytes,
             usual=places[:count],
         )
-        report = _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
-    keep_report(result, report)
+        _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
     return result  # type: ignore[return-value]
 
 
 @dataclass
 class _Healer:
-    """One run: the loss, how to lower it, and which batches are for what."""
+    """One run: the loss, how to lower it, and which batches are for what.
+
+    Attributes:
+        taken: steps, so far.
+        stopped: why they ended.
+    """
 
     match: Match
     method: str
@@ -142,9 +148,11 @@ class _Healer:
     order: random.Random
     judged_by: list[int]
     trained_on: list[int]
+    taken: int = 0
+    stopped: str = "broken off"
 
-    def run(self, hides_progress: bool) -> HealReport:
-        """Heal the model, and leave it in the best state that was seen, whatever happens."""
+    def run(self, hides_progress: bool) -> None:
+        """Heal the model, and leave it in the best state that was seen with a report, whatever happens."""
         small = self.match.small
         layers = list(outermost(small))
         biases = own_biases(small)
@@ -153,34 +161,30 @@ class _Healer:
         if not math.isfinite(best.first):
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
+        rates = Rates(self.lr, self.steps, best.first)
+        reverted: tuple[str, ...] = ()
         try:
             with ProgressBar(total=self.steps, desc="heal", disable=hides_progress) as bar:
-                taken, rate, stopped = self._descend(factors_of(layers, biases), best, bar)
+                self.stopped = self._descend(factors_of(layers, biases), best, rates, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:
             best.restore()
-        return HealReport(
-            before=best.before,
-            after=best.after,
-            steps=taken,
-            kept_step=best.step,
-            stopped=stopped,
-            batches=(len(self.trained_on), len(self.judged_by)),
-            lr=rate,
-            blocks_reverted=reverted,
-        )
+            report = HealReport(
+                before=best.before,
+                after=best.after,
+                steps=self.taken,
+                kept_step=best.step,
+                stopped=self.stopped,
+                batches=(len(self.trained_on), len(self.judged_by)),
+                lr=rates.top,
+                blocks_reverted=reverted,
+            )
+            keep_report(small, report)
 
-    def _descend(
-        self, factors: Sequence[Factor], best: BestState, bar: ProgressBar
-    ) -> tuple[int, float, str]:
-        """Take steps, and look every so often how the model does.
-
-        Returns:
-            How many steps were taken, the rate of the last ones, and why they ended.
-        """
+    def _descend(self, factors: Sequence[Factor], best: BestState, rates: Rates, bar: ProgressBar) -> str:
+        """Take steps, look every so often how the model does, and say why they ended."""
         parameters = [factor.parameter for factor in factors]
-        rates, descent = Rates(self.lr, self.steps, best.first), Descent(factors)
-        places = self._places()
+        descent, places = Descent(factors), self._places()
         last, worse, missed = best.first, 0, 0
         for step in range(1, self.steps + 1):
             losses = self.match.losses(next(places))
@@ -188,7 +192,7 @@ class _Healer:
             size = float(loss.detach())
             if not math.isfinite(size):
                 name = next(name for name, one in numbers(losses).items() if not math.isfinite(one))
-                return step - 1, rates.top, f"stopped: the loss at {name} is not finite after step {step - 1}"
+                return f"stopped: the loss at {name} is not finite after step {step - 1}"
             gradients = self._gradients(loss, parameters)
             missed = 0 if gradients else missed + 1
             if missed == len(self.trained_on):
@@ -198,6 +202,7 @@ class _Healer:
                 )
             if gradients:
                 descent.step(gradients, size, rates.at(step))
+            self.taken = step
             bar.update()
             is_due = rates.is_due(step)
             if not is_due and not (rates.can_be_lowered and size > _SUSPECT * best.first):
@@ -213,12 +218,8 @@ class _Healer:
                 descent = Descent(factors)
                 last, worse = best.least, 0
             elif worse == _PATIENCE:
-                return (
-                    step,
-                    rates.top,
-                    f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row",
-                )
-        return self.steps, rates.top, f"all {self.steps} steps taken"
+                return f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
+        return f"all {self.steps} steps taken"
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
@@ -259,7 +260,8 @@ def keep_report(model: nn.Module, report: HealReport) -> None:
     if record is not None and not report.reverted:
         closeness = record.closeness  # of before
         if closeness is not None and closeness.grade:
-            closeness = replace(closeness, inputs=f"{closeness.inputs}; before it was healed")
+            inputs = closeness.inputs.removesuffix(_OF_BEFORE) + _OF_BEFORE
+            closeness = replace(closeness, inputs=inputs)
         keep_record(model, replace(record, fitted=noted_as_healed(record.fitted), closeness=closeness))
 
 
