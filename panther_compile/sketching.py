@@ -23,9 +23,8 @@ from panther_compile.errors import (
     NoTargetError,
     SketchQualityWarning,
 )
-from panther_compile.healing.healer import keep_report
 from panther_compile.healing.refine import refine
-from panther_compile.healing.report import HealReport
+from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
@@ -49,6 +48,7 @@ from panther_compile.records import (
     Fitted,
     SketchPlan,
     SketchRecord,
+    keep_attribute,
     keep_record,
 )
 from panther_compile.reporting.progress import with_progress
@@ -300,7 +300,7 @@ def make(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> M
     if studied is None or config.refine == "none":
         return made
     small = copy_model(prepared.model, made.new)
-    return replace(made, healed=refine(small, prepared.model, studied.calls, config))
+    return replace(made, healed=refine(small, made.new.values(), prepared.model, studied.calls, config))
 
 
 def fit(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
@@ -431,9 +431,10 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
     turn_off_nested_tensors(result)
     earlier = vars(prepared.given).get(RECORD_ATTRIBUTE)
     fitted = {name: replace(one, note=learnt.unused or one.note) for name, one in made.fitted.items()}
-    keep_record(result, SketchRecord.after(earlier, made.plan, fitted, made.curve))
     if made.healed is not None:
-        keep_report(result, made.healed)
+        keep_attribute(result, HEALING_ATTRIBUTE, made.healed)
+        fitted = fitted if made.healed.reverted else noted_as_healed(fitted)
+    keep_record(result, SketchRecord.after(earlier, made.plan, fitted, made.curve))
     source = learnt.inputs.source if made.calibrated else "weights"
     keep_verdict(result, closeness, fitted_to=source, output=learnt.output)
     if made.unreached:

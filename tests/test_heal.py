@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 import panther_compile as pc
+from panther_compile import sketching
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -327,6 +328,33 @@ def test_closeness_is_said_once_to_be_of_before():
         assert pc.sketch_report(small).closeness.inputs == "3 batches; before it was healed"
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_was_sketched_before_is_not_refined(inplace, monkeypatch):
+    healed, refine = [], sketching.refine
+    monkeypatch.setattr(
+        sketching, "refine", lambda small, *rest: healed.append(small) or refine(small, *rest)
+    )
+    teacher = encoder()
+    first = pc.sketchify(teacher, 0.5, include="layers.*.linear1", **SKETCH)
+    before = {name: one.clone() for name, one in first.state_dict().items() if "linear1" in name}
+    options = {"refine": "kl", "refine_steps": 5, "inplace": inplace, "narrow": False, **SKETCH}
+    second = pc.sketchify(first, 0.5, data=batches(), include="layers.*.linear2", **options)
+    assert not pc.heal_report(second).reverted
+    assert same(before, second)
+    assert same(state(healed[0]), second)
+    notes = {row.name: row.note for row in pc.sketch_report(second).sketched}
+    assert {HEALED_SINCE in note for name, note in notes.items() if "linear2" in name} == {True}
+    assert {HEALED_SINCE in note for name, note in notes.items() if "linear1" in name} == {False}
+
+
+def test_nothing_new_is_nothing_to_refine():
+    model = encoder()
+    whole = pc.sketchify(model, 1.0, data=batches(2), refine="kl", refine_steps=1, **SKETCH)
+    assert same(state(model), whole)
+    with pytest.raises(NoTargetError, match="call heal first"):
+        pc.heal_report(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_model_that_was_refined_tells_of_it(inplace):
@@ -474,6 +502,9 @@ def test_logits_are_matched_by_divergence():
         ({"steps": 1.5}, ConfigTypeError, "steps=1.5 is a float"),
         ({"lr": 0.0}, ConfigError, "lr=0.0"),
         ({"lr": "high"}, ConfigTypeError, "lr='high' is a str"),
+        ({"inplace": "no"}, ConfigTypeError, "inplace='no' is a str, wanted a bool"),
+        ({"seed": "a"}, ConfigTypeError, "seed='a' is a str, wanted an int"),
+        ({"progress": 1}, ConfigTypeError, "progress=1 is a int, wanted a bool"),
         ({"method": "magic"}, ConfigError, "'kl', 'block'"),
         ({"output": "words"}, ConfigError, "'logits', 'features'"),
         ({"held_out": 1.0}, ConfigError, "between 0 and 1"),

@@ -3,6 +3,7 @@
 landmarks   places in both models where hidden states are compared
 match       the loss: how far the small model is from its teacher on a call
 descent     how the factors are changed
+options     what it may be told
 report      what came of it
 healer      all of it: `heal`
 refine      the same, as the options of `sketchify` and `sketch_onnx` say

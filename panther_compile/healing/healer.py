@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from panther_compile.errors import (
-    ConfigError,
     ConfigTypeError,
     DataError,
     HealingError,
@@ -23,11 +22,12 @@ from panther_compile.healing.best_state import BestState, numbers
 from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
+from panther_compile.healing.options import OUTPUTS, HealOptions
 from panther_compile.healing.rates import Rates
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
-from panther_compile.layers.base import check_factors, outermost
+from panther_compile.layers.base import SketchedLayer, check_factors, outermost
 from panther_compile.layers.own_weights import own_biases
-from panther_compile.models.batches import Data, device_of, record_calls
+from panther_compile.models.batches import Call, Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
@@ -37,8 +37,6 @@ from panther_compile.reporting.progress import ProgressBar, hides_bars
 
 Model = TypeVar("Model", bound=nn.Module)
 
-METHODS = ("kl", "block")
-OUTPUTS = {"auto": None, "logits": True, "features": False}
 # Weight of the hidden states, where the result is judged by its divergence, and where by its distance.
 _BESIDE_LOGITS, _BESIDE_FEATURES = 0.1, 10.0
 _FEWEST_JUDGES = 8  # batches held out, where there are so many
@@ -99,37 +97,70 @@ def heal(
         TeacherMismatchError: the teacher is not the dense model that this one was made of.
         WeightError: a factor was quantized or sharded.
     """
-    _check_options(steps, method, lr, output, held_out, cache_bytes)
+    options = HealOptions(
+        steps=steps,
+        method=method,
+        lr=lr,
+        output=output,
+        held_out=held_out,
+        inplace=inplace,
+        seed=seed,
+        progress=progress,
+        cache_bytes=cache_bytes,
+    )
     _check_pair(small, teacher)
     calls = record_calls(teacher, data)
-    if len(calls) < 2:
-        raise DataError(f"data holds {len(calls)} batch, wanted at least 2: one to train on, one to judge by")
-    order = random.Random(seed)
-    places = order.sample(range(len(calls)), len(calls))
-    count = _judges(held_out, len(calls), steps)
     with torch.inference_mode(False):
         result: nn.Module = small if inplace else copy_with(small, {})
-    hides = hides_bars(progress)
-    with _calm((result, teacher)):
-        taken = recognize_output(teacher, calls[:1]).output if output == "auto" else output
-        landmarks = find_landmarks(result, teacher, [calls[place] for place in places])
-        if method == "block" and not landmarks:
+    heal_layers(result, tuple(outermost(result)), teacher, calls, options)
+    return result  # type: ignore[return-value]
+
+
+def heal_layers(
+    small: nn.Module,
+    layers: Sequence[SketchedLayer],
+    teacher: nn.Module,
+    calls: Sequence[Call],
+    options: HealOptions,
+) -> None:
+    """Train some of the sketched layers in place, and keep the report on the model.
+
+    Args:
+        small: the model.
+        layers: of the model; the others stay as they are.
+        teacher: see `heal`.
+        calls: of both models.
+        options: of `heal`.
+
+    Raises:
+        DataError, HealingError: see `heal`.
+    """
+    if len(calls) < 2:
+        raise DataError(f"data holds {len(calls)} batch, wanted at least 2: one to train on, one to judge by")
+    order = random.Random(options.seed)
+    places = order.sample(range(len(calls)), len(calls))
+    count = _judges(options.held_out, len(calls), options.steps)
+    learnt = dict.fromkeys((*nn.ModuleList(layers).parameters(), *own_biases(small, set(layers))))
+    with _calm((small, teacher), learnt):
+        given = options.output
+        taken = recognize_output(teacher, calls[:1]).output if given == "auto" else given
+        landmarks = find_landmarks(small, teacher, [calls[place] for place in places])
+        if options.method == "block" and not landmarks:
             raise HealingError(
                 f"no module of {type(small).__name__} gives hidden states under the same name as in the "
                 "teacher; method='kl' matches the results alone"
             )
         match = Match(
-            result,
+            small,
             teacher,
             calls,
             landmarks,
             logits=OUTPUTS[taken],
-            half=_half_pays(result),
-            cache_bytes=cache_bytes,
+            half=_half_pays(small),
+            cache_bytes=options.cache_bytes,
             usual=places[:count],
         )
-        _Healer(match, method, lr, steps, order, places[:count], places[count:]).run(hides)
-    return result  # type: ignore[return-value]
+        _Healer(match, layers, options, order, places[:count], places[count:]).run()
 
 
 @dataclass
@@ -142,30 +173,31 @@ class _Healer:
     """
 
     match: Match
-    method: str
-    lr: float | None
-    steps: int
+    layers: Sequence[SketchedLayer]
+    options: HealOptions
     order: random.Random
     judged_by: list[int]
     trained_on: list[int]
     taken: int = 0
     stopped: str = "broken off"
 
-    def run(self, hides_progress: bool) -> None:
+    def run(self) -> None:
         """Heal the model, and leave it in the best state that was seen with a report, whatever happens."""
-        small = self.match.small
-        layers = list(outermost(small))
-        biases = own_biases(small)
-        learnt = [one for one in (*nn.ModuleList(layers).parameters(), *biases) if one.is_floating_point()]
+        small, options = self.match.small, self.options
+        biases = own_biases(small, set(self.layers))
+        learnt = [
+            one for one in (*nn.ModuleList(self.layers).parameters(), *biases) if one.is_floating_point()
+        ]
         best = BestState(learnt, self._judge, self._objective)
         if not math.isfinite(best.first):
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
-        rates = Rates(self.lr, self.steps, best.first)
+        rates = Rates(options.lr, options.steps, best.first)
+        hides = hides_bars(options.progress)
         reverted: tuple[str, ...] = ()
         try:
-            with ProgressBar(total=self.steps, desc="heal", disable=hides_progress) as bar:
-                self.stopped = self._descend(factors_of(layers, biases), best, rates, bar)
+            with ProgressBar(total=options.steps, desc="heal", disable=hides) as bar:
+                self.stopped = self._descend(factors_of(self.layers, biases), best, rates, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:
             best.restore()
@@ -179,14 +211,14 @@ class _Healer:
                 lr=rates.top,
                 blocks_reverted=reverted,
             )
-            keep_report(small, report)
+            _keep_report(small, report)
 
     def _descend(self, factors: Sequence[Factor], best: BestState, rates: Rates, bar: ProgressBar) -> str:
         """Take steps, look every so often how the model does, and say why they ended."""
         parameters = [factor.parameter for factor in factors]
         descent, places = Descent(factors), self._places()
         last, worse, missed = best.first, 0, 0
-        for step in range(1, self.steps + 1):
+        for step in range(1, self.options.steps + 1):
             losses = self.match.losses(next(places))
             loss = self._objective(losses)
             size = float(loss.detach())
@@ -219,16 +251,16 @@ class _Healer:
                 last, worse = best.least, 0
             elif worse == _PATIENCE:
                 return f"stopped after step {step}: worse at {_PATIENCE} evaluations in a row"
-        return f"all {self.steps} steps taken"
+        return f"all {self.options.steps} steps taken"
 
     def _objective(self, losses: dict[str, Tensor]) -> Tensor:
         """The hidden states beside the result; where there are none, the result alone."""
         hidden = [loss for name, loss in losses.items() if name != OUTPUT]
-        result = losses[OUTPUT] if self.method == "kl" else losses[OUTPUT].new_zeros(())
+        result = losses[OUTPUT] if self.options.method == "kl" else losses[OUTPUT].new_zeros(())
         if not hidden:
             return result
         beside = _BESIDE_LOGITS if self.match.has_logits else _BESIDE_FEATURES
-        return result + (beside if self.method == "kl" else 1.0) * torch.stack(hidden).mean()
+        return result + (beside if self.options.method == "kl" else 1.0) * torch.stack(hidden).mean()
 
     @torch.no_grad()
     def _judge(self) -> dict[str, Tensor]:
@@ -253,7 +285,7 @@ class _Healer:
             yield from self.order.sample(self.trained_on, len(self.trained_on))
 
 
-def keep_report(model: nn.Module, report: HealReport) -> None:
+def _keep_report(model: nn.Module, report: HealReport) -> None:
     """Keep it on the model, and say in the record of the sketch that the errors there are those of before."""
     keep_attribute(model, HEALING_ATTRIBUTE, report)
     record: SketchRecord | None = vars(model).get(RECORD_ATTRIBUTE)
@@ -269,27 +301,6 @@ def _judges(held_out: float, batches: int, steps: int) -> int:
     """How many batches are held out: all are run some 20 times."""
     wanted = min(round(held_out * batches), max(_FEWEST_JUDGES, steps // 40))
     return min(batches - 1, max(1, wanted))
-
-
-def _check_options(
-    steps: object, method: object, lr: object, output: object, held_out: object, cache_bytes: object
-) -> None:
-    for name, number in (("steps", steps), ("cache_bytes", cache_bytes)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted an int")
-    for name, number in (("held_out", held_out), *([] if lr is None else [("lr", lr)])):
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted a number")
-    for name, number, fits, wanted in (
-        ("steps", steps, steps >= 1, "1 or more"),  # type: ignore[operator]
-        ("cache_bytes", cache_bytes, cache_bytes >= 0, "0 or more"),  # type: ignore[operator]
-        ("lr", lr, lr is None or 0 < lr < math.inf, "a number above 0, or None"),  # type: ignore[operator]
-        ("held_out", held_out, 0 < held_out < 1, "a share between 0 and 1"),  # type: ignore[operator]
-        ("method", method, method in METHODS, f"one of {METHODS}"),
-        ("output", output, output in OUTPUTS, f"one of {tuple(OUTPUTS)}"),
-    ):
-        if not fits:
-            raise ConfigError(f"{name}={number!r}, wanted {wanted}")
 
 
 def _check_pair(small: object, teacher: object) -> None:
@@ -344,15 +355,14 @@ def _half_pays(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _calm(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Eval mode, gradients for the factors of the first model alone; everything is put back afterwards."""
+def _calm(models: Sequence[nn.Module], learnt: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Eval mode, gradients for what is learnt alone; everything is put back afterwards."""
     flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
     with undisturbed(grad=True), without_fast_attention(), ExitStack() as stack:
         stack.enter_context(eval_mode(*models))
         for parameter, flag in flags:
             stack.callback(parameter.requires_grad_, flag)
-        trained = {id(p) for layer in outermost(models[0]) for p in layer.parameters()}
-        trained |= {id(bias) for bias in own_biases(models[0])}
+        trained = {id(parameter) for parameter in learnt}
         for parameter, _ in flags:
             if parameter.is_floating_point():
                 parameter.requires_grad_(id(parameter) in trained)

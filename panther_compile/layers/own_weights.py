@@ -9,6 +9,7 @@ calls of the layers, whatever they have been replaced by.
 """
 
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,14 +223,15 @@ def _factor_of(own: OwnWeight) -> Factor:
     return own.factor()
 
 
-def own_biases(model: nn.Module) -> list[nn.Parameter]:
-    """The biases of convolutions for whose weight a layer stands."""
-    held = (one._parameters.get("bias") for one in model.modules() if _has_kernel(one))
+def own_biases(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
+    """The biases of convolutions of a model for whose weight one of the layers stands."""
+    held = (one._parameters.get("bias") for one in model.modules() if _has_kernel(one, layers))
     return [bias for bias in held if bias is not None]
 
 
-def _has_kernel(module: nn.Module) -> bool:
-    return any(isinstance(child, Kernel) for child in module._modules.values())
+def _has_kernel(module: nn.Module, layers: Collection[nn.Module]) -> bool:
+    kernels = (child for child in module._modules.values() if isinstance(child, Kernel))
+    return any(part in layers for kernel in kernels for part in kernel.modules())
 
 
 def holds_own_weights(module: nn.Module) -> bool:

@@ -136,8 +136,8 @@ def fit_in_torch(
             record = records[site.name]
             fitted.ready[site.name] = layer, replace(record, note=notes.get(site.name, record.note))
     healed = None
-    if new and config.refine != "none":
-        healed = refine(copy_with(module, new), module, calls, config)
+    if config.refine != "none":
+        healed = refine(copy_with(module, new), new.values(), module, calls, config)
     for name, (layer, _) in fitted.ready.items():
         bias = layer.bias
         if isinstance(bias, Tensor) and bool(bias.any()):
