@@ -19,6 +19,7 @@ from panther_compile.errors import (
     NoTargetError,
     TeacherMismatchError,
     WeightError,
+    WrappedModelError,
 )
 from panther_compile.healing import healer
 from panther_compile.healing.descent import Descent, Factor
@@ -536,6 +537,23 @@ def test_models_that_do_not_go_together():
     small = sketched_encoder(teacher)
     with pytest.raises(TeacherMismatchError, match="the same model"):
         pc.heal(small, teacher=small, data=batches(2))
+
+
+def test_a_model_of_another_dtype_than_the_data_is_told_of():
+    teacher = encoder()
+    small = sketched_encoder(teacher).bfloat16()
+    with pytest.raises(
+        DataError, match=r"batch \d of the data: the model was given .* and raised RuntimeError"
+    ):
+        pc.heal(small, teacher=teacher, data=batches(2), steps=1)
+
+
+def test_compiled_models_are_told_of():
+    teacher = encoder()
+    small = sketched_encoder(teacher)
+    for one, other in ((torch.compile(small), teacher), (small, torch.compile(teacher))):
+        with pytest.raises(WrappedModelError, match="the model is a OptimizedModule"):
+            pc.heal(one, teacher=other, data=batches(2), steps=1)
 
 
 def test_models_on_two_devices():

@@ -32,6 +32,7 @@ from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
 from panther_compile.planning.own_weights import lifted
+from panther_compile.planning.sites import check_module
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
 from panther_compile.reporting.progress import ProgressBar, hides_bars
 
@@ -91,11 +92,12 @@ def heal(
 
     Raises:
         ConfigError, ConfigTypeError: an option is not what is wanted.
-        DataError: the data holds fewer than two batches.
+        DataError: the data holds fewer than two batches, or a model cannot run one.
         HealingError: the teacher or the model gives NaN before the first step, or there is nothing to match.
         NoTargetError: the model holds no sketched layer.
         TeacherMismatchError: the teacher is not the dense model that this one was made of.
         WeightError: a factor was quantized or sharded.
+        WrappedModelError: a model is wrapped in DDP, FSDP or torch.compile.
     """
     options = HealOptions(
         steps=steps,
@@ -315,6 +317,8 @@ def _check_pair(small: object, teacher: object) -> None:
             )
     assert isinstance(small, nn.Module)
     assert isinstance(teacher, nn.Module)
+    for model in (small, teacher):
+        check_module(model)
     sketched = set(outermost(small))
     if not sketched:
         raise NoTargetError(f"{type(small).__name__} holds no sketched layer: call sketchify first")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.outputs import named_tensors
 
 MOST = 12
@@ -46,8 +46,8 @@ def _alike(small: nn.Module, teacher: nn.Module, names: Sequence[str], calls: Se
     alike, waiting = set[str](), list(names)
     for call in calls:
         with torch.no_grad(), watched(small, waiting) as ours, watched(teacher, waiting) as theirs:
-            call.run(small)
-            call.run(teacher)
+            run_dense(small, call)
+            run_dense(teacher, call)
         alike |= {name for name in waiting if ours[name] and _of_a_row(ours[name]) == _of_a_row(theirs[name])}
         waiting = [name for name in waiting if not ours[name]]
         if not waiting:

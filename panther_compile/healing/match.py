@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
-from panther_compile.models.batches import Call, kept_positions
+from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
 
@@ -136,7 +136,7 @@ class Match:
         call = self.calls[place]
         device = next((t.device.type for t in model.parameters()), "cpu")
         with watched(model, self.landmarks) as hidden, torch.autocast(device, torch.bfloat16, self._half):
-            output = list(named_tensors(call.run(model)))
+            output = list(named_tensors(run_dense(model, call)))
         return Given(hidden, output)
 
     def _answer(self, place: int) -> Given:
