@@ -457,3 +457,22 @@ def test_a_mistake_names_what_was_given_and_wanted(case):
         call()
     assert isinstance(caught.value, PantherError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_forward_mode_derivatives_are_refused():
+    x, down, up, _ = (None if one is None else one.detach() for one in linear_inputs())
+    image, kernel, point = (
+        draw(1, 3, 5, 5, grad=False),
+        draw(2, 3, 3, 3, grad=False),
+        draw(4, 2, 1, 1, grad=False),
+    )
+    q, directions = draw(1, 2, 3, 4, grad=False), draw(6, 4, grad=False)
+    for name, given, call in (
+        ("x", x, lambda x: sketched_linear(x, down, up)),
+        ("up", up, lambda up: sketched_multi_linear(x, [Factors(down, up, None, None)])[0]),
+        ("down", kernel, lambda kernel: sketched_conv2d(image, kernel, point)),
+        ("q", q, lambda one: favor_attention(one, q, q, directions)),
+    ):
+        with pytest.raises(OpError, match=f"{name} has a forward-mode derivative"):
+            torch.func.jvp(call, (given,), (given,))
+    assert torch.func.jvp(lambda t: t * sketched_linear(x, down, up).sum(), (x,), (x,))[1].any()

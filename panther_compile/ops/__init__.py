@@ -7,8 +7,8 @@
 
 Each function checks its arguments and calls one `torch.ops.panther_compile` operator. On a CPU that is the
 plain arithmetic of kernels/; on a GPU a Triton kernel or torch, whichever kernels/dispatch.py expects to
-be faster, or what PANTHER_COMPILE_KERNEL=triton or torch says. They can be differentiated once. `has_kernel`
-and its like tell the layers in eager mode whether calling the operator is worth it.
+be faster, or what PANTHER_COMPILE_KERNEL=triton or torch says. They can be differentiated once, backwards.
+`has_kernel` and its like tell the layers in eager mode whether calling the operator is worth it.
 """
 
 from panther_compile.kernels.factor_set import Factors

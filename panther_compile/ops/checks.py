@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from panther_compile.errors import OpError
 from panther_compile.kernels import dispatch
@@ -30,8 +31,9 @@ def check_bias(what: str, bias: Tensor | None, up: Tensor) -> None:
 
 
 def check_alike(what: str, **tensors: Tensor | None) -> None:
-    """One floating dtype, unless autocast will make it so, and one device."""
-    (first, like), *others = ((name, one) for name, one in tensors.items() if one is not None)
+    """One floating dtype, unless autocast will make it so, one device, and no forward-mode derivatives."""
+    given = [(name, one) for name, one in tensors.items() if one is not None]
+    (first, like), *others = given
     if not like.is_floating_point():
         raise OpError(f"{what}: {first} is {like.dtype}, wanted a floating dtype")
     for name, tensor in others:
@@ -39,6 +41,10 @@ def check_alike(what: str, **tensors: Tensor | None) -> None:
             raise OpError(f"{what}: {first} is on {like.device}, {name} on {tensor.device}")
         if tensor.dtype != like.dtype and not torch.is_autocast_enabled(like.device.type):
             raise OpError(f"{what}: {first} is {like.dtype}, {name} {tensor.dtype}")
+    if forward_ad._current_level >= 0:  # torch would take those of an operator that has none for zeros
+        for name, tensor in given:
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise OpError(f"{what}: {name} has a forward-mode derivative, and the operator takes none")
 
 
 def size(tensor: Tensor) -> tuple[int, ...]:
