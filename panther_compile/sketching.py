@@ -455,7 +455,8 @@ def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
 
     found = closeness(made)
     if studied is not None and learnt.inputs.source == "data":
-        found = unseen_closeness(studied, config, made.plan, found)
+        healed = made.healed is not None and not made.healed.reverted
+        found = unseen_closeness(studied, config, made.plan, found, healed=healed)
     judged = [(found, made)]
     if learnt.inputs.optional and made.curve is None:
         plain = make(prepared, config, None)

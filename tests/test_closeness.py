@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import panther_compile as pc
+from panther_compile import sketching
 from panther_compile.calibration.closeness import compare_models, compare_outputs
 from panther_compile.errors import SketchQualityWarning
+from panther_compile.healing.report import HealReport
 from panther_compile.models.batches import Call
 
 
@@ -106,6 +108,16 @@ def test_a_sketch_that_fits_few_rows_alone_is_judged_by_rows_held_out():
     unseen = compare_outputs(model, {model: small}, others, logits=False, inputs="others")
     assert found.distance == pytest.approx(unseen.distance, rel=0.35)
     assert found.grade == unseen.grade != "good"
+
+
+def test_of_a_healed_sketch_the_fit_that_judges_it_is_said_not_to_be_healed(monkeypatch):
+    losses = {"output": 1.0}
+    better = HealReport(losses, losses, steps=1, kept_step=1, stopped="", batches=(4, 1), lr=0.1)
+    monkeypatch.setattr(sketching, "refine", lambda *_: better)
+    torch.manual_seed(0)
+    data = list(torch.randn(60, 256).split(12))
+    small = pc.sketchify(mlp(256), 0.7, data=data, allow_slower=True, narrow=False, refine="kl")
+    assert "1 batch held out from a fit to 4, not healed (" in first_line(small)
 
 
 def test_many_rows_are_judged_as_they_are():

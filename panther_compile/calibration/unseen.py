@@ -16,7 +16,9 @@ from panther_compile.models.watched import Side
 from panther_compile.records import Closeness, SketchPlan
 
 
-def unseen_closeness(studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness) -> Closeness:
+def unseen_closeness(
+    studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness, *, healed: bool
+) -> Closeness:
     """The closeness on held-out batches of what the other batches make of a plan, if it is of a worse grade.
 
     The layers are fitted again only if ranks cut as the study left them are of a worse grade there, which
@@ -27,6 +29,7 @@ def unseen_closeness(studied: Studied, config: SketchConfig, plan: SketchPlan, s
         config: the options.
         plan: that the sketch carries out.
         seen: of the sketch, on what it was fitted to; comes back if data is many or the grade is the same.
+        healed: whether the sketch was healed since, which the other fit is not.
     """
     if not seen.grade or plan.allocation in (WEIGHTS_ALONE, MADE_UP) or not has_few(studied):
         return seen
@@ -34,7 +37,7 @@ def unseen_closeness(studied: Studied, config: SketchConfig, plan: SketchPlan, s
     def judged(side: Side) -> Closeness:
         calls = [call for call, _ in studied.held_out]
         what = (
-            f"{_batches(calls)} held out from a fit to {len(studied.learnt)} "
+            f"{_batches(calls)} held out from a fit to {len(studied.learnt)}{', not healed' * healed} "
             f"({seen.distance:.2g} on what it was fitted to)"
         )
         dense = watch(studied.model, {}).model
