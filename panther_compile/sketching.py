@@ -433,7 +433,8 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
     fitted = {name: replace(one, note=learnt.unused or one.note) for name, one in made.fitted.items()}
     if made.healed is not None:
         keep_attribute(result, HEALING_ATTRIBUTE, made.healed)
-        fitted = fitted if made.healed.reverted else noted_as_healed(fitted)
+        if not made.healed.reverted:
+            fitted = noted_as_healed(fitted, made.healed.blocks_reverted)
     keep_record(result, SketchRecord.after(earlier, made.plan, fitted, made.curve))
     source = learnt.inputs.source if made.calibrated else "weights"
     keep_verdict(result, closeness, fitted_to=source, output=learnt.output)

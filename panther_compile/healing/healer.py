@@ -296,7 +296,8 @@ def _keep_report(model: nn.Module, report: HealReport) -> None:
         if closeness is not None and closeness.grade:
             inputs = closeness.inputs.removesuffix(_OF_BEFORE) + _OF_BEFORE
             closeness = replace(closeness, inputs=inputs)
-        keep_record(model, replace(record, fitted=noted_as_healed(record.fitted), closeness=closeness))
+        fitted = noted_as_healed(record.fitted, report.blocks_reverted)
+        keep_record(model, replace(record, fitted=fitted, closeness=closeness))
 
 
 def _judges(held_out: float, batches: int, steps: int) -> int:

@@ -1,6 +1,6 @@
 """What healing did: kept on the model it healed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -84,9 +84,16 @@ def heal_report(model: nn.Module) -> HealReport:
     return report
 
 
-def noted_as_healed(fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
-    """What came of the layers, which says that they were healed since."""
-    return {
-        name: replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, HEALED_SINCE)))))
-        for name, one in fitted.items()
-    }
+def noted_as_healed(fitted: Mapping[str, Fitted], reverted: Iterable[str] = ()) -> dict[str, Fitted]:
+    """What came of the layers, which says that they were healed since.
+
+    Args:
+        fitted: by the name of the layer.
+        reverted: names of blocks whose layers are as they were.
+    """
+    inside = tuple(f"{name}." for name in reverted)
+    return {name: one if f"{name}.".startswith(inside) else _healed(one) for name, one in fitted.items()}
+
+
+def _healed(one: Fitted) -> Fitted:
+    return replace(one, note="; ".join(dict.fromkeys(filter(None, (one.note, HEALED_SINCE)))))
