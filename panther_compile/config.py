@@ -56,8 +56,8 @@ class SketchConfig:
         device: where to factorize; each layer is given back where it was.
         output: what the model's result is, to those who compare: "logits", "features", or "auto", to see for
             oneself; the report says what it was taken for, and why.
-        refine: "block" or "kl" heals the fitted model on the same data, see `heal`; "none" leaves it at the
-            closed forms.
+        refine: "block" or "kl" heals the layers that were fitted on the same data, see `heal`, and none that
+            were sketched before; "none" leaves them at the closed forms.
         refine_steps: of healing.
         synthetic: whether inputs may be made up where 0.25 to 500 million numbers are to be sketched: without
             data to compare outputs on, and to fit layers to if the model says enough of them; beside data
