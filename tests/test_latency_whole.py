@@ -10,6 +10,7 @@ from zoo import ZOO
 
 import panther_compile as pc
 from panther_compile.errors import NoTargetError
+from panther_compile.healing.healer import heal_layers
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models import stopwatch
 from panther_compile.models.batches import Call
@@ -182,11 +183,11 @@ def test_layers_that_were_not_timed_alone_go_first():
 def test_healing_waits_for_the_layers_that_stay(timers, monkeypatch):
     healed = []
 
-    def heal(model, **options):
+    def heal(model, *others):
         healed.append(sketched_names(model))
-        return pc.heal(model, **options)
+        heal_layers(model, *others)
 
-    monkeypatch.setattr("panther_compile.healing.refine.heal", heal)
+    monkeypatch.setattr("panther_compile.healing.refine.heal_layers", heal)
     timers(lambda names: 0.9 if len(names) == 4 else 1.2)
     pc.sketchify(mlp(), data=[example()] * 3, refine="block", refine_steps=1, narrow=False, **LATENCY)
     assert healed == [{"0", "4"}]

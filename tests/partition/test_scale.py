@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from panther_compile import Hardware, partition_model, plan_sketch
-from panther_compile.errors import ConfigError, MeshError, NoTargetError, StageMemoryError
+from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, NoTargetError, StageMemoryError
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Link, Mesh
 from panther_compile.partition.shards import elimination
@@ -98,8 +98,11 @@ def test_global_batches_are_checked():
     model, x = Mlp(), torch.randn(4, 32)
     part = partition_model(model, {"x": x}, mesh={"dp": 2, "pp": 2}, hardware="cpu", global_batch=24)
     assert part.microbatches == 3
-    for batch in (20, 0, -8, "8", 8.0):
-        with pytest.raises(MeshError, match="is not divisible by dp=2 x 4 samples of a microbatch"):
+    refused = {20: (MeshError, "is not divisible by dp=2 x 4 samples of a microbatch")}
+    refused |= dict.fromkeys((0, -8), (MeshError, "it must be 1 or more"))
+    refused |= dict.fromkeys(("8", 8.0), (ConfigTypeError, "it must be a whole number"))
+    for batch, (error, text) in refused.items():
+        with pytest.raises(error, match=text):
             partition_model(model, x, mesh={"dp": 2}, hardware="cpu", global_batch=batch)
     for options in ({"devices": 2}, {"mesh": {"dp": 2}, "global_batch": 8}):
         with pytest.raises(MeshError, match="microbatches=2 is of each replica; give global_batch= alone"):
