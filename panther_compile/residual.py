@@ -40,7 +40,7 @@ from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import check_module
 from panther_compile.records import Closeness, kept_attribute
 from panther_compile.report import bytes_of, tensors_of
-from panther_compile.reporting.tables import render_table, share
+from panther_compile.reporting.tables import counted, render_table, share
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -440,7 +440,7 @@ def _fitted(
     before, after = fit_branches(model, layers, dense, twins, ranks, calls, put, centred=True, start=lacking)
     kept = after < before
     held_out = judged_of(calls)
-    inputs = f"{len(held_out)} held-out batches" if len(calls) > len(held_out) else "the data fitted to"
+    inputs = counted(len(held_out), "held-out batch") if len(calls) > len(held_out) else "the data fitted to"
     sides = [copy_sharing(one, {}) for one in (dense, quantized, model)]
     without, with_branches = (
         compare_models(sides[0], one, held_out, logits=logits, inputs=inputs) for one in sides[1:]

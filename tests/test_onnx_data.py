@@ -447,7 +447,7 @@ def test_what_was_read_before_data_failed_is_not_lost(tmp_path):
         yield random(4, 48)
         raise OSError("the disk is gone")
 
-    with pytest.raises(DataError, match=r"after 1 batches \(OSError: the disk is gone\)") as caught:
+    with pytest.raises(DataError, match=r"after 1 batch \(OSError: the disk is gone\)") as caught:
         pc.sketch_onnx(source, tmp_path / "out.onnx", data=read(), **(OPTIONS | ALL))
     pc.sketch_onnx(source, tmp_path / "out.onnx", data=caught.value.calls, **(OPTIONS | ALL))
 

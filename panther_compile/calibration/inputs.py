@@ -20,6 +20,7 @@ from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.plan import hides_progress
 from panther_compile.planning.sites import Found, without_head
 from panther_compile.records import Closeness
+from panther_compile.reporting.tables import counted
 
 SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
@@ -70,7 +71,7 @@ class Inputs:
         calls = self.judge or fitted
         if not calls:
             return Closeness.unknown(self.what)
-        what = f"{self.what}, {len(calls)} batches"
+        what = f"{self.what}, {counted(len(calls), 'batch')}"
         return compare_outputs(model, new, calls, logits=config.logits, inputs=what)
 
 

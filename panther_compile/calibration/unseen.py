@@ -5,8 +5,6 @@ into the layers that are kept, so none is left to judge them by: the same plan i
 batches that were learnt from, and judged by those held out.
 """
 
-from collections.abc import Sequence
-
 from panther_compile.calibration.closeness import GRADES, compare_models
 from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
 from panther_compile.calibration.held_out import HeldOut, Studied
@@ -14,6 +12,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import watch
 from panther_compile.models.watched import Side
 from panther_compile.records import Closeness, SketchPlan
+from panther_compile.reporting.tables import counted
 
 
 def unseen_closeness(
@@ -36,8 +35,9 @@ def unseen_closeness(
 
     def judged(side: Side) -> Closeness:
         calls = [call for call, _ in studied.held_out]
+        fit = f"a fit to {len(studied.learnt)}{', not healed' * healed}"
         what = (
-            f"{_batches(calls)} held out from a fit to {len(studied.learnt)}{', not healed' * healed} "
+            f"{counted(len(calls), 'batch')} held out from {fit} "
             f"({seen.distance:.2g} on what it was fitted to)"
         )
         dense = watch(studied.model, {}).model
@@ -51,7 +51,3 @@ def unseen_closeness(
         return seen
     found = judged(held_out.fitted_to_all(plan))
     return found if is_worse(found) else seen
-
-
-def _batches(calls: Sequence[object]) -> str:
-    return "1 batch" if len(calls) == 1 else f"{len(calls)} batches"

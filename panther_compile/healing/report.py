@@ -7,7 +7,7 @@ from torch import nn
 
 from panther_compile.errors import NoTargetError
 from panther_compile.records import Fitted, kept_attribute
-from panther_compile.reporting.tables import render_table
+from panther_compile.reporting.tables import counted, render_table
 
 HEALING_ATTRIBUTE = "_panther_healing"
 HEALED_SINCE = "healed since, the errors are those before"
@@ -56,7 +56,7 @@ class HealReport:
         names = dict.fromkeys((*self.before, *self.after))
         rows = [(name, *(_written(losses, name) for losses in (self.before, self.after))) for name in names]
         footer = (
-            f"{self.steps} steps on {self.batches[0]} batches, {self.batches[1]} held out, "
+            f"{self.steps} steps on {counted(self.batches[0], 'batch')}, {self.batches[1]} held out, "
             f"at last at a rate of {self.lr:g}; {self.stopped}",
             "no step improved on the start: nothing was changed"
             if self.reverted

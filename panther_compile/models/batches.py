@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.half_products import half_products
 from panther_compile.models.surroundings import eval_mode
+from panther_compile.reporting.tables import counted
 
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 """A loader, a list of batches, or a function that calls the model it is given.
@@ -202,8 +203,8 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
     # The user's loader runs here; whatever it raises, what was read before is not lost.
     except Exception as error:
         raise DataError(
-            f"data failed after {len(calls)} batches ({type(error).__name__}: {error}); the batches read "
-            "until then are in this error's `calls`, which can be given as data",
+            f"data failed after {counted(len(calls), 'batch')} ({type(error).__name__}: {error}); "
+            "the batches read until then are in this error's `calls`, which can be given as data",
             calls=calls,
         ) from error
     if not calls and is_loop:

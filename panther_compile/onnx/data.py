@@ -15,6 +15,7 @@ from panther_compile.models.outputs import check_dense
 from panther_compile.onnx.branches import handing_out
 from panther_compile.onnx.files import saved_copy
 from panther_compile.onnx.verify import RUNTIME_ERRORS, has_sizes, load_session, numpy_dtype
+from panther_compile.reporting.tables import counted
 
 OnnxData: TypeAlias = Iterable[Any]
 """Batches: a mapping from input name to array, a tuple or list of arrays in the order of the inputs, or the
@@ -97,8 +98,8 @@ class ObservedModel:
         # The user's loader runs here; whatever it raises, what was read before is not lost.
         except Exception as error:
             raise DataError(
-                f"data failed after {len(feeds)} batches ({type(error).__name__}: {error}); the batches read "
-                "until then are in this error's `calls`, which can be given as data",
+                f"data failed after {counted(len(feeds), 'batch')} ({type(error).__name__}: {error}); "
+                "the batches read until then are in this error's `calls`, which can be given as data",
                 calls=feeds,
             ) from error
         if not feeds:

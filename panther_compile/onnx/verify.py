@@ -20,6 +20,7 @@ from panther_compile.errors import OnnxMismatchError, first_line
 from panther_compile.models.batches import Call, kept_by
 from panther_compile.models.outputs import LOGITS
 from panther_compile.records import Closeness
+from panther_compile.reporting.tables import counted
 
 MASK = "attention_mask"  # name of the input (batch, length) that is 0 where a position is padding
 # Largest difference of an output, over its largest magnitude.
@@ -122,7 +123,7 @@ def compare_files(
         }
         both = (dict(zip(names, outputs, strict=True)) for outputs in (wanted, found))
         results.see(output_pairs(*both), kept_in(feed))
-    inputs = f"{min(len(feeds), MOST_CALLS)} batches of {what}" if feeds else "random inputs"
+    inputs = f"{counted(min(len(feeds), MOST_CALLS), 'batch')} of {what}" if feeds else "random inputs"
     return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
 
 

@@ -119,6 +119,11 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     return pandas.DataFrame(rows).set_index("name")
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, as in "1 batch" and "2 batches", whose name makes its plural by "es"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}es"
+
+
 def share(part: float, whole: float) -> str:
     """A ratio with three digits, or a dash where there is nothing to compare with."""
     return f"{part / whole:.3f}" if whole else "-"
