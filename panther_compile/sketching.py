@@ -34,7 +34,7 @@ from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.fastest import fastest
 from panther_compile.planning.own_weights import lift_in_place, lifted, lower_own_weights
-from panther_compile.planning.plan import TIMED, TimedSites, hides_progress
+from panther_compile.planning.plan import TIMED, TimedSites
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
 from panther_compile.planning.recipe import follow, options_of
 from panther_compile.planning.shared_factor import plan_by_weights
@@ -51,7 +51,7 @@ from panther_compile.records import (
     keep_attribute,
     keep_record,
 )
-from panther_compile.reporting.progress import with_progress
+from panther_compile.reporting.progress import hides_bars, with_progress
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.shelf import Shelf
 
@@ -406,7 +406,7 @@ def _sketch(
     choices = plan.choices
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
-    hidden = hides_progress(config)
+    hidden = hides_bars(config.progress)
     for site, owner in with_progress(
         found.sites, lambda one: work_on(*one, config), desc="sketch", hidden=hidden
     ):

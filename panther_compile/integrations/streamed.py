@@ -55,12 +55,12 @@ from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
-from panther_compile.planning.plan import hides_progress, make_plan, picks
+from panther_compile.planning.plan import make_plan, picks
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
-from panther_compile.reporting.progress import with_progress
+from panther_compile.reporting.progress import hides_bars, with_progress
 from panther_compile.shelf import freed_given_back
 from panther_compile.sketching import read_config
 from panther_compile.storage import UNFINISHED, checked_path, flush, replace_file, scratch_folder
@@ -348,7 +348,7 @@ def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work)
     def left(item: tuple[Site, Kind]) -> float:
         return 0.0 if work.file(item[0].name).exists() else work_on(*item, config)
 
-    for site, kind in with_progress(found.sites, left, desc="sketch", hidden=hides_progress(config)):
+    for site, kind in with_progress(found.sites, left, desc="sketch", hidden=hides_bars(config.progress)):
         record = work.record(site.name)
         if record is None:
             made = sketch_site(site, kind, choices, config)

@@ -39,9 +39,8 @@ from panther_compile.onnx.patterns import holds_graph
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
 from panther_compile.onnx.torch_ops import window_pads
 from panther_compile.onnx.verify import kept_in
-from panther_compile.planning.plan import hides_progress
 from panther_compile.records import Choice, Fitted
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import ProgressBar, hides_bars
 
 # Of moments, or of the inputs of kernels, held at once; more takes more runs of the model.
 MAX_BYTES = 2 << 30
@@ -300,7 +299,7 @@ class WeightFit:
 
     def _rows(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
         uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
-        hidden, feeds = hides_progress(self._config), runs.feeds
+        hidden, feeds = hides_bars(self._config.progress), runs.feeds
         pairs = runs(self.values(names))
         bar = ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden)
         for feed, (xs, zs) in zip(feeds, bar, strict=True):

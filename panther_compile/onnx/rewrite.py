@@ -11,9 +11,8 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
 from panther_compile.onnx.sites import OnnxFound
-from panther_compile.planning.plan import hides_progress
 from panther_compile.records import Choice, Fitted
-from panther_compile.reporting.progress import ProgressBar
+from panther_compile.reporting.progress import ProgressBar, hides_bars
 
 
 def rewrite(
@@ -28,7 +27,7 @@ def rewrite(
     fitted: dict[str, Fitted] = {}
     sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
     with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
-        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_progress(config)):
+        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_bars(config.progress)):
             made = sketch_site(site, owner, choices, config, weights.ready)
             assert made is not None
             layer, record = made

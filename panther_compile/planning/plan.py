@@ -95,7 +95,7 @@ def make_plan(
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     beyond: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
-    hidden = hides_progress(config)
+    hidden = hides_bars(config.progress)
     for site, owner in with_progress(
         found.sites, lambda one: work_on(*one, config), desc="plan", hidden=hidden
     ):
@@ -205,11 +205,6 @@ def with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:
     biases = [module._parameters.get("bias") for _, module in site.tied]
     numbers = sum(bias.numel() for bias in biases if bias is not None)
     return (replace(units[0], tied_numbers=numbers), *units[1:]) if numbers else units
-
-
-def hides_progress(config: SketchConfig) -> bool:
-    """Whether no progress bar is to be shown: asked not to, or not on a terminal."""
-    return hides_bars(config.progress)
 
 
 def _ratio_text(config: SketchConfig) -> str:
