@@ -21,6 +21,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from panther_compile.calibration.freed_memory import FreedMemory
 from panther_compile.calibration.residuals import Passage, Residuals, observe
 from panther_compile.models.batches import Call
 from panther_compile.models.watched import Arrival, Side
@@ -125,6 +126,7 @@ def fit_in_lockstep(
         The names of the layers that were fitted, in the order in which they were reached.
     """
     fitted: dict[str, None] = {}
+    freed = FreedMemory()
 
     def pause(name: str, value: Tensor) -> None:
         if name not in fitted:
@@ -144,6 +146,7 @@ def fit_in_lockstep(
         try:
             for runner in runners:
                 runner.go_on()
+                freed.give_back()
             while waiting := [runner for runner in runners if not runner.through]:
                 name = _next_layer(waiting)
                 came = [
@@ -161,6 +164,7 @@ def fit_in_lockstep(
                 for runner in waiting:
                     if runner.at == name:
                         runner.go_on()
+                        freed.give_back()
         finally:
             _stop(runners)
             for side in (dense, sketched):
