@@ -61,6 +61,7 @@ class DevicePlan:
         units: where units end.
         recomputed_bytes: of the largest unit that is computed again.
         gathered_bytes: of units whose parameters and gradients are whole for a while.
+        whole_bytes: of both, at the peak.
     """
 
     strategy: Strategy
@@ -69,6 +70,7 @@ class DevicePlan:
     units: tuple[int, ...]
     recomputed_bytes: int
     gathered_bytes: int
+    whole_bytes: int
 
 
 def assemble(

@@ -79,8 +79,7 @@ def search_meshes(
         raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
     best = _cut_candidates(name, graphs, options, candidates, progress=progress)
     if best is None:
-        roomiest = max(candidates, key=lambda one: one.expected.room)
-        raise StageMemoryError(_explain_memory(name, graphs, options, roomiest.mesh, roomiest.strategy))
+        raise StageMemoryError(_explain_memory(name, graphs, options, candidates))
     return replace(best, left_out=tuple(left_out))
 
 
@@ -130,8 +129,7 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
     candidates += _expect_budgets(graphs, options, candidates)
     best = _cut_candidates(name, graphs, options, candidates)
     if best is None:
-        roomiest = max(candidates, key=lambda one: one.expected.room)
-        raise StageMemoryError(_explain_memory(name, graphs, options, mesh, roomiest.strategy))
+        raise StageMemoryError(_explain_memory(name, graphs, options, candidates))
     return best
 
 
@@ -156,8 +154,8 @@ def _expect_one(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Stra
     tried = graphs.prices(mesh.tp)
     for prices in dict.fromkeys((tried[0], tried[-1])):
         plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
-        whole = options.memory_bytes - (plan.request.memory_bytes or 0) * strategy.stages_per_device
-        expected = graphs.outline.expect(plan.flow, options.pipeline(mesh, strategy), whole, len(plan.units))
+        pipeline = options.pipeline(mesh, strategy)
+        expected = graphs.outline.expect(plan.flow, pipeline, plan.whole_bytes, len(plan.units))
         if expected.room >= 1:
             break
     return Candidate(mesh, strategy, expected)
@@ -305,7 +303,7 @@ def _device_plan(
     if mesh.pp == 1:  # the loss is gone before any unit is whole or computed again
         whole = max(0, whole - flow.total.loss_bytes)
     request = options.request(mesh, strategy, whole)
-    return DevicePlan(strategy, flow, request, units, recomputed, gathered)
+    return DevicePlan(strategy, flow, request, units, recomputed, gathered, whole)
 
 
 def _fit(
@@ -410,8 +408,10 @@ def _shard_stages(
     return per_device_flow(problem, plan, flow, placed), sharding
 
 
-def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> str:
-    """Which stage does not fit, by how much, and what would help."""
+def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, candidates: Sequence[Candidate]) -> str:
+    """Which stage of the leanest candidate does not fit, by how much, and what would help."""
+    leanest = min(candidates, key=lambda one: one.expected.device_bytes)
+    mesh, strategy = leanest.mesh, leanest.strategy
     graphs = _of_mesh(graphs, options, mesh)
     ring, prices = Ring(mesh.tp, options.shared_link(mesh)), graphs.prices(mesh.tp)[-1]
     limit = options.memory_bytes / strategy.stages_per_device
@@ -423,8 +423,7 @@ def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh,
         if plan.request.count > len(plan.flow.work):
             return inf, 0, plan.request.count
         smallest, stage = least_memory(plan.flow, plan.request)
-        whole = (plan.recomputed_bytes + plan.gathered_bytes) / strategy.stages_per_device
-        return smallest + whole, stage, plan.request.count
+        return smallest + plan.whole_bytes / strategy.stages_per_device, stage, plan.request.count
 
     smallest, stage, count = needed(mesh, strategy, options)
     lines = [

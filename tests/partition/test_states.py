@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -119,6 +120,16 @@ def test_a_model_that_replicas_cannot_hold_alone_is_shared():
     assert part.stages[0].memory_bytes <= limit
     divided = partition_model(*blocks(4, torch.float32), devices=2, hardware=cluster(12 * NUMBERS))
     assert divided.stages[0].memory_bytes <= 12 * NUMBERS
+
+
+def test_the_leanest_way_to_share_states_is_named_where_none_fits():
+    """Though a unit that is gathered whole takes more than the device has."""
+    taken = {}
+    for kind in ("auto", "ddp", "zero1", "zero2", "zero3"):
+        with pytest.raises(StageMemoryError) as caught:
+            cut(data_parallel=kind, microbatches=1, memory_per_device=NUMBERS)
+        taken[kind] = float(re.search(r"takes (\S+) GiB", str(caught.value))[1])
+    assert taken["auto"] == min(taken.values()) < taken["zero1"] < taken["ddp"]
 
 
 def test_equal_replicas_are_taken_where_they_fit():

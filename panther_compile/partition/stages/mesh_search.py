@@ -81,11 +81,13 @@ class Expectation:
         per_second: microbatches, over all replicas.
         room: for so many models of this kind; below 1 it is not expected to fit.
         hopeless: it cannot fit, however it is cut.
+        device_bytes: that the fullest device is expected to take.
     """
 
     per_second: float
     room: float
     hopeless: bool
+    device_bytes: float
 
 
 class Outline:
@@ -127,7 +129,9 @@ class Outline:
         )
         seconds += (extra.forward + extra.backward) * pipeline.devices / len(most)
         step = turns * seconds + extra.tail
-        return Expectation(pipeline.replicas * pipeline.microbatches / step, float(most.sum()), hopeless)
+        per_second = pipeline.replicas * pipeline.microbatches / step
+        taken = whole_bytes + (held + max(pipeline.in_flight) * saved) / pipeline.devices
+        return Expectation(per_second, float(most.sum()), hopeless, taken)
 
     def _slowest(self, seconds: Sequence[Floats], shares: Floats, links: Sequence[Link]) -> float:
         """Seconds of the slowest stage for one microbatch; given are those of vertices, by place."""
