@@ -174,10 +174,13 @@ def test_options_of_another_type_are_refused(options, text):
         partition_model(nn.Linear(8, 8), torch.randn(4, 8), **{"hardware": "cpu", **options})
 
 
-@pytest.mark.parametrize("given", [None, 3, torch.randn(4, 3)])
-def test_an_example_that_the_model_does_not_run_on_is_refused(given):
+@pytest.mark.parametrize(
+    "given", [None, 3, torch.randn(4, 3), torch.randn(4, 8, dtype=torch.float64), torch.ones(4, 8).long()]
+)
+def test_an_example_that_the_model_does_not_run_on_is_refused(given, capfd):
     with pytest.raises(CaptureError, match=r"does not run on example_inputs: (Type|Runtime)Error"):
         partition_model(nn.Sequential(nn.Linear(8, 8)), given, mesh={"pp": 1}, hardware="cpu")
+    assert capfd.readouterr().err == ""
 
 
 def test_more_stages_than_operations_are_refused():

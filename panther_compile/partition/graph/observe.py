@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from panther_compile.errors import CaptureError, first_line
 from panther_compile.factorization.cost import Product
-from panther_compile.partition.graph.capture import Captured
+from panther_compile.partition.graph.capture import Captured, quiet
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
 from panther_compile.partition.graph.narrowing import (
     is_narrowing,
@@ -56,6 +56,8 @@ KINDS = (
     "view",
 )
 ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+# Of one dtype alone, which fake tensors do not mind.
+_MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,12 @@ def observe(captured: Captured) -> dict[fx.Node, Observed]:
     with fake:
         inputs = [fake.from_tensor(value) for value in captured.example]
     try:
-        return _run(captured, inputs, fake)
+        with quiet():
+            return _run(captured, inputs, fake)
     # Modules kept whole run the user's code, which may raise anything where values are asked for.
     except Exception as error:
         if any(value.device.type == "meta" for value in captured.example):
-            raise CaptureError(f"the graph does not run on the meta device: {error}") from error
+            raise CaptureError(f"the graph does not run on the meta device: {first_line(error)}") from error
         with buffers_kept(captured.graph_module):
             return _run_example(captured)
 
@@ -255,8 +258,12 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        dtypes = dict.fromkeys(str(tensor.dtype) for tensor in inputs)
+        if func.overloadpacket in _MATRIX_PRODUCTS and len(dtypes) > 1 and isinstance(inputs[0], FakeTensor):
+            raise CaptureError(f"a product of {' and '.join(dtypes)}")
         result = func(*args, **kwargs)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        outputs = _tensors(result)
         known = {storage(tensor) for tensor in inputs}
         is_view = bool(outputs) and all(storage(tensor) in known for tensor in outputs)
         note = self._observer.current
@@ -325,7 +332,9 @@ def observe_backward(captured: Captured, notes: Mapping[fx.Node, Observed]) -> N
     # As in `observe`: of the user's code in modules kept whole.
     except Exception as error:
         if any(value.device.type == "meta" for value in captured.example):
-            raise CaptureError(f"the backward does not run on the meta device: {error}") from error
+            raise CaptureError(
+                f"the backward does not run on the meta device: {first_line(error)}"
+            ) from error
         with buffers_kept(captured.graph_module):
             _run_backward(captured, notes, None)
 
