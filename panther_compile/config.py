@@ -125,7 +125,7 @@ class SketchConfig:
         _check_integer("seed", self.seed, 0)
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed!r}, wanted at most {MAX_SEED}")
-        _check_type("allow_slower", self.allow_slower, bool)
+        check_type("allow_slower", self.allow_slower, bool)
         _check_choice("objective", self.objective, OBJECTIVES)
         if self.allow_slower and self.objective == "latency":
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
@@ -136,13 +136,13 @@ class SketchConfig:
                     f"cache_ratio={self.cache_ratio!r} is for objective='cache' and a single ratio, got "
                     f"objective={self.objective!r}, ratio={self.ratio!r}"
                 )
-        _check_type("inplace", self.inplace, bool)
-        _check_type("narrow", self.narrow, bool)
-        _check_type("synthetic", self.synthetic, bool)
+        check_type("inplace", self.inplace, bool)
+        check_type("narrow", self.narrow, bool)
+        check_type("synthetic", self.synthetic, bool)
         if self.progress is not None:
-            _check_type("progress", self.progress, bool)
+            check_type("progress", self.progress, bool)
         if self.device is not None:
-            _check_type("device", self.device, torch.device, str)
+            check_type("device", self.device, torch.device, str)
             check_device(self.device)
 
     def ratios(self) -> tuple[tuple[Selector, float], ...]:
@@ -248,7 +248,8 @@ def check_device(device: torch.device | str) -> None:
         raise ConfigError("device='meta' holds no numbers, wanted a device that computes")
 
 
-def _check_type(option: str, given: object, *wanted: type) -> None:
+def check_type(option: str, given: object, *wanted: type) -> None:
+    """Raise ConfigTypeError unless an option is of a type that it has."""
     if not isinstance(given, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")

@@ -30,6 +30,7 @@ from panther_compile.errors import (
     CheckpointError,
     CheckpointMismatchError,
     ConfigError,
+    ConfigTypeError,
     PantherError,
     ProcessGroupError,
     RankMismatchError,
@@ -134,8 +135,10 @@ class TrainingCheckpoints:
 
         Raises:
             CheckpointError: the last save failed, or there is something that cannot be saved.
+            ConfigError, ConfigTypeError: `step` or `extra` is none, or it is no engine or no optimizer.
         """
         self.wait()
+        self._check(engine, optimizer)
         if not isinstance(step, int) or step < 0:
             raise ConfigError(f"step={step!r}; it must be a whole number, 0 or more")
         optimizer = optimizer_state.own_part(optimizer)
@@ -243,6 +246,7 @@ class TrainingCheckpoints:
             CheckpointMismatchError: it is of another model or optimizer; what differs is named.
         """
         self.wait()
+        self._check(engine, optimizer)
         with self._named("load"):
             path = self._find_newest()
             if path is None:
@@ -289,6 +293,13 @@ class TrainingCheckpoints:
         messages = dict.fromkeys(one for mine in everyone for one in mine)
         if messages:
             raise error("; ".join(messages))
+
+    @staticmethod
+    def _check(engine: ParallelEngine, optimizer: Optimizer) -> None:
+        if not isinstance(engine, ParallelEngine):
+            raise ConfigTypeError(f"engine is a {type(engine).__name__}; it must be a ParallelEngine")
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigTypeError(f"optimizer is a {type(optimizer).__name__}; it must be an Optimizer")
 
     def _on_first_rank(self, action: Callable[[], None]) -> list[str]:
         return _try(action) if self._rank == 0 else []

@@ -399,24 +399,27 @@ class ParallelEngine(nn.Module):
         for _, buffer in self.named_buffers():
             yield buffer
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Scale the gradients of all ranks so that the norm of the whole model's is at most `max_norm`.
 
         `torch.nn.utils.clip_grad_norm_` knows this rank's stages only, and would scale each stage by another
         factor.
 
         Args:
-            max_norm: of all gradients taken as one vector.
-            norm_type: p of the p-norm, above 0; inf for the largest magnitude.
+            max_norm: of all gradients taken as one vector, 0 or more.
+            norm_type: p of the p-norm, above 0; inf or "inf" for the largest magnitude.
 
         Returns:
             The norm before, the same on every rank, float32, or float64 for a model with float64 parameters.
 
         Raises:
-            ConfigError: `norm_type` is not above 0.
+            ConfigError: `norm_type` is not above 0, or `max_norm` below 0.
         """
+        norm_type, max_norm = float(norm_type), float(max_norm)
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type!r}; it must be a number above 0, or inf")
+        if not max_norm >= 0:
+            raise ConfigError(f"max_norm={max_norm!r}; it must be a number, 0 or more")
         gradients = (
             (parameter.grad, name in self.layouts)
             for name, parameter in self.named_parameters()
@@ -424,7 +427,7 @@ class ParallelEngine(nn.Module):
         )
         with self._named("clip_grad_norm_"):
             zero = torch.zeros((), dtype=self.task.dtype, device=self.devices.device)
-            norm = global_norm(gradients, float(norm_type), self.devices.shape, zero)
+            norm = global_norm(gradients, norm_type, self.devices.shape, zero)
         held = (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
         scale_gradients(held, norm, max_norm)
         return norm

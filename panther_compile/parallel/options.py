@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from panther_compile.errors import ConfigError, ProcessGroupError, ScheduleError
+from panther_compile.config import check_type
+from panther_compile.errors import ConfigError, ConfigTypeError, ProcessGroupError, ScheduleError
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
 from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.recomputed import recomputed_region
 
+_FLAGS = ("sync_batchnorm", "broadcast")
+_FLAGS_OR_NONE = ("reshard_after_forward", "find_unused_parameters")
 _DATA_PARALLEL = (None, "ddp", "fsdp")
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")
 
@@ -105,6 +109,7 @@ class Options:
 
         Raises:
             ConfigError: an option that is unknown, or of something else that was not asked for.
+            ConfigTypeError: one that is of another type.
             ProcessGroupError: the group is not of the mesh's size.
             ScheduleError: a schedule cannot run these stages.
         """
@@ -114,6 +119,10 @@ class Options:
                 f"the partition is for {mesh}, {mesh.devices} devices, and the process group has {ranks} "
                 f"ranks; start {mesh.devices} processes, or partition for mesh sizes that multiply to {ranks}"
             )
+        for name in _FLAGS:
+            check_type(name, getattr(self, name), bool)
+        for name in _FLAGS_OR_NONE:
+            check_type(name, getattr(self, name), bool, NoneType)
         if self.data_parallel not in _DATA_PARALLEL:
             raise ConfigError(f"data_parallel={self.data_parallel!r} is none of 'ddp', 'fsdp', None")
         if self.data_parallel is None and mesh.dp > 1:
@@ -136,9 +145,14 @@ class Options:
             raise ConfigError(
                 f"schedule={self.schedule!r} keeps whole parameters: reshard_after_forward must be False"
             )
-        if self.shard_size is not None and (self.shard_size < 1 or part.mesh.dp % self.shard_size):
+        size, units = self.shard_size, self.units
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            raise ConfigTypeError(f"shard_size={size!r}; it must be a whole number of replicas")
+        if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
+            raise ConfigTypeError(f"units={units!r}; it must be a list of names of modules")
+        if size is not None and (size < 1 or part.mesh.dp % size):
             raise ConfigError(f"shard_size={self.shard_size!r} does not divide dp={part.mesh.dp}")
-        if self.units is not None and (part.mesh.pp > 1 or part.mesh.tp > 1):
+        if units is not None and (part.mesh.pp > 1 or part.mesh.tp > 1):
             raise ConfigError(
                 f"units= names modules, and with {part.mesh} the graph is run: its units are cut on the graph"
             )

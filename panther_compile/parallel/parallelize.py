@@ -95,7 +95,7 @@ def parallelize_model(
     Raises:
         ProcessGroupError: no process group, or not of the mesh's size or the model's device.
         RankMismatchError: the ranks were given different plans, models or options.
-        ConfigError: an option is unknown, or does not go with another.
+        ConfigError, ConfigTypeError: an option is unknown, of another type, or does not go with another.
         ScheduleError: the schedule cannot run these stages or microbatches.
         CommunicationError: another rank did not answer in time.
         ParallelError: the mesh divides sequences (cp), which is planned alone; a stage has no parameters to
@@ -105,6 +105,11 @@ def parallelize_model(
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     if not isinstance(part, Partition):
         raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
+    for option, given in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):
+        if given is not None and (isinstance(given, type) or not callable(given)):
+            raise ConfigTypeError(
+                f"{option}={given!r}; it must be a function, or an object that is called as one"
+            )
     check_axes(part.mesh)
     device = _find_device(model)
     check_process_group(device)
@@ -114,7 +119,7 @@ def parallelize_model(
         schedule=schedule,
         reshard_after_forward=reshard_after_forward,
         shard_size=shard_size,
-        units=None if units is None else tuple(units),
+        units=units,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         find_unused_parameters=find_unused_parameters,

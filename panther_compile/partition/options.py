@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from panther_compile.errors import ConfigTypeError, MeshError
+from panther_compile.errors import MeshError
 from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link, slowest_of
 from panther_compile.partition.records import Mesh
 from panther_compile.partition.replicas import StateSharding, find_replica_links, find_shardings
@@ -107,9 +107,7 @@ class PlanOptions:
                 f"interleaved runs microbatches in groups of pp={mesh.pp}, on at least one stage a "
                 f"device; microbatches={count} and stages_per_device={per_device or 2} do not fit"
             )
-        if self.shard_size is not None and not isinstance(self.shard_size, int):
-            raise ConfigTypeError(f"shard_size={self.shard_size!r}; it must be a whole number of replicas")
-        if self.shard_size is not None and (self.shard_size < 1 or mesh.replicas % self.shard_size):
+        if self.shard_size is not None and mesh.replicas % self.shard_size:
             over = f"dp={mesh.dp}" + (f" x cp={mesh.cp}" if mesh.cp > 1 else "")
             raise MeshError(f"shard_size={self.shard_size} does not divide {over}")
 

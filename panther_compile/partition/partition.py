@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from panther_compile.config import check_type
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
@@ -129,6 +130,9 @@ def partition_model(
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     _check_lists(boundaries=boundaries)
+    for option, given in (("training", training), ("master_weights", master_weights), ("compiled", compiled)):
+        check_type(option, given, bool)
+    check_type("profile", profile, bool, Mapping)
     if isinstance(recompute, bool):
         recompute = "full" if recompute else "none"
     _check_choices(
@@ -145,6 +149,13 @@ def partition_model(
             "profile= takes the seconds of single operations, which compiled=True fuses: give one"
         )
     _check_devices(mesh, devices, microbatches, global_batch)
+    _check_numbers(
+        devices=devices,
+        microbatches=microbatches,
+        global_batch=global_batch,
+        stages_per_device=stages_per_device,
+        shard_size=shard_size,
+    )
     _check_sizes(microbatch_sizes, global_batch)
     open_choice = AUTO if mesh is None else None
     schedule = schedule or open_choice or "1f1b"
@@ -360,7 +371,10 @@ def _check_devices(
             f"microbatches={microbatches} is of each replica; give global_batch= alone where devices= are "
             "divided, and one of the two with mesh="
         )
-    given = {"devices": devices, "microbatches": microbatches, "global_batch": global_batch}
+
+
+def _check_numbers(**given: int | None) -> None:
+    """Refuse what counts nothing."""
     for name, number in given.items():
         if number is None:
             continue

@@ -1,5 +1,7 @@
 """Errors, states, clipping, modes: what an engine does beside its steps."""
 
+from functools import partial
+
 import pytest
 import torch
 from parallel import behavior
@@ -7,8 +9,8 @@ from parallel.prepared import prepares
 from parallel.training import plan_training
 from torch import fx, nn
 
-from panther_compile import parallelize_model, partition_model
-from panther_compile.errors import BatchError, ConfigTypeError, ParallelError, ProcessGroupError
+from panther_compile import TrainingCheckpoints, parallelize_model, partition_model
+from panther_compile.errors import BatchError, ConfigError, ConfigTypeError, ParallelError, ProcessGroupError
 from panther_compile.parallel.devices import place_stages
 from panther_compile.parallel.microbatches import divide_target, merge, read_batch, take_rows
 from panther_compile.parallel.stage_module import StageModule, contiguous_gradients
@@ -139,6 +141,56 @@ def test_clipping_and_accumulation(four, options):
 @pytest.mark.parametrize("inner", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
     two.run(behavior.dropout_on_shards, mesh={"tp": 2}, inner=inner)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"loss_fn": nn.MSELoss}, "loss_fn=.*MSELoss.*; it must be a function"),
+        ({"count_tokens": 3}, "count_tokens=3; it must be a function"),
+        ({"broadcast": None}, "broadcast=None is a NoneType, wanted bool"),
+        ({"sync_batchnorm": "no"}, "sync_batchnorm='no' is a str, wanted bool"),
+        ({"data_parallel": "fsdp", "reshard_after_forward": "no"}, "reshard_after_forward='no' is a str"),
+        ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"data_parallel": "fsdp", "units": "0"}, "units='0'; it must be a list"),
+        ({"data_parallel": "fsdp", "units": 3}, "units=3; it must be a list"),
+    ],
+)
+def test_options_of_another_type_are_refused(one_rank, options, text):
+    with pytest.raises(ConfigTypeError, match=text):
+        parallelize_model(*one_rank, **options)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A model and its partition, in a process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
+    model = nn.Linear(4, 4)
+    yield model, partition_model(model, torch.randn(2, 4), mesh={}, hardware="cpu", microbatches=1)
+    torch.distributed.destroy_process_group()
+
+
+def test_clipping_reads_numbers_as_torch_does(one_rank):
+    engine = parallelize_model(*one_rank, loss_fn=nn.functional.mse_loss)
+    engine.step(torch.randn(2, 4), torch.randn(2, 4))
+    norm = torch.nn.utils.clip_grad_norm_(engine.parameters(), 1e9, "inf")
+    torch.testing.assert_close(engine.clip_grad_norm_(1e9, "inf"), norm)
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"max_norm={wrong}; it must be"):
+            engine.clip_grad_norm_(wrong)
+
+
+def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):
+    engine = parallelize_model(*one_rank)
+    optimizer = torch.optim.SGD(engine.parameters())
+    checkpoints = TrainingCheckpoints(tmp_path / "run")
+    for call in (checkpoints.load, partial(checkpoints.save, step=1)):
+        with pytest.raises(ConfigTypeError, match="engine is a Linear; it must be a ParallelEngine"):
+            call(one_rank[0], optimizer)
+        with pytest.raises(ConfigTypeError, match="optimizer is a NoneType; it must be an Optimizer"):
+            call(engine, None)
 
 
 def test_a_process_group_is_needed():

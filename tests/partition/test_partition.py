@@ -164,6 +164,13 @@ def test_a_mesh_that_does_not_fit_is_refused():
         ({"mesh": {"pp": 2}, "hardware": 3}, "hardware=3; it must be a preset"),
         ({"mesh": {"pp": 2}, "boundaries": "0"}, "boundaries='0'; it must be a list"),
         ({"mesh": {"dp": 2}, "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"mesh": {"dp": 2}, "shard_size": True}, "shard_size=True; it must be a whole number"),
+        (
+            {"mesh": {"pp": 1}, "schedule": "interleaved", "stages_per_device": 1.5},
+            r"stages_per_device=1\.5; it must be a whole number",
+        ),
+        ({"mesh": {"pp": 1}, "training": "no"}, "training='no' is a str, wanted bool"),
+        ({"mesh": {"pp": 1}, "profile": "no"}, "profile='no' is a str, wanted bool or Mapping"),
         ({"devices": 2, "global_batch": "x"}, "global_batch='x'; it must be a whole number"),
         ({"devices": 2.0}, r"devices=2\.0; it must be a whole number"),
         ({"devices": 2, "microbatch_sizes": 2}, "microbatch_sizes=2; it must be a list"),
