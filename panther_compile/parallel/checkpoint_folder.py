@@ -22,6 +22,7 @@ from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "panther_compile.training", 1
+_ITEMS, _TUPLE = "(items)", "(tuple)"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _FILE = re.compile(r"\.?[\w-]+(\.[\w-]+)*")  # no path
 
@@ -76,6 +77,41 @@ class Manifest:
     files: dict[str, KeptFile]
     optimizer: KeptOptimizer
     sha256: str
+
+
+def pack(value: Any) -> Any:
+    """What JSON has no word for, in words that it has: tuples, and mappings with other keys than texts."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and not {_ITEMS, _TUPLE} & set(value):
+            return {key: pack(one) for key, one in value.items()}
+        return {_ITEMS: [[pack(key), pack(one)] for key, one in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [pack(one) for one in value]}
+    return [pack(one) for one in value] if isinstance(value, list) else value
+
+
+def unpack(value: Any, file: Path) -> Any:
+    """What `pack` was given.
+
+    Raises:
+        CheckpointCorruptError: it gave no such thing.
+    """
+    try:
+        return _unpack(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{file} holds what was never packed: {error}") from error
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_TUPLE}:
+        return tuple(_unpack(one) for one in value[_TUPLE])
+    if set(value) == {_ITEMS}:
+        return {_unpack(key): _unpack(one) for key, one in value[_ITEMS]}
+    return {key: _unpack(one) for key, one in value.items()}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

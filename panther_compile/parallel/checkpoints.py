@@ -41,9 +41,11 @@ from panther_compile.parallel.checkpoint_folder import (
     describe_files,
     find_damage,
     list_checkpoints,
+    pack,
     prune,
     put_in_place,
     read_manifest,
+    unpack,
 )
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.parallel.pieces import Piece, PieceReader, PieceSavePlanner, find_pieces
@@ -130,8 +132,8 @@ class TrainingCheckpoints:
             optimizer: of `engine.parameters()`; torch's `ZeroRedundancyOptimizer` too, whose states are then
                 saved as those of the optimizer that it divides.
             step: of the training.
-            extra: what else is needed to go on (place in the data, schedulers), as JSON has it, the same on
-                every rank.
+            extra: what else is needed to go on (place in the data, schedulers): numbers, texts, None, lists,
+                tuples and mappings of such, the same on every rank.
 
         Raises:
             CheckpointError: the last save failed, or there is something that cannot be saved.
@@ -146,8 +148,8 @@ class TrainingCheckpoints:
         held = find_state(engine, optimizer, names)
         copies = {key: [piece.copied() for piece in pieces] for key, pieces in held.items()}
         try:
-            text = json.dumps({"step": step, "extra": dict(extra or {})})
-        except (TypeError, ValueError) as error:
+            text = json.dumps({"step": step, "extra": pack(dict(extra or {}))})
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"extra={extra!r} cannot be written as JSON: {error}") from error
         document = {
             **json.loads(text),
@@ -252,6 +254,7 @@ class TrainingCheckpoints:
             if path is None:
                 return None
             manifest, reader = read_manifest(path), PieceReader(path)
+            extra = unpack(manifest.extra, path)
             part = optimizer_state.own_part(optimizer)
             names = optimizer_state.name_parameters(engine, part)
             stored = {key: (shape, dtype) for key, shape, dtype in reader.stored()}
@@ -260,7 +263,7 @@ class TrainingCheckpoints:
             problems = _try(lambda: restore_state(engine, part, names, manifest, reader, stored))
             self._agree(problems, CheckpointError)
             optimizer_state.take_options(optimizer)
-        return Resumed(manifest.step, manifest.extra, path)
+        return Resumed(manifest.step, extra, path)
 
     def _find_newest(self) -> Path | None:
         shown: list[Any] = [[path.name for path in list_checkpoints(self._folder)]]

@@ -1,5 +1,6 @@
 """Errors, states, clipping, modes: what an engine does beside its steps."""
 
+import random
 from functools import partial
 
 import pytest
@@ -180,6 +181,25 @@ def test_clipping_reads_numbers_as_torch_does(one_rank):
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"max_norm={wrong}; it must be"):
             engine.clip_grad_norm_(wrong)
+
+
+def test_what_is_saved_beside_a_training_comes_back_as_it_was(one_rank, tmp_path):
+    """JSON makes texts of a MultiStepLR's milestones, at which no rate would fall."""
+    engine = parallelize_model(*one_rank)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 2, 2])
+    checkpoints = TrainingCheckpoints(tmp_path / "run")
+    extra = {
+        "scheduler": scheduler.state_dict(),
+        "random": random.getstate(),
+        "list": [(1, "a"), {"(tuple)": 3}],
+    }
+    checkpoints.save(engine, optimizer, step=1, extra=extra)
+    assert checkpoints.load(engine, optimizer).extra == extra
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="cannot be written as JSON"):
+        checkpoints.save(engine, optimizer, step=2, extra={"endless": endless})
 
 
 def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):
