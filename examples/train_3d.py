@@ -97,20 +97,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def count_bytes_moved(part) -> dict[str, float]:
-    """What all devices together send in a step, by the plan."""
-    mesh = part.mesh
-    pipelines = part.microbatches * mesh.dp
-    # A ring sends each byte of n devices' gradients 2 (n - 1) times in all; stages are of one of tp devices.
-    gradients = sum(stage.gradient_bytes for stage in part.stages) * mesh.tp
-    ring = {"all_reduce": 2 * (mesh.tp - 1), "all_gather": mesh.tp - 1}
-    return {
-        "between stages": part.cut_bytes * pipelines * mesh.tp,
-        "between replicas": 2 * (mesh.dp - 1) * gradients,
-        "between shards": pipelines * sum(ring[one.kind] * one.bytes for one in part.collectives),
-    }
-
-
 def show_progress(step: int, steps: int, loss: float, speed: float) -> None:
     """A bar that a terminal draws over, and a log has a line of now and then."""
     if not sys.stdout.isatty() and step % max(1, steps // 5) and step != steps:
@@ -136,9 +122,12 @@ def train(options: argparse.Namespace) -> None:
     model = model.to(device).train()
     example = torch.zeros(ROWS, length, dtype=torch.int64, device=device)
     part = pc.partition_model(
-        model, (example,), mesh={"dp": dp, "pp": pp, "tp": tp}, microbatches=MICROBATCHES
+        model,
+        (example,),
+        mesh={"dp": dp, "pp": pp, "tp": tp},
+        microbatches=MICROBATCHES,
+        hardware="h100" if device.type == "cuda" else "cpu",
     )
-    moved = count_bytes_moved(part)
     engine = pc.parallelize_model(model, part, data_parallel="ddp" if dp > 1 else None, loss_fn=cross_entropy)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     checkpoints = pc.TrainingCheckpoints(options.checkpoint) if options.checkpoint else None
@@ -148,7 +137,8 @@ def train(options: argparse.Namespace) -> None:
     is_first = dist.get_rank() == 0
     if is_first:
         print(part)
-        amounts = ", ".join(f"{count / 1e6:,.2f} MB {where}" for where, count in moved.items())
+        moved = {one.purpose: one.intra_node_bytes + one.inter_node_bytes for one in part.traffic}
+        amounts = ", ".join(f"{count / 1e6:,.2f} MB for {purpose}" for purpose, count in moved.items())
         print(f"bubble {part.bubble:.1%} predicted; moved in a step: {amounts}")
         if resumed:
             print(f"goes on from step {first}, {resumed.path}")
