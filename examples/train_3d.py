@@ -116,10 +116,10 @@ def train(options: argparse.Namespace) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.manual_seed(0)  # every rank makes the same model
-    model = pc.sketchify(
-        Transformer(width, depth, 4, length), 0.5, min_params=0, allow_slower=True, progress=False
-    )
-    model = model.to(device).train()
+    dense = Transformer(width, depth, 4, length)
+    # It is not trained yet: there is nothing to fit to what it answers.
+    sketch = pc.SketchConfig(ratio=0.5, synthetic=False, min_params=0, allow_slower=True, progress=False)
+    model = pc.sketchify(dense, config=sketch).to(device).train()
     example = torch.zeros(ROWS, length, dtype=torch.int64, device=device)
     part = pc.partition_model(
         model,
