@@ -213,6 +213,8 @@ class ParallelEngine(nn.Module):
             BatchError: the batch is not of a size or shape that the partition was made for.
             CommunicationError: another rank did not answer.
         """
+        if not torch.is_grad_enabled():
+            raise ParallelError("step() needs gradients, which are turned off here; evaluate() needs none")
         step = f"step {self._steps + 1}"
         batch, shares = self._read(args, target, kwargs, step)
         self._steps += 1
@@ -452,6 +454,13 @@ class ParallelEngine(nn.Module):
         return self
 
     # ------------------------------------------------------------------------------------- state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        raise ParallelError(
+            "an engine holds process groups, so that it is neither copied (AveragedModel, deepcopy) nor "
+            "pickled: copy its named_parameters(), or save its state_dict(full=True)"
+        )
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, full: bool = False, **kwargs: Any

@@ -1,5 +1,7 @@
 """Errors, states, clipping, modes: what an engine does beside its steps."""
 
+import copy
+import pickle
 import random
 from functools import partial
 
@@ -181,6 +183,20 @@ def test_clipping_reads_numbers_as_torch_does(one_rank):
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"max_norm={wrong}; it must be"):
             engine.clip_grad_norm_(wrong)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
+def test_an_engine_is_not_copied(one_rank, copied):
+    with pytest.raises(
+        ParallelError, match=r"neither copied \(AveragedModel, deepcopy\) nor pickled: copy its"
+    ):
+        copied(parallelize_model(*one_rank))
+
+
+def test_a_step_without_gradients_is_refused(one_rank):
+    engine = parallelize_model(*one_rank, loss_fn=nn.functional.mse_loss)
+    with torch.no_grad(), pytest.raises(ParallelError, match="turned off here; evaluate"):
+        engine.step(torch.randn(2, 4), torch.randn(2, 4))
 
 
 def test_what_is_saved_beside_a_training_comes_back_as_it_was(one_rank, tmp_path):
