@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from panther_compile.errors import ConfigError, some_names
 from panther_compile.partition.graph.capture import Captured, capture, example_arguments
 from panther_compile.partition.graph.context import count_positions, divide_sequence
 from panther_compile.partition.graph.flow import FlowGraph
@@ -188,6 +189,10 @@ def read_graphs(
         tied: see `partition_model`.
         profile: likewise.
         sequence_parallel: likewise.
+
+    Raises:
+        CaptureError: no graph can be read.
+        ConfigError: a profile names what is no node.
     """
     captured = capture(model, *example_arguments(example_inputs), boundaries=boundaries)
     notes: dict[fx.Node, Observed] = observe(captured)
@@ -203,6 +208,9 @@ def read_graphs(
     if profile is True:
         costs = replace(costs, measured=measure_nodes(captured, training=costs.training))
     elif isinstance(profile, Mapping):
+        nodes = {node.name for node in captured.graph_module.graph.nodes}
+        if unknown := [str(name) for name in profile if name not in nodes]:
+            raise ConfigError(f"profile names {some_names(unknown)}; the nodes are {some_names(nodes)}")
         costs = replace(costs, measured=Measured(profile))
     constants = tuple(find_constants(captured, notes))
     persistent = frozenset(model.state_dict(keep_vars=True))

@@ -139,6 +139,11 @@ def test_a_measured_profile_decides():
     assert cut(profile=True).bottleneck_seconds > 0
 
 
+def test_a_profile_of_other_nodes_is_refused():
+    with pytest.raises(ConfigError, match=r"profile names nope; the nodes are \w+, "):
+        cut(profile={"nope": 1.0})
+
+
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(MeshError, match=r"dp 1 x pp 2 x tp 1 is of 2 devices, and devices=16"):
         cut(devices=16)
