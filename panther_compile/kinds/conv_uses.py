@@ -3,20 +3,23 @@
     return super().forward(F.pad(x, self.left))
     return self._conv_forward(self.pad(x), self.weight, self.bias)
     return F.conv2d(same(x), self.weight, self.bias, self.stride)
+    return conv2d_same(x, self.weight, self.bias, self.stride)    a function that does one of these
 
 So do the convolutions of video autoencoders, which pad in time on one side and keep frames for the next
-chunk, and those of streaming speech encoders. The text of the forward is read; nothing is run.
+chunk, those of streaming speech encoders, and TensorFlow's in timm. The text of the forward is read, and of
+functions that it hands the weight to; nothing is run.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.kinds.source import is_question, is_self, own_functions
+from panther_compile.kinds.source import is_question, is_self, own_functions, parse_function
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CALLS = ("conv1d", "conv2d", "conv3d")
@@ -60,6 +63,10 @@ def _only_calls(cls: Any, base: Any, has_bias: bool) -> bool:
     if functions is None:
         return False
     calls, known = 0, set[ast.AST]()
+    for node in ast.walk(functions[0]):
+        handed, text = _handed_on(node, cls.forward)
+        known.update(handed)
+        functions += text
     for function in functions:
         for node in ast.walk(function):
             used = _used_by_call(node, has_bias)
@@ -67,6 +74,43 @@ def _only_calls(cls: Any, base: Any, has_bias: bool) -> bool:
             known.update(used or (), _asked(node))
     nodes = [node for function in functions for node in ast.walk(function)]
     return calls > 0 and all(node in known for node in nodes if _is_weight(node) or _is_super(node))
+
+
+def _handed_on(node: ast.AST, forward: Any) -> tuple[list[ast.AST], list[ast.FunctionDef]]:
+    """What of the weight and the bias a call in a forward hands to a function, and that function's text.
+
+    In the text they are called what they are in the forward, "self.weight" and "self.bias".
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return [], []
+    code, name = forward.__code__, node.func.id
+    is_local = name in (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
+    function = None if is_local else forward.__globals__.get(name)
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return [], []
+    try:
+        text = parse_function(function).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return [], []
+    starred = any(isinstance(one, ast.Starred) for one in node.args)
+    if not isinstance(text, ast.FunctionDef) or starred or any(is_self(one) for one in ast.walk(text)):
+        return [], []
+    names = [one.arg for one in (*text.args.posonlyargs, *text.args.args)]
+    given = dict(zip(names, node.args, strict=False)) | {one.arg: one.value for one in node.keywords}
+    handed = {name: value for name, value in given.items() if _is_weight(value)}
+    return list(handed.values()), [_Handed(handed).visit(text)]
+
+
+class _Handed(ast.NodeTransformer):
+    """Names of a function's arguments become what is handed to it."""
+
+    def __init__(self, handed: Mapping[Any, ast.AST]) -> None:
+        self.handed = handed
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """An attribute of the module, read or written as the name is."""
+        value: Any = self.handed.get(node.id)
+        return node if value is None else ast.Attribute(value.value, value.attr, node.ctx)
 
 
 def _used_by_call(node: ast.AST, has_bias: bool) -> tuple[ast.AST, ...] | None:

@@ -432,7 +432,56 @@ class NoBias(nn.Conv1d):
         return F.conv1d(x, self.weight)
 
 
-@pytest.mark.parametrize("cls", [Scales, AddsBias, NoBias])
+def conv_same(x, weight, bias=None, stride=1, /, *, scale=None):
+    weight = weight if scale is None else weight * scale
+    return F.conv1d(x, weight, bias, stride)
+
+
+def conv_left(x, weight, bias=None, *, stride=1):
+    return F.conv1d(F.pad(x, (weight.shape[-1] - 1, 0)), weight, bias, stride)
+
+
+class HandsOn(nn.Conv1d):
+    """As timm's Conv2dSame does."""
+
+    def forward(self, x):
+        return conv_left(x, self.weight, bias=self.bias, stride=self.stride)
+
+
+class HandsOnToScale(nn.Conv1d):
+    def forward(self, x):
+        return conv_same(x, self.weight, self.bias)
+
+
+class HandsOnAlone(nn.Conv1d):
+    def forward(self, x):
+        return conv_left(x, self.weight)
+
+
+class HandsOnStarred(nn.Conv1d):
+    def forward(self, x):
+        return conv_left(*(x,), self.bias, self.weight)
+
+
+class HandsOnToAnother(nn.Conv1d):
+    def forward(self, x, conv_left=lambda x, weight, bias: F.conv1d(x, weight.abs(), bias)):
+        return conv_left(x, self.weight, self.bias)
+
+
+def test_a_function_that_is_handed_the_kernel_is_read():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(HandsOn(D, H, 3, stride=2), nn.ReLU(), HandsOn(H, D, 3)), torch.randn(2, D, 20)
+    torch.testing.assert_close(lifted(model)(x), model(x))
+    small = pc.sketchify(model, 0.9, **routes.OPTIONS)
+    assert set(layers_of(small)) == {"0.weight", "2.weight"}
+    assert relative(small(x), model(x)) < 0.5
+    torch.testing.assert_close(pc.densify(small)(x), small(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [Scales, AddsBias, NoBias, HandsOnToScale, HandsOnAlone, HandsOnStarred, HandsOnToAnother],
+)
 def test_other_uses_of_a_kernel(cls):
     assert not layers_of(lifted(nn.Sequential(cls(D, D, 3))))
     assert not layers_of(lifted(nn.Sequential(nn.Conv1d(D, D, 3))))
