@@ -114,9 +114,24 @@ def test_weights_of_a_low_rank_keep_it(tmp_path):
         tmp_path / "in.onnx", [node("MatMul", ["x", "w"], ["y"])], {"w": low_rank(48, 64)}, ("n", 48)
     )
     options = {"min_params": 0, "allow_slower": True, "synthetic": False, "include": "*"}
-    pc.sketch_onnx(source, tmp_path / "out.onnx", 0.6, then="int8", **options)
     x = random(9, 48)
-    assert far(run(tmp_path / "out.onnx", x)[0], run(source, x)[0]) < 0.03
+    for ratio in (0.6, {"w": 0.6}):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", ratio, then="int8", **options)
+        assert far(run(tmp_path / "out.onnx", x)[0], run(source, x)[0]) < 0.03
+
+
+def test_each_budget_has_its_own_room(tmp_path):
+    weights = {"u": low_rank(48, 64), "v": low_rank(64, 64), "w": random(64, 96)}
+    nodes = [node("MatMul", [x, w], [y]) for x, w, y in (("x", "u", "a"), ("a", "v", "b"), ("b", "w", "y"))]
+    source = make(tmp_path / "in.onnx", nodes, weights, ("n", 48))
+    options = {"min_params": 0, "allow_slower": True, "synthetic": False, "include": "*", "then": "int8"}
+    ratio = {"u": 0.6, "v": 0.3, "w": 0.5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)
+        plan = pc.sketch_onnx(source, tmp_path / "out.onnx", ratio, **options).plan
+    assert all(line.stored_numbers <= ratio[line.name] * line.dense_numbers for line in plan.sketched)
+    alone = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.6, **options | {"include": "u"}).plan
+    assert plan.choices["u"] == alone.choices["u"]
 
 
 def test_other_schemes_stay():

@@ -55,7 +55,7 @@ from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
-from panther_compile.planning.plan import make_plan, picks
+from panther_compile.planning.plan import budget_of, make_plan
 from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
@@ -278,7 +278,7 @@ def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found
     def budget(site: Site) -> int:
         if len(budgets) == 1:  # without reading weights
             return 0
-        return next(place for place, (selector, _) in enumerate(budgets) if picks(selector, site))
+        return budget_of(site, config)
 
     ratios = [ratio for _, ratio in budgets], [(site.name, budget(site)) for site, _ in found.sites]
     text = json.dumps([stamps, options, ratios, None if plan is None else plan.to_json()])

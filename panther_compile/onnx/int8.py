@@ -109,7 +109,7 @@ def as_pairs(
         plan: of matrices among others.
         step: ranks are multiples of it; None for 8, or less where that would be 0.
         kernels: whether 1 x 1 kernels will be in int8 too.
-        ratio: of the budget, if there is one for all.
+        ratio: of the budget; None to give no pair more numbers than its layer has.
     """
     left = 0 if ratio is None else max(0, math.floor(ratio * plan.dense_numbers) - plan.stored_numbers)
     lines = []

@@ -34,8 +34,8 @@ from panther_compile.onnx.made_weights import fold_made_weights
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
-from panther_compile.planning.plan import make_plan
-from panther_compile.records import NEVER_REACHED, Closeness, Fitted, SketchPlan, SketchRecord
+from panther_compile.planning.plan import budget_of, make_plan
+from panther_compile.records import NEVER_REACHED, Closeness, Fitted, LayerPlan, SketchPlan, SketchRecord
 from panther_compile.storage import checked_path
 
 
@@ -249,8 +249,15 @@ def _sketched(
     def form(plan: SketchPlan) -> SketchPlan:
         if then != "int8":
             return plan
-        ratio = None if isinstance(config.ratio, Mapping) else config.ratio
-        return as_pairs(plan, config.round_rank_to, kernels=data is not None, ratio=ratio)
+        places = {site.name: budget_of(site, config) for site, _ in sites.found.sites}
+        pairs: dict[str, LayerPlan] = {}
+        for place, (_, ratio) in enumerate(config.ratios()):
+            own = tuple(line for line in plan.layers if places.get(line.name) == place)
+            budget = as_pairs(
+                replace(plan, layers=own), config.round_rank_to, kernels=data is not None, ratio=ratio
+            )
+            pairs |= {line.name: line for line in budget.layers}
+        return replace(plan, layers=tuple(pairs.get(line.name, line) for line in plan.layers))
 
     plan = form(make_plan(sites.found, config, GRAPH))
     if not plan.sketched and (then == "none" or not config.keeps_all):

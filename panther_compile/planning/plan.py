@@ -99,7 +99,7 @@ def make_plan(
     for site, owner in with_progress(
         found.sites, lambda one: work_on(*one, config), desc="plan", hidden=hidden
     ):
-        place = next(i for i, (selector, _) in enumerate(budgets) if picks(selector, site))
+        place = budget_of(site, config)
         parts = parts_of(site, owner)
         own = budgets[place][1] < 1.0 and not all(one in values or energies.get(one) for one in parts)
         units = with_tied(units_of(parts, config, energies=own), site)
@@ -193,6 +193,11 @@ def judged(line: LayerPlan, clock: Clock) -> LayerPlan:
     inputs = ", ".join(map(str, timed.inputs))
     reason = f"{TIMED}: its sketch ran at {timed.speedup:.2f} of the dense speed on {inputs}"
     return replace(line, choice=None, reason=reason)
+
+
+def budget_of(site: Site, config: SketchConfig) -> int:
+    """The place of a site's budget among `config.ratios()`: that of the first selector that is for it."""
+    return next(place for place, (selector, _) in enumerate(config.ratios()) if picks(selector, site))
 
 
 def picks(selector: Selector, site: Site) -> bool:

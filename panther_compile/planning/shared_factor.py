@@ -22,7 +22,7 @@ from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.shared_basis import shared_values
 from panther_compile.kinds.parts import parts_of, scheme_of_parts, unit_name
 from panther_compile.kinds.weights import LARGEST_SPECTRUM
-from panther_compile.planning.plan import TimedSites, judged, make_plan, picks
+from panther_compile.planning.plan import TimedSites, budget_of, judged, make_plan
 from panther_compile.planning.sites import Found
 from panther_compile.records import LayerPlan, Site, SketchPlan
 
@@ -102,10 +102,7 @@ def share_factor(
     own = [lines[name] for name in sites]
     if any(line.choice is None or line.choice.scheme != "pivoted" or line.choice.sharing for line in own):
         return None
-    if (
-        len({[picks(selector, one) for selector, _ in config.ratios()].index(True) for one in sites.values()})
-        > 1
-    ):
+    if len({budget_of(one, config) for one in sites.values()}) > 1:
         return None
     outputs, inputs = ([line.shape[side] for line in own] for side in (0, 1))
     biases = [line.dense_numbers - math.prod(line.shape) for line in own]
