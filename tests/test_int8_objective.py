@@ -85,3 +85,15 @@ def test_what_no_pair_makes_faster_stays_dense():
 def test_what_is_not_linear_is_left_alone(layer):
     with pytest.raises(NoTargetError):
         pc.sketchify(nn.Sequential(layer).eval(), 0.7, **OPTIONS)
+
+
+def test_why_layers_stay_dense(model):
+    lines = pc.plan_sketch(model, {"0": 0.4, "4": 0.75, "*": 1.0}, **OPTIONS).layers
+    reasons = {line.name: line.reason for line in lines if line.choice is None}
+    assert reasons["0"] == (
+        "rank 1 would take 61,608 multiply-adds of int8 time, more than its share of the budget"
+    )
+    assert reasons["2"] == "ratio is 1"
+    convolutions = nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 1))
+    with pytest.raises(NoTargetError, match="0: objective='int8' sketches linear layers alone"):
+        pc.plan_sketch(convolutions, 0.5, **OPTIONS)

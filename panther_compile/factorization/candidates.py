@@ -4,6 +4,7 @@ A planner compares candidates without knowing what kind of layer they come from.
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ class Candidate(ABC):
         energies: float64 `(max_rank,)`, share of the weight's squared Frobenius norm kept at rank 1, 2, ...;
             None where it is unknown (too large to compute, or a meta tensor).
         whole: the rank that stands for the dense weight, if there is one.
+        costs: what messages say of `numbers`: a verb, and what they count.
     """
 
     scheme: str
     max_rank: int
     energies: Tensor | None
     whole: int | None = None
+    costs: ClassVar[tuple[str, str]] = ("store", "numbers")
 
     @abstractmethod
     def numbers(self, rank: int) -> int:

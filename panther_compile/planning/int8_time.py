@@ -26,6 +26,8 @@ _KINDS = ("Linear", "Conv1D", SCHEME)
 class _Timed(Candidate):
     """A candidate whose numbers are its time, and whose last rank stands for what is dense."""
 
+    costs = ("take", "multiply-adds of int8 time")
+
     def __init__(self, stored: LinearCandidate | CouplingCandidate, dense: int) -> None:
         self.stored, self.scheme, self._dense = stored, stored.scheme, dense
         self.whole = self.max_rank = stored.max_rank + 1
@@ -89,11 +91,10 @@ def stored_lines(lines: Sequence[LayerPlan], pool: Pool) -> list[LayerPlan]:
     for line in lines:
         unit, choice, reason = units[line.name], line.choice, line.reason
         wholes = {one.scheme: one.whole for one in timed[line.name].candidates}
-        if wholes and (choice is None or choice.rank == wholes[choice.scheme]):
-            choice, reason = (
-                None,
-                reason if "ratio" in reason else "in int8 its time is best spent on it dense",
-            )
+        if choice is not None and choice.rank == wholes[choice.scheme]:
+            choice, reason = None, "in int8 its time is best spent on it dense"
+        elif not wholes and unit.candidates and "ratio" not in reason:
+            reason = "objective='int8' sketches linear layers alone"
         elif choice is not None and choice.scheme == "pair":
             choice = replace(choice, stored_numbers=choice.rank * sum(unit.shape[:2]) + unit.bias_numbers)
         found.append(replace(line, dense_numbers=unit.dense_numbers, choice=choice, reason=reason))

@@ -109,11 +109,12 @@ class Limits:
             single = min(unit.shape[:2]) == 1
             return "its weight has a single row or column" if single else "no scheme fits this layer"
         smallest = min(candidate.numbers(1) for candidate in unit.candidates)
+        verb, counted = unit.candidates[0].costs
         weight_numbers = unit.dense_numbers - unit.bias_numbers
         if smallest > CEILING * weight_numbers:
-            return f"rank 1 would store {smallest:,} numbers, the dense weight stores {weight_numbers:,}"
+            return f"rank 1 would {verb} {smallest:,} {counted}, the dense weight {verb}s {weight_numbers:,}"
         if smallest > self.share:
-            return f"rank 1 would store {smallest:,} numbers, more than its share of the budget"
+            return f"rank 1 would {verb} {smallest:,} {counted}, more than its share of the budget"
         affordable = {candidate: candidate.largest_rank(self.share) for candidate in unit.candidates}
         if any(0 < rank <= self.ranks[candidate] for candidate, rank in affordable.items()):
             if round_rank_to is None or self.fits(round_rank_to):
@@ -124,7 +125,7 @@ class Limits:
                 return (
                     f"ranks are to be multiples of {round_rank_to}, its largest worthwhile one is {largest}"
                 )
-            return f"rank {round_rank_to} would store {least:,} numbers, more than its share of the budget"
+            return f"rank {round_rank_to} would {verb} {least:,} {counted}, more than its share of the budget"
         best = max(_speedup(unit, candidate, rank) for candidate, rank in affordable.items() if rank)
         return f"its sketch would run at {best:.2f} of the dense speed; allow_slower=True sketches it"
 
