@@ -17,8 +17,10 @@ buffers, biases included; all methods replace the same layers and are held to th
 it, which is asserted (2:4 and int8 store what their rows say, int8 a scale a row besides). Peers are written
 from their equations, `benchmarks/peers/`, and keep the same ratio in every layer, unless they allocate.
 Calibration data comes from the model's own domain ("in") or from another one ("off"), never from the data
-that the model is judged on. The best of a column is bold, int8 and int4 aside; of a peer that beats ours of
-the same domain by more than the digits shown there is a line below the table."""
+that the model is judged on. Beside it ours make up texts of the data, the tokenizer or the model itself
+(`docs/calibration.md`), and healing, as its line says, may see more of the data; no peer has either. The best
+of a column is bold, int8 and int4 aside; of a peer that beats ours of the same domain by more than the digits
+shown there is a line below the table."""
 _APART = ("int8", "int4")  # in the names of methods of other types, which are not compared by their ratio
 _OURS = "ours"
 

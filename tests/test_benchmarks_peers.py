@@ -10,7 +10,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from peers import PEERS, basis_sharing, sola
+from peers import PEERS, aa_svd, basis_sharing, sola
 from peers.budget import count_numbers
 from peers.calibration import square_root
 from peers.job import Job, NotDefinedError
@@ -147,3 +147,39 @@ def test_what_they_are_not_defined_for():
     for method in (basis_sharing, sola):
         with pytest.raises(NotDefinedError, match="linear layers"):
             method.compress(conv, 0.5)
+
+
+class Masked(nn.Module):
+    """An encoder that is told of padding by transformers' name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = job_of(2).model.layers
+
+    def forward(self, x, attention_mask):
+        hidden = torch.zeros(x.shape[1], x.shape[1]).masked_fill(attention_mask[0] == 0, -torch.inf)
+        for layer in self.layers:
+            x = layer(x, hidden)
+        return x
+
+
+@pytest.mark.parametrize("name", ["svd-llm", "fwsvd", "asvd", "kfac-svd", "zs-svd", "mpifa", "basis-sharing"])
+def test_positions_of_padding_do_not_count(name):
+    made = []
+    model, mask = Masked().eval(), torch.ones(8, 12, dtype=torch.long)
+    mask[:, 9:] = 0
+    x = torch.randn(8, 12, WIDTH)
+    for size in (1.0, 30.0):
+        given = x.where(mask.bool()[..., None], size * torch.arange(WIDTH))
+        job = replace(job_of(2), model=model, batches=[{"x": given, "attention_mask": mask}] * 2)
+        small = PEERS[name].compress(job, 0.5)
+        with torch.no_grad():
+            made.append(small(x, mask)[mask.bool()])
+    assert float((made[0] - made[1]).norm() / made[0].norm()) < 0.005  # of rounding in float32
+
+
+def test_blocks_are_refined_to_what_is_no_padding():
+    mask = torch.tensor([[1, 1, 0]])
+    given, wanted = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    error = aa_svd._error(nn.Identity(), {"attention_mask": mask}, aa_svd.Call((given,), {}), wanted)
+    assert float(error) == pytest.approx(float((given - wanted)[:, :2].square().mean()))

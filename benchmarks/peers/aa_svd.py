@@ -8,11 +8,13 @@ the last batch, which is not trained on, is put back.
 """
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peers.calibration import DAMPING, main_output, square_root
+from peers.calibration import DAMPING, main_output, square_root, told
 from peers.job import Job, NotDefinedError
 from peers.layers import Factored, factored
 from peers.nested import Factors
@@ -53,7 +55,7 @@ def _compress(job: Job, ratio: float, *, refined: bool) -> nn.Module:
     return replace_in_order(job, fit, refine if refined else None)
 
 
-def refine(block: nn.Module, calls: list[Call], wanted: list[Tensor]) -> None:
+def refine(block: nn.Module, batches: Sequence[Any], calls: list[Call], wanted: list[Tensor]) -> None:
     """Train the factors of a block, in place."""
     pairs = (module for module in block.modules() if isinstance(module, Factored))
     factors = [factor.weight for pair in pairs for factor in pair]
@@ -61,20 +63,19 @@ def refine(block: nn.Module, calls: list[Call], wanted: list[Tensor]) -> None:
     groups = [{"params": [p], "lr": RATE * float(p.detach().square().mean().sqrt())} for p in factors]
     optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    start = _error(block, calls[-1], wanted[-1])
+    start = float(_error(block, batches[-1], calls[-1], wanted[-1]))
     for step in range(STEPS):
         place = step % max(1, len(calls) - 1)
-        loss = nn.functional.mse_loss(main_output(calls[place].run(block)), wanted[place])
+        loss = _error(block, batches[place], calls[place], wanted[place])
         gradients = torch.autograd.grad(loss, factors)
         for parameter, gradient in zip(factors, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
         schedule.step()
     optimizer.zero_grad()
-    if not _error(block, calls[-1], wanted[-1]) < start:
+    if not float(_error(block, batches[-1], calls[-1], wanted[-1])) < start:
         block.load_state_dict(before)
 
 
-@torch.no_grad()
-def _error(block: nn.Module, given: Call, wanted: Tensor) -> float:
-    return float(nn.functional.mse_loss(main_output(given.run(block)), wanted))
+def _error(block: nn.Module, batch: Any, given: Call, wanted: Tensor) -> Tensor:
+    return nn.functional.mse_loss(told(batch, main_output(given.run(block))), told(batch, wanted))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peers.budget import spend
-from peers.calibration import DAMPING, call, input_groups, listening, square_root
+from peers.calibration import DAMPING, call, input_groups, listening, square_root, told
 from peers.job import Job, NotDefinedError
 from peers.layers import Factored, balanced, first_layer, linear_layer
 from peers.nested import Factors
@@ -93,7 +93,7 @@ def _refit(job: Job, small: nn.Module, groups: Sequence[Group]) -> None:
     moments: dict[str, Tensor] = {}
 
     def tell(name: str, x: Tensor) -> None:
-        rows = x.flatten(0, -2)
+        rows = told(batch, x).flatten(0, -2)
         moments[name] = moments.get(name, 0) + (rows.T @ rows).double()
 
     # each layer of a group calls the same first factor, so that one name hears them all

@@ -46,6 +46,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
+def told(batch: Any, x: Tensor) -> Tensor:
+    """Without the positions of x (B, T, F) that the batch's attention mask hides, (N, F); else x itself."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    return x if mask is None or x.shape[:2] != mask.shape else x[mask.bool()]
+
+
 def main_output(output: Any) -> Tensor:
     """The tensor that counts among what a model returns: the first one."""
     while not isinstance(output, Tensor):
@@ -97,7 +103,7 @@ def collect(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) -> d
     counts: dict[str, int] = {}
 
     def tell(name: str, x: Tensor) -> None:
-        rows = input_rows(model.get_submodule(name), x)
+        rows = input_rows(model.get_submodule(name), told(batch, x))
         grams[name] = grams.get(name, 0) + (rows.T @ rows).double()
         sums[name] = sums.get(name, 0) + rows.abs().sum(0).double()
         counts[name] = counts.get(name, 0) + len(rows)
@@ -133,7 +139,7 @@ def fisher(
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
             loss = nn.functional.cross_entropy(logits, drawn[:, 0], reduction="sum")
         else:
-            loss = (output * torch.randn(output.shape, generator=generator)).sum()
+            loss = told(singles[place], output * torch.randn(output.shape, generator=generator)).sum()
         gradients = torch.autograd.grad(loss, list(weights.values()))
         for name, gradient in zip(weights, gradients, strict=True):
             sums[name] += gradient.flatten(1).double().square()

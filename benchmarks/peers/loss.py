@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peers.calibration import call, main_output
+from peers.calibration import call, main_output, told
 
 TEMPERATURE = 0.6  # of the divergence, in LEMS
 
@@ -25,7 +25,7 @@ def loss_of(model: nn.Module, batch: Any, outputs: str, generator: torch.Generat
     """The summed negative log-likelihood of the targets of a batch; see the module's docstring."""
     output = main_output(call(model, batch))
     if outputs != "classes":
-        return (output * torch.randn(output.shape, generator=generator)).sum()
+        return told(batch, output * torch.randn(output.shape, generator=generator)).sum()
     if is_language_model(batch, output):
         return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
     logits = output.flatten(0, -2)
@@ -50,6 +50,6 @@ def distance(model: nn.Module, batches: list[Any], dense: list[Tensor], outputs:
             found += float(F.kl_div(given.log_softmax(-1), wanted.softmax(-1), reduction="sum"))
             count += len(wanted)
         else:
-            found += float((given - wanted).square().sum())
-            count += float(wanted.square().sum())
+            found += float(told(batch, given - wanted).square().sum())
+            count += float(told(batch, wanted).square().sum())
     return found / count

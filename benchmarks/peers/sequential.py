@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peers.calibration import call, input_groups, listening, main_output
+from peers.calibration import call, input_groups, listening, main_output, told
 from peers.job import Job
 from peers.layers import input_rows
 
@@ -98,8 +98,8 @@ def block_calls(model: nn.Module, block: str, batches: Sequence[Any]) -> list[Ca
 
 Fit = Callable[[nn.Module, Tensor, str, Drift], nn.Module]
 """(layer, weight (O, I), name, drift) to what takes its place."""
-Refine = Callable[[nn.Module, list[Call], list[Tensor]], None]
-"""(compressed block, its calls, outputs of the dense one)."""
+Refine = Callable[[nn.Module, Sequence[Any], list[Call], list[Tensor]], None]
+"""(compressed block, batches of the model, its calls on them, outputs of the dense one)."""
 
 
 @torch.no_grad()
@@ -119,7 +119,8 @@ def replace_in_order(job: Job, fit: Fit, refine: Refine | None = None) -> nn.Mod
         counts = call_counts(dense_block, names, lambda: dense_calls[0].run(dense_block))  # noqa: B023
         for group in groups:
             first = group[0]
-            drift = _drift(dense_block, small_block, first, counts[first], dense_calls, small_calls)
+            calls = list(zip(job.batches, dense_calls, small_calls, strict=True))
+            drift = _drift(dense_block, small_block, first, counts[first], calls)
             for name in group:
                 layer = small_block.get_submodule(name)
                 small_block.set_submodule(name, fit(layer, job.weight(prefix + name), prefix + name, drift))
@@ -127,7 +128,8 @@ def replace_in_order(job: Job, fit: Fit, refine: Refine | None = None) -> nn.Mod
             wanted = [c.run(dense_block) for c in dense_calls]
             if refine is not None:
                 with torch.enable_grad():
-                    refine(small_block, small_calls, [main_output(w).detach() for w in wanted])
+                    outputs = [main_output(w).detach() for w in wanted]
+                    refine(small_block, job.batches, small_calls, outputs)
             given = [c.run(small_block) for c in small_calls]
             dense_calls = [c.following(w) for c, w in zip(dense_calls, wanted, strict=True)]
             small_calls = [c.following(g) for c, g in zip(small_calls, given, strict=True)]
@@ -141,15 +143,16 @@ def _drift(
     small: nn.Module,
     name: str,
     count: int,
-    dense_calls: list[Call],
-    small_calls: list[Call],
+    calls: list[tuple[Any, Call, Call]],
 ) -> Drift:
     now: Tensor | float = 0.0
     cross: Tensor | float = 0.0
     layer = dense.get_submodule(name)
-    for before, after in zip(dense_calls, small_calls, strict=True):
-        old = input_rows(layer, layer_inputs(dense, name, lambda: before.run(dense), count))  # noqa: B023
-        new = input_rows(layer, layer_inputs(small, name, lambda: after.run(small), count))  # noqa: B023
+    for batch, *both in calls:
+        old, new = (
+            input_rows(layer, told(batch, layer_inputs(block, name, lambda: one.run(block), count)))  # noqa: B023
+            for block, one in zip((dense, small), both, strict=True)
+        )
         now = now + (new.T @ new).double()
         cross = cross + (old.T @ new).double()
     assert isinstance(now, Tensor)
