@@ -286,11 +286,11 @@ from pathlib import Path
 import torch
 import panther_compile as pc
 import transformers
-from panther_compile.integrations import streamed
+from panther_compile.integrations import folders, streamed
 streamed.SHARD_BYTES = 20_000_000
 torch.set_num_threads(1)
 torch.linalg.svdvals(torch.randn(64, 64))
-streamed._skeleton(Path(sys.argv[1]))  # the classes of the model are loaded
+folders.empty_model(Path(sys.argv[1]), dense=True)  # the classes of the model are loaded
 def held():  # memory that is the process's own: pages of files are dropped when others need them
     text = open("/proc/self/status").read()
     return int(text.split("RssAnon:")[1].split()[0])
