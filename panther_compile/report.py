@@ -79,7 +79,8 @@ class SketchReport:
 
     Attributes:
         rows: one for each weight, in the order of the model.
-        dense_numbers: parameters and buffers of the whole dense model, shared ones once.
+        dense_numbers: parameters and buffers of the whole dense model, shared ones once; of a weight that its
+            layer made of others, as weight norm does, those of the weight.
         stored_numbers: parameters and buffers of the whole model as it is now, shared ones once.
         replaced_dense_numbers: dense count of the replaced weights, and of those that the budget keeps whole
             or that were put back to dense since.
