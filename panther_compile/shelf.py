@@ -5,21 +5,15 @@
 
 Pages come when they are read or written. While the shelf is open they are given back several times a second:
 the operating system keeps them as long as it has room for them, and reads them again where it had not.
-`freed_given_back` does the same with memory of large tensors that were freed: glibc would keep up to 64 MB
-for each thread that has run a model.
 """
 
-import ctypes
 import json
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -30,9 +24,6 @@ from torch import Tensor, nn
 _SEGMENT = 64 << 20  # bytes of a temporary file, which several tensors share; a larger one has its own
 _ALIGNED = 64
 _INTERVAL = 0.03  # seconds; what is read between two looks is what stays in memory
-_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: from so many bytes on, freed memory is given back
-_LARGE, _USUAL = 1 << 20, 32 << 20  # bytes; the usual one is what glibc comes to by itself
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,18 +36,6 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-@contextmanager
-def freed_given_back() -> Iterator[None]:
-    """While it is open, memory of large tensors is given back to the system as soon as they are freed."""
-    if _MALLOPT is not None:
-        _MALLOPT(_MMAP_THRESHOLD, _LARGE)
-    try:
-        yield
-    finally:
-        if _MALLOPT is not None:
-            _MALLOPT(_MMAP_THRESHOLD, _USUAL)
 
 
 class Shelf:

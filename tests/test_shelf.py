@@ -1,7 +1,6 @@
 """Tensors on a shelf are those that were put there, after their pages were given back too."""
 
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from panther_compile.shelf import Shelf, freed_given_back
+from panther_compile.shelf import Shelf
 
 WAIT = 0.1  # in which pages are given back
 
@@ -53,30 +52,6 @@ def test_files_are_mapped(tmp_path):
 
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is in memory")
-def test_what_threads_have_freed_is_given_back():
-    """As the lockstep has one for each batch and model, which wait for one another."""
-    came, end = threading.Barrier(9), threading.Event()
-
-    def run():
-        tensors = [torch.ones(500_000) for _ in range(12)]
-        del tensors
-        came.wait()
-        end.wait()
-
-    with freed_given_back():
-        before = held()
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for one in threads:
-            one.start()
-        came.wait()
-        after = held()
-        end.set()
-        for one in threads:
-            one.join()
-    assert after - before < 50_000_000  # 24 MB each
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is in memory")

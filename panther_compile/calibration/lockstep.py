@@ -21,8 +21,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.freed_memory import FreedMemory
 from panther_compile.calibration.residuals import Passage, Residuals, observe
+from panther_compile.freed_memory import FreedMemory
 from panther_compile.models.batches import Call
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.reporting.progress import ProgressBar

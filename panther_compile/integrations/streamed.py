@@ -31,6 +31,7 @@ from panther_compile.errors import (
     ResumeError,
     check_whole,
 )
+from panther_compile.freed_memory import freed_given_back
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.beside import copy_beside
 from panther_compile.integrations.folders import empty_model
@@ -61,7 +62,6 @@ from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
 from panther_compile.reporting.progress import hides_bars, with_progress
-from panther_compile.shelf import freed_given_back
 from panther_compile.sketching import read_config
 from panther_compile.storage import UNFINISHED, checked_path, flush, replace_file, scratch_folder
 from panther_compile.typed_json import read_record
