@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 from accuracy_models import GAUNTLET, SUBJECTS, load_subject
+from peers.budget import count_numbers
+from peers.calibration import call
+from process_memory import process_memory, watch_peak
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -67,12 +70,6 @@ class Runs:
         self._kind.forward = self._forward  # type: ignore[method-assign]
 
 
-def memory(kind: str) -> float:
-    """Memory of this process of one kind, GB."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return next(int(line[1]) * 1024 / 1e9 for line in lines if line[0] == f"{kind}:")
-
-
 def measure(name: str, ratio: float) -> dict[str, Any]:
     """One fit of one model, in this process."""
     torch.set_num_threads(1)
@@ -82,33 +79,23 @@ def measure(name: str, ratio: float) -> dict[str, Any]:
     with Runs(type(model)) as one, torch.no_grad():
         start = time.process_time()
         for batch in data:
-            run(model, batch)
+            call(model, batch)
         seconds = time.process_time() - start
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-    before, start = memory("VmRSS"), time.process_time()
+    watch_peak()
+    before, start = process_memory("VmRSS"), time.process_time()
     with Runs(type(model)) as runs:
         pc.sketchify(model, ratio, data=data, progress=False)
     whole = one.numbers.total()
     return {
         "title": subject.title,
-        "numbers": sum(parameter.numel() for parameter in model.parameters()),
+        "numbers": count_numbers(model),
         "data": subject.in_domain,
         "passes": runs.numbers[False] / whole,
         "gradients": runs.numbers[True] / whole,
         "pass_seconds": seconds,
         "seconds": time.process_time() - start,
-        "peak": memory("VmHWM") - before,
+        "peak": (process_memory("VmHWM") - before) / 1e9,
     }
-
-
-def run(model: nn.Module, batch: Any) -> None:
-    """Call a model as `sketchify` does."""
-    if isinstance(batch, dict):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
 
 
 def row(line: dict[str, Any]) -> str:

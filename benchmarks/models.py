@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_memory import process_memory
 from torch import nn
 
 import panther_compile as pc
@@ -174,19 +175,11 @@ def worker(arguments: list[str]) -> dict[str, Any]:
 def run_saved(path: Path) -> dict[str, float]:
     """Load a pickled model, run it, and tell the peak memory beyond that of the imports, in bytes."""
     torch.load(path.with_suffix(".inputs"), weights_only=False)
-    before = _memory("VmRSS")
+    before = process_memory("VmRSS")
     model = torch.load(path, weights_only=False, mmap=False)
     inputs = torch.load(path.with_suffix(".inputs"), weights_only=False)
     call(model, inputs)
-    return {"peak": _memory("VmHWM") - before}
-
-
-def _memory(which: str) -> float:
-    """Bytes resident now, or at the peak; getrusage would start from the peak of the parent process."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    found = [float(line.split()[1]) * 1024 for line in lines if line.startswith(which)]
-    return found[0] if found else float("nan")
+    return {"peak": process_memory("VmHWM") - before}
 
 
 def memory(name: str, folder: Path) -> dict[str, Any]:

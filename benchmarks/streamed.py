@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from process_memory import process_memory, watch_peak
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -99,12 +100,6 @@ def write_model(folder: Path, shape: str, blocks: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def status() -> dict[str, float]:
-    """Memory of this process by kind, GB."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return {line[0][:-1]: int(line[1]) * 1024 / 1e9 for line in lines if len(line) == 3 and line[2] == "kB"}
-
-
 class Watch:
     """What memory is at its highest while it is open.
 
@@ -119,19 +114,20 @@ class Watch:
         self._thread = threading.Thread(target=self._look)
 
     def __enter__(self) -> "Watch":
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-        self._before, self._free = status(), shutil.disk_usage(self._folder).free
+        watch_peak()
+        self._resident, self._own = process_memory("VmRSS"), process_memory("RssAnon")
+        self._free = shutil.disk_usage(self._folder).free
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        self.peak = status()["VmHWM"] - self._before["VmRSS"]
+        self.peak = (process_memory("VmHWM") - self._resident) / 1e9
 
     def _look(self) -> None:
         while not self._done.wait(0.02):
-            self.own = max(self.own, status()["RssAnon"] - self._before["RssAnon"])
+            self.own = max(self.own, (process_memory("RssAnon") - self._own) / 1e9)
             self.used = max(self.used, (self._free - shutil.disk_usage(self._folder).free) / 1e9)
 
 
@@ -196,7 +192,7 @@ def estimate(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     first, last = rows[0], rows[-1]
     seconds = (last["CPU seconds"] - first["CPU seconds"]) / (last["blocks"] - first["blocks"])
     with_data = last["tokens"] > 0
-    work, memory = work_and_memory(SHAPES[last["shape"]], with_data=with_data)
+    work, held = work_and_memory(SHAPES[last["shape"]], with_data=with_data)
     wanted, needed = work_and_memory(SHAPES[name], with_data=with_data)
     embeddings = SHAPES[name].vocabulary * SHAPES[name].hidden * 2 / 1e9  # mapped, while they are written
     return {
@@ -205,7 +201,7 @@ def estimate(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "tokens": last["tokens"],
         "seconds a block": round(seconds * wanted / work),
         "hours": round(SHAPES[name].blocks * seconds * wanted / work / 3600, 1),
-        "peak GB": round(max(last["own GB"] * needed / memory, embeddings), 1),
+        "peak GB": round(max(last["own GB"] * needed / held, embeddings), 1),
     }
 
 

@@ -31,7 +31,7 @@ def empty_model(folder: Path, *, dense: bool) -> nn.Module:
 
 
 def stored_model(folder: Path, *, dense: bool, **options: Any) -> nn.Module:
-    """The model of a folder with its weights, none of which may be missing.
+    """The model of a folder, with its weights; one that lacks some is refused.
 
     Args:
         folder: as `from_pretrained` reads it.

@@ -220,7 +220,7 @@ def follow_couplings(plan: SketchPlan, couplings: Iterable[Coupling]) -> SketchP
 
     Args:
         plan: of `follow`.
-        couplings: of which layers can be narrowed.
+        couplings: the layers that can be narrowed together.
 
     Raises:
         ConfigError: the plan narrows other layers.

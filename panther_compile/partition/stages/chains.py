@@ -40,7 +40,7 @@ class StageRequest:
         in_flight: for each stage, the microbatches that it holds at once.
         memory_bytes: the most that a stage may take; None for no limit.
         spare_bytes: for each stage, what it may take beyond `memory_bytes`; empty if devices are alike.
-        parts: the devices of a stage, each of which receives, keeps and sends one part of what crosses a cut.
+        parts: how many devices a stage is on; each receives, keeps and sends one part of what crosses a cut.
         wanted: vertices that are shared out, at least one to a stage; empty if a stage may hold any.
     """
 
