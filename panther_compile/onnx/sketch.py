@@ -210,7 +210,7 @@ def sketch_onnx(
         if given and data is None:
             raise ConfigError(f"{option} needs data=, inputs of the model to fit it to")
     if refines and config.keeps_all:
-        raise ConfigError(f"refine={config.refine!r} trains factors, and a ratio of 1 makes none")
+        raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
     source, target = checked_path(source, "source"), checked_path(target, "target")
     check_target(target)
