@@ -11,7 +11,6 @@ Tong, Ma & Chi, JMLR 2021).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Self
 
 import torch
@@ -56,10 +55,9 @@ class Factor:
 
 
 @torch.no_grad()
-def factors_of(layers: Iterable[SketchedLayer], others: Iterable[nn.Parameter] = ()) -> list[Factor]:
-    """The factors and biases of sketched layers, and other parameters, shared ones once."""
+def factors_of(layers: Iterable[SketchedLayer], learnt: Iterable[nn.Parameter]) -> list[Factor]:
+    """The parameters that learn, those of pivoted layers with the coordinates of their steps."""
     found: dict[int, Factor] = {}
-    layers = list(layers)
     pivoted: dict[int, list[SketchedLayer]] = {}  # by the input factor, which several may share
     for part in (part for layer in layers for part in layer.modules()):
         if isinstance(part, SketchedLayer) and getattr(part, "scheme", None) == "pivoted":
@@ -67,9 +65,8 @@ def factors_of(layers: Iterable[SketchedLayer], others: Iterable[nn.Parameter] =
     for parts in pivoted.values():
         for factor in _pivoted_factors(parts):
             found.setdefault(id(factor.parameter), factor)
-    for parameter in chain(*(layer.parameters() for layer in layers), others):
-        if parameter.is_floating_point():
-            found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
+    for parameter in learnt:
+        found.setdefault(id(parameter), Factor(parameter, _rms(parameter)))
     # A bias of zeros has no scale of its own: it takes one of the others.
     scales = sorted(factor.scale for factor in found.values() if factor.scale) or [1.0]
     usual = scales[len(scales) // 2]

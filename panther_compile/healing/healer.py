@@ -142,7 +142,8 @@ def heal_layers(
     order = random.Random(options.seed)
     places = order.sample(range(len(calls)), len(calls))
     count = _judges(options.held_out, len(calls), options.steps)
-    learnt = dict.fromkeys((*nn.ModuleList(layers).parameters(), *own_biases(small, set(layers))))
+    own = (*nn.ModuleList(layers).parameters(), *own_biases(small, set(layers)))
+    learnt = [one for one in own if one.is_floating_point()]
     with _calm((small, teacher), learnt):
         given = options.output
         taken = recognize_output(teacher, calls[:1]).output if given == "auto" else given
@@ -162,7 +163,7 @@ def heal_layers(
             cache_bytes=options.cache_bytes,
             usual=places[:count],
         )
-        _Healer(match, layers, options, order, places[:count], places[count:]).run()
+        _Healer(match, layers, learnt, options, order, places[:count], places[count:]).run()
 
 
 @dataclass
@@ -170,12 +171,14 @@ class _Healer:
     """One run: the loss, how to lower it, and which batches are for what.
 
     Attributes:
+        learnt: the parameters and biases of the layers.
         taken: steps, so far.
         stopped: why they ended.
     """
 
     match: Match
     layers: Sequence[SketchedLayer]
+    learnt: Sequence[nn.Parameter]
     options: HealOptions
     order: random.Random
     judged_by: list[int]
@@ -186,11 +189,7 @@ class _Healer:
     def run(self) -> None:
         """Heal the model, and leave it in the best state that was seen with a report, whatever happens."""
         small, options = self.match.small, self.options
-        biases = own_biases(small, set(self.layers))
-        learnt = [
-            one for one in (*nn.ModuleList(self.layers).parameters(), *biases) if one.is_floating_point()
-        ]
-        best = BestState(learnt, self._judge, self._objective)
+        best = BestState(self.learnt, self._judge, self._objective)
         if not math.isfinite(best.first):
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
@@ -199,7 +198,7 @@ class _Healer:
         reverted: tuple[str, ...] = ()
         try:
             with ProgressBar(total=options.steps, desc="heal", disable=hides) as bar:
-                self.stopped = self._descend(factors_of(self.layers, biases), best, rates, bar)
+                self.stopped = self._descend(factors_of(self.layers, self.learnt), best, rates, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:
             best.restore()

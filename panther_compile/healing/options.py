@@ -11,21 +11,21 @@ OUTPUTS = {"auto": None, "logits": True, "features": False}
 
 @dataclass(frozen=True, kw_only=True)
 class HealOptions:
-    """What `heal` may be told; it says what each of them is.
+    """What `heal` may be told; it says what each of them is. Those that `refine` cannot be told are last.
 
     Raises:
         ConfigError: an option is out of range.
         ConfigTypeError: an option has the wrong type.
     """
 
-    steps: int = 200
-    method: str = "kl"
+    steps: int
+    method: str
+    output: str
+    seed: int
+    progress: bool | None
     lr: float | None = None
-    output: str = "auto"
     held_out: float = 0.125
     inplace: bool = False
-    seed: int = 0
-    progress: bool | None = None
     cache_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
