@@ -135,6 +135,11 @@ def fit_in_lockstep(
     def remember(passage: Passage, tensor: Tensor) -> None:
         _current.runner.passed[passage] = tensor
 
+    def go_on(those: Sequence[_Runner]) -> None:
+        for runner in those:
+            runner.go_on()
+            freed.give_back()
+
     for side in (dense, sketched):
         for watched in side.watched.values():
             watched.on_input = pause
@@ -144,9 +149,7 @@ def fit_in_lockstep(
     bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress)
     with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
         try:
-            for runner in runners:
-                runner.go_on()
-                freed.give_back()
+            go_on(runners)
             while waiting := [runner for runner in runners if not runner.through]:
                 name = _next_layer(waiting)
                 came = [
@@ -161,10 +164,7 @@ def fit_in_lockstep(
                 bar.update()
                 if sketched.watched.keys() <= fitted.keys():  # nothing behind the last layer tells more
                     break
-                for runner in waiting:
-                    if runner.at == name:
-                        runner.go_on()
-                        freed.give_back()
+                go_on([runner for runner in waiting if runner.at == name])
         finally:
             _stop(runners)
             for side in (dense, sketched):
