@@ -198,11 +198,10 @@ class Study:
             master_weights=True,
             scattered=True,
         )
-        name = f"Llama-{row['model']}"
-        part = partition_mesh(name, graphs, replace(options, memory_bytes=UNLIMITED), mesh)
+        part = partition_mesh(graphs, replace(options, memory_bytes=UNLIMITED), mesh)
         if part.device_memory_bytes > options.memory_bytes:
             with suppress(StageMemoryError):  # it was run, so that it fits
-                part = partition_mesh(name, graphs, options, mesh)
+                part = partition_mesh(graphs, options, mesh)
         tokens = row["rows"] * row["microbatches"] * mesh.dp * row.get("sequence", TOKENS)
         return tokens / part.step_seconds / mesh.devices, part
 
@@ -245,7 +244,8 @@ class Study:
             read = read_graphs(model, {"input_ids": ids}, (), costs)
             keep_every_second(read.notes)
             layers = {node.name: layer_of(node) for node in read.captured.graph_module.graph.nodes}
-            self._read[key] = replace(read, divide=partial(divide_by_layers, layers))
+            name = f"Llama-{row['model']}"
+            self._read[key] = replace(read, name=name, divide=partial(divide_by_layers, layers))
         if self._weighed is None or self._weighed[0] != (key, costs):
             self._weighed = (key, costs), reweigh(self._read[key], costs)
         return self._weighed[1]

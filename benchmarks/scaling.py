@@ -115,7 +115,7 @@ def study(kind: str, layers: int, counts: Sequence[int]) -> tuple[float, list[Re
     for devices in sorted(counts, reverse=True):
         start = time.process_time()
         try:
-            part = search_meshes(type(model).__name__, graphs, options, devices)
+            part = search_meshes(graphs, options, devices)
         except PartitionError as error:
             print(error)
             part = None

@@ -14,6 +14,7 @@ from panther_compile.partition.graph.context import gathered_nodes
 from panther_compile.partition.graph.flow import FlowGraph, Holding
 from panther_compile.partition.graph.hardware import NO_LINK, Link
 from panther_compile.partition.graph.observe import Observed
+from panther_compile.partition.graphs import Graphs
 from panther_compile.partition.options import PlanOptions, Strategy
 from panther_compile.partition.records import (
     Collective,
@@ -74,33 +75,24 @@ class DevicePlan:
 
 
 def assemble(
-    name: str,
-    captured: Captured,
+    graphs: Graphs,
     plan: DevicePlan,
     cuts: StageCuts,
     options: PlanOptions,
     mesh: Mesh,
-    *,
-    constants: tuple[fx.Node, ...],
-    persistent: frozenset[str],
-    notes: Mapping[fx.Node, Observed],
-    sharding: Sharding | None = None,
+    sharding: Sharding | None,
 ) -> Partition:
     """The records of chosen cuts, and a simulated step.
 
     Args:
-        name: of the model.
-        captured: the model.
-        plan: its flow graph, as a device sees it.
+        graphs: of the model, as a device sees it.
+        plan: its flow graph, likewise.
         cuts: chosen.
         options: of the user.
         mesh: of the devices.
-        constants: nodes that are no vertices.
-        persistent: names in the model's state dict.
-        notes: on the graph, as a device sees it.
         sharding: over the tp axis, whose work the flow graph has divided already.
     """
-    flow = plan.flow
+    captured, flow = graphs.captured, plan.flow
     request, strategy = plan.request, plan.strategy
     stage_of_vertex, stage_of = stages_of(flow, cuts)
     builder = _StageBuilder(captured, plan, cuts, mesh, _specs(captured, stage_of, request.count))
@@ -112,7 +104,7 @@ def assemble(
         if len(places) > 1 and is_parameter(captured, held.name)
     )
     return Partition(
-        model=name,
+        model=graphs.name,
         mesh=mesh,
         hardware=options.hardware,
         places=options.places,
@@ -128,10 +120,10 @@ def assemble(
         flow=flow,
         request=request,
         captured=captured,
-        constants=constants,
-        persistent=persistent,
+        constants=graphs.constants,
+        persistent=graphs.persistent,
         sharding=sharding,
-        context=tuple(_gathers(notes, stage_of, sharding, training=options.training)),
+        context=tuple(_gathers(graphs.notes, stage_of, sharding, training=options.training)),
     )
 
 

@@ -48,6 +48,7 @@ class Graphs:
     """The model, and its flow graph with tied parameters free or kept together; of `read_graphs`.
 
     Attributes:
+        name: of the model, in messages and reports.
         captured: the model.
         notes: of `observe`, fused where asked for; of this device, where devices divide a sequence.
         costs: how seconds and bytes are counted.
@@ -59,6 +60,7 @@ class Graphs:
         divide: where units end in a flow graph; see `find_units`.
     """
 
+    name: str
     captured: Captured
     notes: Mapping[fx.Node, Observed]
     costs: Costs
@@ -215,7 +217,8 @@ def read_graphs(
     constants = tuple(find_constants(captured, notes))
     persistent = frozenset(model.state_dict(keep_vars=True))
     flows = _weigh(captured, notes, costs, tied)
-    return Graphs(captured, notes, costs, constants, persistent, flows, sequence_parallel)
+    name = type(model).__name__
+    return Graphs(name, captured, notes, costs, constants, persistent, flows, sequence_parallel)
 
 
 def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
@@ -223,6 +226,7 @@ def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
     tied = AUTO if len(graphs.flows) > 1 else next(iter(graphs.flows))
     flows = _weigh(graphs.captured, graphs.notes, costs, tied)
     return Graphs(
+        graphs.name,
         graphs.captured,
         graphs.notes,
         costs,

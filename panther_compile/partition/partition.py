@@ -165,10 +165,10 @@ def partition_model(
         )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
     places = _read_places(hardware, mesh, profile)
+    differ = len(places) > 1
     chosen = slowest_of(places)
     _check_products(products, keeps, places, profile)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
-    differ = len(places) > 1
     samples = count_samples(example_inputs)
     if mesh is None and global_batch is None:
         global_batch = MICROBATCHES_PER_DEVICE * (devices or 1) * samples
@@ -206,29 +206,30 @@ def partition_model(
         if fixed is not None:
             own.check(fixed)
         graphs = read_graphs(model, inputs, boundaries, costs, tied, profile, sequence_parallel)
-        if fixed is not None:
-            graphs = graphs.in_context(find_context(chosen, fixed))
-        if differ:
-            graphs = with_paces(graphs, places)
-        name = type(model).__name__
         if fixed is None:
-            return search_meshes(name, graphs, own, devices or 1, progress=progress)
-        return partition_mesh(name, graphs, own, fixed)
+            return search_meshes(graphs, own, devices or 1, progress=progress)
+        graphs = graphs.in_context(find_context(chosen, fixed))
+        return partition_mesh(with_paces(graphs, places) if differ else graphs, own, fixed)
 
     if microbatch_sizes is None:
         found = plan(example_inputs)
     else:
         found = _fastest(plan, [_with_samples(example_inputs, size) for size in microbatch_sizes])
-    sharding = found.sharding
-    if fixed is not None and sequence_parallel is True and sharding and not sharding.sequence_fits:
-        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in found.whole)
-        raise MeshError(
-            f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
-        )
+    if fixed is not None and sequence_parallel is True:
+        _check_sequence(found)
     if found.mesh.pp * found.mesh.tp > 1 and model.training:
         check_batch_norms(model)
         _warn_of_modes(model, example_inputs)
     return found
+
+
+def _check_sequence(found: Partition) -> None:
+    """Raise MeshError where layers are sharded, and nothing between them can run on shards of a sequence."""
+    if found.sharding and not found.sharding.sequence_fits:
+        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in found.whole)
+        raise MeshError(
+            f"sequence_parallel=True, and nothing of {found.model} can run on shards of it:{reasons}"
+        )
 
 
 def _warn_of_modes(model: nn.Module, example_inputs: Any) -> None:

@@ -58,12 +58,11 @@ class Candidate:
 
 
 def search_meshes(
-    name: str, graphs: Graphs, options: PlanOptions, devices: int, *, progress: bool | None = None
+    graphs: Graphs, options: PlanOptions, devices: int, *, progress: bool | None = None
 ) -> Partition:
     """The best partition over all meshes of so many devices, and strategies for them.
 
     Args:
-        name: of the model.
         graphs: of `read_graphs`.
         options: of the user.
         devices: to divide.
@@ -76,10 +75,10 @@ def search_meshes(
     candidates, left_out = expect_meshes(graphs, options, devices, progress=progress)
     if not candidates:
         reasons = "".join(f"\n  {mesh}: {reason}" for mesh, reason in left_out)
-        raise MeshError(f"no mesh of {devices} devices can run {name}:{reasons}")
-    best = _cut_candidates(name, graphs, options, candidates, progress=progress)
+        raise MeshError(f"no mesh of {devices} devices can run {graphs.name}:{reasons}")
+    best = _cut_candidates(graphs, options, candidates, progress=progress)
     if best is None:
-        raise StageMemoryError(_explain_memory(name, graphs, options, candidates))
+        raise StageMemoryError(_explain_memory(graphs, options, candidates))
     return replace(best, left_out=tuple(left_out))
 
 
@@ -118,7 +117,7 @@ def _of_mesh(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Graphs:
     return graphs.in_context(find_context(options.hardware, mesh))
 
 
-def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
+def partition_mesh(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Partition:
     """The best partition for one mesh, over the strategies that the options leave.
 
     Raises:
@@ -127,9 +126,9 @@ def partition_mesh(name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh) 
     """
     candidates = list(_expect(graphs, options, mesh))
     candidates += _expect_budgets(graphs, options, candidates)
-    best = _cut_candidates(name, graphs, options, candidates)
+    best = _cut_candidates(graphs, options, candidates)
     if best is None:
-        raise StageMemoryError(_explain_memory(name, graphs, options, candidates))
+        raise StageMemoryError(_explain_memory(graphs, options, candidates))
     return best
 
 
@@ -206,7 +205,6 @@ def _bisect_budgets(
 
 
 def _cut_candidates(
-    name: str,
     graphs: Graphs,
     options: PlanOptions,
     candidates: list[Candidate],
@@ -226,12 +224,12 @@ def _cut_candidates(
         lost = one.expected.per_second * close < reached
         if lost or one.shape in done or (one.expected.hopeless and len(ranked) > 1):
             continue
-        found = _partition(name, graphs, options, one.mesh, one.strategy)
+        found = _partition(graphs, options, one.mesh, one.strategy)
         if found is not None:
             done.add(one.shape)
         elif _may_keep_less(options, one) and one.shape not in narrowed:
             narrowed.add(one.shape)
-            found = _with_smaller_budget(name, graphs, options, one)
+            found = _with_smaller_budget(graphs, options, one)
         if found is None:
             continue
         if options.training and found.has_idle_optimizers:
@@ -247,16 +245,14 @@ def _may_keep_less(options: PlanOptions, over: Candidate) -> bool:
     return options.recompute == AUTO and over.expected.room >= 1 and (kind == "none" or is_budget(kind))
 
 
-def _with_smaller_budget(
-    name: str, graphs: Graphs, options: PlanOptions, over: Candidate
-) -> Partition | None:
+def _with_smaller_budget(graphs: Graphs, options: PlanOptions, over: Candidate) -> Partition | None:
     """The best partition with the largest budget that fits, below one that did not."""
     kind = over.strategy.recompute
     best, fitting, failing = None, 0, BUDGETS.index(kind) if kind in BUDGETS else len(BUDGETS)
     while fitting < failing:
         middle = (fitting + failing) // 2
         strategy = replace(over.strategy, recompute=BUDGETS[middle])
-        found = _partition(name, graphs, options, over.mesh, strategy)
+        found = _partition(graphs, options, over.mesh, strategy)
         if found is None:
             failing = middle
         else:
@@ -269,12 +265,10 @@ def _bar(items: list[_Item], text: str, progress: bool | None) -> Iterable[_Item
     return ProgressBar(items, desc=text, disable=hidden)
 
 
-def _partition(
-    name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy
-) -> Partition | None:
+def _partition(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> Partition | None:
     """The best partition for one mesh and strategy; None if none was found that fits into the memory."""
     graphs = _of_mesh(graphs, options, mesh)
-    found = (_fit(name, graphs, options, mesh, strategy, prices) for prices in graphs.prices(mesh.tp))
+    found = (_fit(graphs, options, mesh, strategy, prices) for prices in graphs.prices(mesh.tp))
     return next((partition for partition in found if partition is not None), None)
 
 
@@ -307,7 +301,7 @@ def _device_plan(
 
 
 def _fit(
-    name: str, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, prices: Prices
+    graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, prices: Prices
 ) -> Partition | None:
     """The best partition whose shards are chosen at some prices of memory; None if it does not fit."""
     stages = mesh.pp * strategy.stages_per_device
@@ -323,15 +317,14 @@ def _fit(
         hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
         raise StageCountError(
             f"{stages} stages are asked for (pp {mesh.pp} x {strategy.stages_per_device} a device), and the "
-            f"graph of {name} has {largest} operations to divide between them{hint}"
+            f"graph of {graphs.name} has {largest} operations to divide between them{hint}"
         )
-    found = (_cut(name, graphs, options, mesh, whole, plan, ring, prices) for whole, plan in divisible)
+    found = (_cut(graphs, options, mesh, whole, plan, ring, prices) for whole, plan in divisible)
     fitting = [partition for partition in found if partition is not None]
     return min(fitting, key=lambda partition: partition.step_seconds, default=None)
 
 
 def _cut(
-    name: str,
     graphs: Graphs,
     options: PlanOptions,
     mesh: Mesh,
@@ -354,18 +347,7 @@ def _cut(
             flow, recomputed = recompute_units(flow, plan.units, plan.strategy.recompute)
             flow, gathered = share_states(flow, plan.strategy.sharding, plan.units)
             cut = _device_plan(options, mesh, plan.strategy, flow, plan.units, recomputed, gathered)
-        partition = assemble(
-            name,
-            graphs.captured,
-            cut,
-            cuts,
-            options,
-            mesh,
-            constants=graphs.constants,
-            persistent=graphs.persistent,
-            sharding=sharding,
-            notes=graphs.notes,
-        )
+        partition = assemble(graphs, cut, cuts, options, mesh, sharding)
         room = (options.memory_bytes + one for one in spare)
         if all(held <= most for held, most in zip(partition.held_bytes, room, strict=True)):
             return partition
@@ -408,7 +390,7 @@ def _shard_stages(
     return per_device_flow(problem, plan, flow, placed), sharding
 
 
-def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, candidates: Sequence[Candidate]) -> str:
+def _explain_memory(graphs: Graphs, options: PlanOptions, candidates: Sequence[Candidate]) -> str:
     """Which stage of the leanest candidate does not fit, by how much, and what would help."""
     leanest = min(candidates, key=lambda one: one.expected.device_bytes)
     mesh, strategy = leanest.mesh, leanest.strategy
@@ -427,7 +409,7 @@ def _explain_memory(name: str, graphs: Graphs, options: PlanOptions, candidates:
 
     smallest, stage, count = needed(mesh, strategy, options)
     lines = [
-        f"{name} does not fit: cut into {count} stages as leanly as can be, stage {stage} takes "
+        f"{graphs.name} does not fit: cut into {count} stages as leanly as can be, stage {stage} takes "
         f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
         f"{limit / 2**30:.3g} GiB of its device"
     ]

@@ -362,7 +362,7 @@ def planned(model, x, costs, mesh, *, divide=find_units, **options):
     """By the planner's own records, for what `partition_model` does not offer."""
     graphs = dataclasses.replace(read_graphs(model, x, (), costs), divide=divide)
     asked = PlanOptions(hardware=costs.hardware, memory_bytes=10**12, microbatches=4, **options)
-    return partition_mesh("model", graphs, asked, Mesh(**mesh))
+    return partition_mesh(graphs, asked, Mesh(**mesh))
 
 
 def test_a_divided_loss_takes_logits_in_shards():
