@@ -185,7 +185,7 @@ def read_output(
     asked = config.output == "logits"
     logits = asked or kind.why == NAMED or kind.output == "logits"
     if logits:
-        found = without_head(found, kind.head, config)
+        found = without_head(model, found, kind.head, config)
     if asked:
         return "results taken for logits, as asked", config, found
     taken = "logits" if kind.output == "logits" or kind.why == NAMED else "features"

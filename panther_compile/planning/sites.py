@@ -13,17 +13,15 @@ from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import is_adapter
 from panther_compile.kinds.plain_form import plain_form
-from panther_compile.kinds.registry import find_kind
+from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
-from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
-from panther_compile.layers.narrow import NarrowConv1D, NarrowLinear
+from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
 from panther_compile.planning.trace import Reading
 from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
 
 NOT_INCLUDED = "not included"
 _HEAD = "output head: left alone unless included"
-_STAND_INS = {one.__name__ for one in (SketchedLinear, SketchedConv1D, NarrowLinear, NarrowConv1D)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,6 @@ class Found:
     def numbers(self) -> int:
         """How many may be sketched."""
         return sum(p.numel() for site, _ in self.sites for p in site.module.parameters())
-
-    @property
-    def has_sketched_linear(self) -> bool:
-        """Whether a layer that was sketched before stands for a linear one."""
-        return any(line.reason == ALREADY_SKETCHED and line.kind in _STAND_INS for line in self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +122,7 @@ def without_uncalled(found: Found, uncalled: frozenset[str]) -> Found:
     return replace(found, sites=tuple(sites), skipped=(*found.skipped, *skipped))
 
 
-def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
+def without_head(model: nn.Module, found: Found, head: str | None, config: SketchConfig) -> Found:
     """The same, without the layer that was seen to make the logits, unless it is included.
 
     The only linear layer, behind convolutions, is sketched as a plan made without inputs says: it is a large
@@ -143,7 +136,8 @@ def without_head(found: Found, head: str | None, config: SketchConfig) -> Found:
     ]
     gone = [site for site, _ in found.sites if site.name == head and site not in asked]
     sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
-    if not gone or not (found.has_sketched_linear or any(_is_linear(*one) for one in sites)):
+    sketched = any(isinstance(layer, LinearReplacement) for layer in outermost(model))
+    if not gone or not (sketched or any(_is_linear(*one) for one in sites)):
         return found
     layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
     skipped = [_stays_dense(name, layer, site.kind, _HEAD) for name, layer, site in layers]
@@ -341,7 +335,8 @@ def _output_head(
         if isinstance(named, nn.Module):
             return named
     linears = {match.module: match for match in matches if match.owner.may_be_head}
-    stand_ins = {layer for _, layer in sketched if layer.dense_type is nn.Linear}
+    made = {layer_type for kind in KINDS if kind.may_be_head for layer_type in kind.layers}
+    stand_ins = {layer for _, layer in sketched if type(layer) in made}
     last_of_all = [one for one in model.modules() if one in linears or one in stand_ins][-1:]
     if len(linears) + len(stand_ins) < 2 or last_of_all[0] not in linears:
         return None
