@@ -159,7 +159,9 @@ class MomentSums:
 
 def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:
     """At most so many rows, evenly spread."""
-    if len(rows) <= most:
-        return rows
-    places = torch.linspace(0, len(rows) - 1, most, dtype=torch.float64, device=rows.device)
-    return rows[places.long()]
+    return rows if len(rows) <= most else rows[spread_places(len(rows), most).to(rows.device)]
+
+
+def spread_places(count: int, most: int) -> Tensor:
+    """At most so many of the places from 0 to `count` - 1, evenly spread."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()

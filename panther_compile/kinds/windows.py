@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.factorization.moments import MAX_ROWS
+from panther_compile.factorization.moments import MAX_ROWS, spread_places
 from panther_compile.layers.convolution import padded
 
 _AT_ONCE = 1 << 24  # numbers
@@ -68,9 +68,8 @@ def _some(view: Tensor, axes: int, most: int) -> Iterator[Tensor]:
     """A sample (n, I, *rest) of the places of a view (N, I, *places, *rest), yielded in parts."""
     sizes = torch.Size((len(view), *view.shape[2 : 2 + axes]))
     count = sizes.numel()
-    chosen = torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()
     each = view.numel() // max(1, count)
-    for part in chosen.split(max(1, _AT_ONCE // max(1, each))):
+    for part in spread_places(count, most).split(max(1, _AT_ONCE // max(1, each))):
         first, *others = (one.to(view.device) for one in torch.unravel_index(part, sizes))
         index: Any = (first, slice(None), *others)
         yield view[index]
