@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import compare_outputs
 from panther_compile.calibration.unlike import MADE_UP_UNLIKE, UNLIKE, off_batch_norms
@@ -155,9 +154,7 @@ def _tokens(call: Call) -> int:
 
 
 def _integers(call: Call) -> list[Tensor]:
-    leaves = tree_leaves((call.args, call.kwargs))
-    kinds = (torch.int32, torch.int64)
-    return [one for one in leaves if isinstance(one, Tensor) and one.dim() and one.dtype in kinds]
+    return [one for one in call.tensors if one.dim() and one.dtype in (torch.int32, torch.int64)]
 
 
 def is_worth_it(found: Found) -> bool:

@@ -7,11 +7,11 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.half_products import half_products
@@ -57,6 +57,26 @@ class Call:
     def what(self) -> str:
         """The batch, in words."""
         return "a made-up batch" if self.place is None else f"batch {self.place} of {self.source}"
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All that the arguments hold, in order."""
+        return tree_leaves((self.args, self.kwargs))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among it."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def form(self) -> TreeSpec:
+        """How the arguments hold it."""
+        return tree_flatten((self.args, self.kwargs))[1]
+
+    def with_leaves(self, leaves: Iterable[Any]) -> Self:
+        """The same call with other leaves, as many."""
+        args, kwargs = tree_unflatten(leaves, self.form)
+        return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module) -> Any:
         """Call the model, on copies: some write into what they are given, as `x.sub_(mean)`."""
@@ -360,8 +380,7 @@ def _moved(value: Any, *, device: torch.device | None, copy: bool) -> Any:
 
 def _check_not_empty(model: nn.Module, call: Call) -> None:
     """Raise DataError if a batch has tensors, and none of them holds a number, or a mask hides all of it."""
-    tensors = [leaf for leaf in tree_leaves([call.args, call.kwargs]) if isinstance(leaf, Tensor)]
-    if tensors and not any(tensor.numel() for tensor in tensors):
+    if call.tensors and not any(tensor.numel() for tensor in call.tensors):
         raise DataError(f"{call.what} is empty, {described(call)}: wanted at least one sample")
     kept = kept_positions(model, call)
     if kept is not None and not bool(kept.any()):

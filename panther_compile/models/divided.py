@@ -1,11 +1,10 @@
 """Batches divided into smaller ones, where the model takes their samples one by one."""
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.models.batches import Call
 from panther_compile.models.outputs import is_dense, named_tensors
@@ -61,27 +60,22 @@ def _parts_of(model: nn.Module, call: Call, parts: int) -> list[Call]:
 
 def _samples_of(call: Call) -> int:
     """The first dimension of all its tensors; 0 if they have none in common, or one is sparse or nested."""
-    leaves = tree_leaves((call.args, call.kwargs))
-    sizes = {one.shape[0] if is_dense(one) and one.dim() else 0 for one in leaves if isinstance(one, Tensor)}
+    sizes = {one.shape[0] if is_dense(one) and one.dim() else 0 for one in call.tensors}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _form_of(call: Call) -> object:
     """Where it has tensors, and what else it is given: flags and numbers may choose another way."""
-    leaves, form = tree_flatten((call.args, call.kwargs))
-    return form, [one if isinstance(one, bool | int | float | str) else type(one) for one in leaves]
+    return call.form, [one if isinstance(one, bool | int | float | str) else type(one) for one in call.leaves]
 
 
 def _cut(call: Call, sizes: Sequence[int]) -> list[Call]:
     """Calls of so many of its samples, one after the other."""
-    leaves, form = tree_flatten((call.args, call.kwargs))
-    found, first = [], 0
-    for size in sizes:
-        part: list[Any] = [one[first : first + size] if isinstance(one, Tensor) else one for one in leaves]
-        args, kwargs = tree_unflatten(part, form)
-        found.append(Call(args, kwargs, call.place))
-        first += size
-    return found
+    ends = list(accumulate(sizes, initial=0))
+    return [
+        call.with_leaves(one[first:end] if isinstance(one, Tensor) else one for one in call.leaves)
+        for first, end in pairwise(ends)
+    ]
 
 
 def _are_alike(model: nn.Module, call: Call, parts: Sequence[Call], samples: int) -> bool:

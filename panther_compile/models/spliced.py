@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from panther_compile.models.batches import Call
 
@@ -45,24 +44,21 @@ def spliced(calls: Sequence[Call], most: int) -> Iterator[Call]:
 
 def _spliced(calls: Sequence[Call], step: int) -> Call | None:
     """The first call with parts of its other texts, or where it has one, of the texts of the calls behind."""
-    shape = _shape_of(calls[0])
+    first, shape = calls[0], _shape_of(calls[0])
     if len(shape) != 2 or shape[1] < SHORTEST:
         return None
-    leaves, form = tree_flatten((calls[0].args, calls[0].kwargs))
     text_behind: Callable[[int], list[Any]]
     if shape[0] > 1:
-        count, text_behind = shape[0], partial(_rolled, leaves)
+        count, text_behind = shape[0], partial(_rolled, first.leaves)
     else:
-        flat = (tree_flatten((call.args, call.kwargs)) for call in calls if _shape_of(call)[:1] == shape[:1])
-        texts = [found for found, its in flat if its == form]
+        alike = (call for call in calls if _shape_of(call)[:1] == shape[:1] and call.form == first.form)
+        texts = [call.leaves for call in alike]
         count, text_behind = len(texts), texts.__getitem__
     if step >= count:
         return None
     parts = min(PARTS, shape[1] // PART)
     sources = zip(*(text_behind(part * step % count) for part in range(parts)), strict=True)
-    joined = [_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources]
-    args, kwargs = tree_unflatten(joined, form)
-    return Call(args, kwargs, calls[0].place)
+    return first.with_leaves(_joined(ones) if isinstance(ones[0], Tensor) else ones[0] for ones in sources)
 
 
 def _rolled(leaves: Sequence[Any], by: int) -> list[Any]:
@@ -82,8 +78,6 @@ def _joined(ones: Sequence[Tensor]) -> Tensor:
 
 def _shape_of(call: Call) -> torch.Size:
     """The shape that all its tensors have; empty if shapes differ, or if no tensor holds integers."""
-    leaves, _ = tree_flatten((call.args, call.kwargs))
-    tensors = [one for one in leaves if isinstance(one, Tensor)]
-    shapes = {one.shape for one in tensors}
-    reads = any(one.dtype in (torch.int32, torch.int64) for one in tensors)
+    shapes = {one.shape for one in call.tensors}
+    reads = any(one.dtype in (torch.int32, torch.int64) for one in call.tensors)
     return shapes.pop() if reads and len(shapes) == 1 else torch.Size()

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import DataError, first_line
 from panther_compile.models.batches import Call, device_of, interleaved
@@ -170,10 +169,7 @@ def _own_texts(
 def _spliced_texts(calls: Sequence[Call]) -> Synthetic:
     """Texts of the data that have parts of others."""
     found = tuple(spliced(calls, MOST_SPLICED))
-    count = sum(
-        len(next(one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)))
-        for call in found
-    )
+    count = sum(len(call.tensors[0]) for call in found)
     return Synthetic(found, f"{count} texts spliced of parts of them", True)
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import (
     ConfigError,
@@ -106,23 +106,21 @@ def export_onnx(
     path = checked_path(path, "path")
     check_target(path)
     _check_arguments(model, positional, opset)
-    positional, named = _told_apart(*_with_last_named(model, positional, dict(kwargs or {})))
+    example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
     check_rounding(then)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
-    calls = [Call(positional, named), *([] if data is None else spread_out(record_calls(model, data)))]
+    calls = [] if data is None else spread_out(record_calls(model, data))
     if then == "int8" and rounded_layers(model):
-        model = prepare_int8(model, calls[1:] or None)
+        model = prepare_int8(model, calls or None)
     if then == "int8":
         model = without_bases(model if data is None else pair_kernels(model))
     with _exportable(model), torch.no_grad():
-        program = _export(model, positional, named, dynamic_shapes, opset)
+        program = _export(model, example, dynamic_shapes, opset)
 
         def check(draft: Path) -> None:
             assert program.exported_program is not None
-            verify_export(
-                model, positional, named, program.exported_program, draft, declared_bounds(dynamic_shapes)
-            )
+            verify_export(model, example, program.exported_program, draft, declared_bounds(dynamic_shapes))
 
         for node in program.model.graph.all_nodes():
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths of the machine it was made on
@@ -132,30 +130,33 @@ def export_onnx(
         with saved_copy(program.model, path.parent) as plain:
             if verify:
                 check(plain)
-            return _write_int8(program.model, path, plain if verify else None, calls)
+            return _write_int8(program.model, path, plain if verify else None, example, calls)
 
 
-def _write_int8(model: ir.Model, path: Path, plain: Path | None, calls: Sequence[Call]) -> Closeness | None:
+def _write_int8(
+    model: ir.Model, path: Path, plain: Path | None, example: Call, calls: Sequence[Call]
+) -> Closeness | None:
     """Write the products in int8, and run the result beside the file `plain`, if there is one.
 
     Args:
         model: is left as it is.
         path: to write to.
         plain: holds the model before it is rounded.
-        calls: the example, then the data.
+        example: the inputs that it was exported with.
+        calls: the data.
     """
     found: list[Closeness] = []
     check_can_round(model)
     inputs = model.graph.inputs
-    feeds = [feed for call in calls[1:] for feed in _feeds(call, inputs)]
+    feeds = [feed for call in calls for feed in _feeds(call, inputs)]
 
     def check(draft: Path) -> None:
         assert plain is not None
         if feeds:
             found.append(compare_files(plain, draft, feeds).closeness)
         else:
-            tensors = _tensors(calls[0].args, calls[0].kwargs)
-            feed = {str(one.name): x.numpy(force=True) for one, x in zip(inputs, tensors, strict=True)}
+            given = zip(inputs, example.tensors, strict=True)
+            feed = {str(one.name): x.numpy(force=True) for one, x in given}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
             warn_if_destroyed_by_int8(found[0], stacklevel=5)
@@ -193,32 +194,26 @@ def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
     ]
 
 
-def _with_last_named(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments; a dictionary at their end by its name: torch's exporter would take it for keywords."""
-    if kwargs or not args or not isinstance(args[-1], dict):
-        return args, kwargs
+def _with_last_named(model: nn.Module, call: Call) -> Call:
+    """The call; a dictionary at the end of it by its name: torch's exporter would take it for keywords."""
+    args = call.args
+    if call.kwargs or not args or not isinstance(args[-1], dict):
+        return call
     parameters = list(inspect.signature(model.forward).parameters.values())[len(args) - 1 :]
     if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return args, kwargs
-    return args[:-1], {parameters[0].name: args[-1]}
+        return call
+    return Call(args[:-1], {parameters[0].name: args[-1]})
 
 
-def _told_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, a tensor that is given several times as copies: torch would take it for one input."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+def _told_apart(call: Call) -> Call:
+    """The call, a tensor that is given several times as copies: torch would take it for one input."""
+    leaves = call.leaves
     seen: set[int] = set()
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
             leaves[place] = leaf.detach().clone()
         seen.add(id(leaf))
-    return pytree.tree_unflatten(leaves, structure)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments, in the order of the graph's inputs."""
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return call.with_leaves(leaves)
 
 
 def _check_arguments(model: object, args: object, opset: int) -> None:
@@ -235,18 +230,16 @@ def _check_arguments(model: object, args: object, opset: int) -> None:
         check_loaded(tensor, name)
 
 
-def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, opset: int
-) -> torch.onnx.ONNXProgram:
-    names = _output_names(_result(model, Call(args, kwargs)))
-    asked = asked_free(model, args, kwargs, dynamic_shapes)
+def _export(model: nn.Module, example: Call, dynamic_shapes: Any, opset: int) -> torch.onnx.ONNXProgram:
+    names = _output_names(_result(model, example))
+    asked = asked_free(model, example, dynamic_shapes)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own workings, none that the caller could heed
             program = torch.onnx.export(
                 model,
-                args,
-                kwargs=kwargs,
+                example.args,
+                kwargs=example.kwargs,
                 dynamic_shapes=dynamic_shapes,
                 output_names=names,
                 opset_version=opset,
@@ -257,7 +250,7 @@ def _export(
     except OnnxExporterError as error:
         raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
     assert program is not None
-    check_free(asked, _tensors(args, kwargs), program.model.graph.inputs)
+    check_free(asked, example.tensors, program.model.graph.inputs)
     _tell_names_apart(program.model.graph)
     fuse_gelu(program.model)
     return program
@@ -290,7 +283,7 @@ def _output_names(output: object) -> list[str] | None:
         return None
     names: list[str] = []
     for key, value in output.items():
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         names.extend([str(key)] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))])
     taken: set[str] = set()
     return [unique_name(name or "output", taken) for name in names]

@@ -13,17 +13,15 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from panther_compile.errors import ConfigError, OnnxExportError
+from panther_compile.models.batches import Call
 
 
-def asked_free(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any
-) -> list[tuple[Tensor, int]]:
+def asked_free(model: nn.Module, example: Call, shapes: Any) -> list[tuple[Tensor, int]]:
     """The axes of inputs that have to be free; what torch refuses by itself is left to it.
 
     Args:
         model: to be exported.
-        args: example inputs by position.
-        kwargs: those by name.
+        example: its inputs.
         shapes: `dynamic_shapes` of `torch.export.export`.
 
     Raises:
@@ -32,7 +30,7 @@ def asked_free(
     if not isinstance(shapes, Mapping | Sequence) or isinstance(shapes, str):
         return []
     try:
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        given = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
     except TypeError:  # the model cannot be called so either
         return []
     return list(_free(given if isinstance(shapes, Mapping) else tuple(given.values()), shapes))

@@ -13,7 +13,7 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
@@ -38,8 +38,7 @@ _REFUSALS = (RuntimeError, ValueError, IndexError)
 
 def verify_export(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    example: Call,
     exported: ExportedProgram,
     path: Path,
     declared: Collection[int] = (),
@@ -50,8 +49,7 @@ def verify_export(
 
     Args:
         model: that was exported.
-        args: example inputs by position.
-        kwargs: those by name.
+        example: the inputs that it was exported with.
         exported: what torch made of it.
         path: of the file.
         declared: bounds that the caller of `export_onnx` gives to free sizes.
@@ -60,16 +58,14 @@ def verify_export(
         OnnxMismatchError: an output differs, or ONNX Runtime cannot run the file.
     """
     session = load_session(path, "the model")
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    for case in _cases(leaves, exported, declared):
-        new_args, new_kwargs = pytree.tree_unflatten(case, structure)
+    for case in _cases(example, exported, declared):
         try:
-            output = Call(new_args, new_kwargs).run(model)
+            output = case.run(model)
         except _REFUSALS:
-            if case is leaves:
+            if case is example:
                 raise
             continue
-        _compare(session, case, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+        _compare(session, case.tensors, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,16 +258,15 @@ def load_session(path: Path, what: str) -> ort.InferenceSession:
         ) from error
 
 
-def _cases(leaves: list[Any], exported: ExportedProgram, declared: Collection[int]) -> Iterator[list[Any]]:
+def _cases(example: Call, exported: ExportedProgram, declared: Collection[int]) -> Iterator[Call]:
     """The example, then random inputs: of its sizes, smaller and larger, and of those that torch left out.
 
     Torch reads what a model does with the example, and leaves out sizes for which it would do something else;
     those next to bounds that the caller declared are not asked for.
     """
-    yield leaves
+    yield example
     generator = torch.Generator().manual_seed(0)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    dynamic = _dynamic_sizes(exported, tensors)
+    dynamic = _dynamic_sizes(exported, example.tensors)
     cases = [
         {symbol: min(max(change(n), low), high) for symbol, (n, low, high) in dynamic.items()}
         for change in (_CHANGES if dynamic else _CHANGES[:1])
@@ -283,7 +278,9 @@ def _cases(leaves: list[Any], exported: ExportedProgram, declared: Collection[in
             cases += [usual | {symbol: one} for one in outside if 1 <= one <= _MOST_TIMES * n]
     for sizes in cases:
         shapes = iter(_shapes(exported, sizes))
-        yield [_redrawn(x, next(shapes), generator) if isinstance(x, Tensor) else x for x in leaves]
+        yield example.with_leaves(
+            _redrawn(x, next(shapes), generator) if isinstance(x, Tensor) else x for x in example.leaves
+        )
 
 
 _MOST_TIMES = 16  # a size of the example: larger ones take too long to run
@@ -343,8 +340,7 @@ def _redrawn(example: Tensor, shape: tuple[int, ...], generator: torch.Generator
     return result * (0.5 + factors / 2)
 
 
-def _compare(session: ort.InferenceSession, case: list[Any], wanted: list[Tensor]) -> None:
-    inputs = [leaf for leaf in case if isinstance(leaf, Tensor)]
+def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[Tensor]) -> None:
     names = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
     shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in inputs)
