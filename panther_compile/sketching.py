@@ -51,7 +51,7 @@ from panther_compile.records import (
     keep_attribute,
     keep_record,
 )
-from panther_compile.reporting.progress import hides_bars, with_progress
+from panther_compile.reporting.progress import with_progress
 from panther_compile.reporting.ratio_curve import RatioCurve
 from panther_compile.shelf import Shelf
 
@@ -406,9 +406,8 @@ def _sketch(
     choices = plan.choices
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
-    hidden = hides_bars(config.progress)
     for site, owner in with_progress(
-        found.sites, lambda one: work_on(*one, config), desc="sketch", hidden=hidden
+        found.sites, lambda one: work_on(*one, config), desc="sketch", progress=config.progress
     ):
         made = sketch_site(site, owner, choices, config, ready, put)
         if made is not None:

@@ -10,15 +10,15 @@ from panther_compile.kinds.parts import work_on
 from panther_compile.kinds.registry import kind_of
 from panther_compile.records import Site
 from panther_compile.reporting import progress
-from panther_compile.reporting.progress import ProgressBar, hides_bars, with_progress
+from panther_compile.reporting.progress import ProgressBar, with_progress
 
 WORK = {"small": 1.0, "large": 8.0, "none": 0.0}
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_items_come_in_order(hidden):
-    assert list(with_progress(list(WORK), WORK.__getitem__, desc="work", hidden=hidden)) == list(WORK)
-    assert list(with_progress([], WORK.__getitem__, desc="work", hidden=hidden)) == []
+@pytest.mark.parametrize("progress", [True, False])
+def test_items_come_in_order(progress):
+    assert list(with_progress(list(WORK), WORK.__getitem__, desc="work", progress=progress)) == list(WORK)
+    assert list(with_progress([], WORK.__getitem__, desc="work", progress=progress)) == []
 
 
 def test_the_bar_goes_by_work(monkeypatch):
@@ -31,7 +31,7 @@ def test_the_bar_goes_by_work(monkeypatch):
 
     monkeypatch.setattr(progress, "ProgressBar", Kept)
     seen = []
-    for _ in with_progress(["small", "large", "none", "small"], WORK.__getitem__, desc="work", hidden=False):
+    for _ in with_progress(["small", "large", "none", "small"], WORK.__getitem__, desc="work", progress=True):
         seen.append(bars[0].n / bars[0].total)
     assert seen == [0, 0.1, 0.9, 0.9]
     assert "4/4" in str(bars[0])
@@ -63,8 +63,9 @@ def test_no_bar_stays(monkeypatch):
 def test_what_is_asked_goes_before_the_terminal(monkeypatch):
     for stream, hidden in ((Screen(), False), (io.StringIO(), True), (None, True)):
         monkeypatch.setattr("sys.stderr", stream)
-        assert hides_bars(None) is hidden
-        assert (hides_bars(True), hides_bars(False)) == (False, True)
+        assert ProgressBar(total=1).disable is hidden
+        assert ProgressBar(total=1, progress=False).disable
+    assert not ProgressBar(total=1, progress=True, file=io.StringIO()).disable
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def fit_branches(
     *,
     centred: bool = False,
     start: Callable[[str], Tensor] | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> tuple[float, float]:
     """Fit the branches of some layers.
 
@@ -67,7 +67,7 @@ def fit_branches(
         centred: whether branches have a bias.
         start: gives, by the name of a layer, what its weight lacks (O, I): what a branch is drawn to where
             data say little. None draws it to nothing.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
 
     Returns:
         How far results on a fifth of the data, which no branch was fitted to, are from the dense model's,
@@ -118,7 +118,7 @@ def gradients_of(
     calls: Sequence[Call],
     *,
     logits: bool | None,
-    progress: bool,
+    progress: bool | None,
 ) -> dict[str, Tensor]:
     """See `output_gradients`; of the layers that have not too many outputs, shrunk: branches get few data."""
     few = {

@@ -36,7 +36,6 @@ from panther_compile.planning.recipe import follow_couplings
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, SketchPlan
-from panther_compile.reporting.progress import hides_bars
 from panther_compile.shelf import Shelf
 
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
@@ -115,7 +114,7 @@ def study_model(
                 couplings,
                 seed=config.seed,
                 logits=config.logits,
-                progress=not hides_bars(config.progress),
+                progress=config.progress,
                 ridge=ridge,
                 stacks=[one.names for one in cached if len(one.names) > 1],
                 shelf=shelf,

@@ -26,7 +26,6 @@ from panther_compile.models.watched import Arrival, Side
 from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, Fitted, SketchPlan
-from panther_compile.reporting.progress import hides_bars
 
 TRIAL = 8  # batches at most on which what the study does not tell is fitted to be tried
 FEWEST, ROWS = 2, 1  # batches to which a plan is fitted to be tried; rows for each input of a layer
@@ -128,7 +127,7 @@ def fit_plan(
         calls,
         fit,
         residuals=studied.residuals,
-        progress=not hides_bars(config.progress),
+        progress=config.progress,
     )
     return fit, sketched
 

@@ -18,7 +18,6 @@ from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import Found, without_head
 from panther_compile.records import Closeness
-from panther_compile.reporting.progress import hides_bars
 from panther_compile.reporting.tables import counted
 
 SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
@@ -98,9 +97,7 @@ def read_inputs(
     fits, dense = asked or is_worth_it(found), config.keeps_all
     batches = _FIT + _JUDGE if fits else _JUDGE
     try:
-        made = make_inputs(
-            model, batches, seed=config.seed, sample=fits, progress=not hides_bars(config.progress)
-        )
+        made = make_inputs(model, batches, seed=config.seed, sample=fits, progress=config.progress)
     except (DataError, ConfigTypeError) as error:
         if asked:
             raise
@@ -138,7 +135,7 @@ def with_texts_beside(
         return list(calls), ""
     try:
         texts = texts_beside(
-            model, calls, min(tokens, MOST_TOKENS), seed=config.seed, progress=not hides_bars(config.progress)
+            model, calls, min(tokens, MOST_TOKENS), seed=config.seed, progress=config.progress
         )
     except (DataError, ConfigTypeError) as error:
         return list(calls), f", no texts beside: {first_line(error)}"

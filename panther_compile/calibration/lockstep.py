@@ -109,7 +109,13 @@ _current = threading.local()
 
 
 def fit_in_lockstep(
-    dense: Side, sketched: Side, calls: Sequence[Call], fit: Fit, *, residuals: Residuals, progress: bool
+    dense: Side,
+    sketched: Side,
+    calls: Sequence[Call],
+    fit: Fit,
+    *,
+    residuals: Residuals,
+    progress: bool | None,
 ) -> list[str]:
     """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
 
@@ -120,7 +126,7 @@ def fit_in_lockstep(
         fit: makes a layer from what reached it. A layer that is called several times in one forward is
             made at the first call, see `repeated`.
         residuals: see `residuals.find_residuals`.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
 
     Returns:
         The names of the layers that were fitted, in the order in which they were reached.
@@ -146,7 +152,7 @@ def fit_in_lockstep(
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
     passages = {residuals[name] for name in sketched.watched if name in residuals}
-    bar = ProgressBar(total=len(dense.watched), desc="fit", disable=not progress)
+    bar = ProgressBar(total=len(dense.watched), desc="fit", progress=progress)
     with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
         try:
             go_on(runners)

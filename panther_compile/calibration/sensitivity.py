@@ -42,7 +42,7 @@ def output_gradients(
     *,
     seed: int,
     logits: bool | None,
-    progress: bool,
+    progress: bool | None,
     shrunk: bool = False,
     shelf: Shelf | None = None,
 ) -> dict[str, Tensor]:
@@ -55,14 +55,14 @@ def output_gradients(
         calls: the data; a third of it is used.
         seed: of the projections.
         logits: see `outputs.distance`.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
         shrunk: whether to draw it towards the identity, see the file.
         shelf: where the sums are kept, if not in memory.
     """
     sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
     used = calls[::every]
-    for place, call in enumerate(ProgressBar(used, desc="sensitivity", disable=not progress)):
+    for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
         outputs: dict[str, Tensor] = {}
 
         def hand_on(name: str, out: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:

@@ -110,7 +110,7 @@ def study_layers(
     *,
     seed: int,
     logits: bool | None,
-    progress: bool,
+    progress: bool | None,
     ridge: float = RIDGE,
     stacks: Sequence[Sequence[str]] = (),
     shelf: Shelf | None = None,
@@ -126,7 +126,7 @@ def study_layers(
         couplings: see `find_couplings`.
         seed: of random projections.
         logits: see `outputs.distance`.
-        progress: whether to show bars.
+        progress: whether to show bars; None shows them on a terminal.
         ridge: see `Study`.
         stacks: sets of layers of one input that will share an input factor.
         shelf: see `Study`.
@@ -162,7 +162,7 @@ def _study_gradients(
     *,
     seed: int,
     logits: bool | None,
-    progress: bool,
+    progress: bool | None,
 ) -> None:
     """Add what errors at the outputs of layers do to the result."""
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
@@ -191,7 +191,7 @@ def _study_group(
     parts: PartSums,
     repeated: Container[str],
     *,
-    progress: bool,
+    progress: bool | None,
 ) -> None:
     """Add layers whose moments fit into memory together, and the stacks of them."""
     inputs = InputGroups()
@@ -382,7 +382,7 @@ def _moments(
     inputs: InputGroups,
     kernels: Mapping[str, KernelSums],
     repeated: Container[str],
-    progress: bool,
+    progress: bool | None,
 ) -> Iterator[tuple[str, MomentSums]]:
     """Second moments of the inputs of matrices; layers that are given the same tensor share them.
 
@@ -390,7 +390,7 @@ def _moments(
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
-    for place, call in enumerate(ProgressBar(calls, desc="moments", disable=not progress)):
+    for place, call in enumerate(ProgressBar(calls, desc="moments", progress=progress)):
         kept = kept_positions(side.model, call)
         seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
 

@@ -34,7 +34,7 @@ from panther_compile.models.surroundings import eval_mode, undisturbed, without_
 from panther_compile.planning.own_weights import lifted
 from panther_compile.planning.sites import check_module
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
-from panther_compile.reporting.progress import ProgressBar, hides_bars
+from panther_compile.reporting.progress import ProgressBar
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -194,10 +194,9 @@ class _Healer:
             bad = next(name for name, loss in best.before.items() if not math.isfinite(loss))
             raise HealingError(f"the loss at {bad} is {best.before[bad]} before the first step")
         rates = Rates(options.lr, options.steps, best.first)
-        hides = hides_bars(options.progress)
         reverted: tuple[str, ...] = ()
         try:
-            with ProgressBar(total=options.steps, desc="heal", disable=hides) as bar:
+            with ProgressBar(total=options.steps, desc="heal", progress=options.progress) as bar:
                 self.stopped = self._descend(factors_of(self.layers, self.learnt), best, rates, bar)
             reverted = best.put_back((name, small.get_submodule(name)) for name in self.match.landmarks)
         finally:

@@ -61,7 +61,7 @@ from panther_compile.planning.recipe import check_recipe, follow, options_of
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
-from panther_compile.reporting.progress import hides_bars, with_progress
+from panther_compile.reporting.progress import with_progress
 from panther_compile.sketching import read_config
 from panther_compile.storage import UNFINISHED, checked_path, flush, replace_file, scratch_folder
 from panther_compile.typed_json import read_record
@@ -348,7 +348,7 @@ def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work)
     def left(item: tuple[Site, Kind]) -> float:
         return 0.0 if work.file(item[0].name).exists() else work_on(*item, config)
 
-    for site, kind in with_progress(found.sites, left, desc="sketch", hidden=hides_bars(config.progress)):
+    for site, kind in with_progress(found.sites, left, desc="sketch", progress=config.progress):
         record = work.record(site.name)
         if record is None:
             made = sketch_site(site, kind, choices, config)

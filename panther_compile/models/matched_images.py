@@ -21,7 +21,7 @@ _PASSES, _RATE = 5, 0.1
 
 
 def matched_images(
-    model: nn.Module, call: Callable[[Tensor], Call], images: Tensor, *, seed: int, progress: bool
+    model: nn.Module, call: Callable[[Tensor], Call], images: Tensor, *, seed: int, progress: bool | None
 ) -> Tensor:
     """Images (N, C, H, W) nearer to the statistics of batch norms; as given if there are none.
 
@@ -32,7 +32,7 @@ def matched_images(
         call: of images.
         images: to start from.
         seed: decides which images are taken together.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
     """
     norms = batch_norms(model)
     if not norms:
@@ -44,7 +44,7 @@ def matched_images(
     orders = [torch.randperm(len(images), generator=generator).split(_TOGETHER) for _ in range(_PASSES)]
     steps = [step for order in orders for step in order]
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
-    for step in ProgressBar(steps, desc="images", disable=not progress):
+    for step in ProgressBar(steps, desc="images", progress=progress):
         some = [pixels[place] for place in step.tolist()]
         with torch.enable_grad():
             shown = torch.stack(some).to(images.dtype)

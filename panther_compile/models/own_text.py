@@ -44,7 +44,7 @@ def own_texts(
     *,
     given: int = 1,
     seed: int,
-    progress: bool,
+    progress: bool | None,
 ) -> Tensor:
     """Texts (N, T) that go on from the first tokens of each start as the model would, at temperature 1.
 
@@ -54,13 +54,13 @@ def own_texts(
         starts: tokens (N, T).
         given: how many of them are kept, the first ones.
         seed: of what is drawn.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
     """
     device = device_of(model) or torch.device("cpu")
     length = starts.shape[1]
     texts: list[Tensor] = []
     chunks = starts.to(device).split(_CHUNK)
-    with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", disable=not progress) as bar:
+    with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", progress=progress) as bar:
         for place, chunk in enumerate(chunks):
             if _generates(model):
                 texts.append(_generated(model, chunk, given, seed + place))

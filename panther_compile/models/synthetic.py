@@ -65,7 +65,9 @@ class Synthetic:
     telling: bool
 
 
-def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool) -> Synthetic:
+def make_inputs(
+    model: nn.Module, batches: int, *, seed: int, sample: bool, progress: bool | None
+) -> Synthetic:
     """Make inputs up for a model.
 
     Args:
@@ -74,7 +76,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
         seed: of what is drawn.
         sample: whether inputs are to be like what the model is used for, which takes many calls of it: texts
             sampled token by token, words, images that give its statistics. Else tokens and images are drawn.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
 
     Raises:
         DataError: what the model takes is not known here, or it does not run on what was tried.
@@ -112,7 +114,7 @@ def make_inputs(model: nn.Module, batches: int, *, seed: int, sample: bool, prog
 
 
 def texts_beside(
-    model: nn.Module, calls: Sequence[Call], tokens: int, *, seed: int, progress: bool
+    model: nn.Module, calls: Sequence[Call], tokens: int, *, seed: int, progress: bool | None
 ) -> Synthetic | None:
     """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
@@ -125,7 +127,7 @@ def texts_beside(
         calls: the data.
         tokens: of the data, that count.
         seed: of what is drawn.
-        progress: whether to show a bar.
+        progress: whether to show a bar; None shows one on a terminal.
 
     Raises:
         DataError: what the model takes is not known here, or it does not run on what was tried.
@@ -159,7 +161,7 @@ def texts_beside(
 
 
 def _own_texts(
-    model: nn.Module, form: Form, starts: Tensor, seed: int, progress: bool, given: int = 1
+    model: nn.Module, form: Form, starts: Tensor, seed: int, progress: bool | None, given: int = 1
 ) -> Synthetic:
     texts = own_texts(model, form.call, starts, given=given, seed=seed, progress=progress)
     what = f"{len(texts)} texts that the model sampled" + (" behind pieces of it" if given > 1 else "")

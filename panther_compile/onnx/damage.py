@@ -23,7 +23,7 @@ from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import find_onnx_sites
 from panther_compile.onnx.verify import kept_in, output_pairs
 from panther_compile.records import Choice, SketchPlan
-from panther_compile.reporting.progress import ProgressBar, hides_bars
+from panther_compile.reporting.progress import ProgressBar
 
 MAX_BYTES = 8 << 30  # of files written to measure; larger models go without
 TRIAL, JUDGED = 4, 2  # batches that weights are fitted to, and judged by each alone
@@ -64,8 +64,7 @@ class Damages:
         fitted = self._weights.fit(choices, self._fit)
         choices = {name: choice for name, choice in choices.items() if name in fitted.ready}
         found: dict[str, float] = {}
-        hidden = hides_bars(self._config.progress)
-        for name, choice in ProgressBar(choices.items(), desc="damage", disable=hidden):
+        for name, choice in ProgressBar(choices.items(), desc="damage", progress=self._config.progress):
             if choice.error is None:
                 return None
             lost = max(choice.error**2, _LEAST_LOST)

@@ -40,7 +40,7 @@ from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
 from panther_compile.onnx.torch_ops import window_pads
 from panther_compile.onnx.verify import kept_in
 from panther_compile.records import Choice, Fitted
-from panther_compile.reporting.progress import ProgressBar, hides_bars
+from panther_compile.reporting.progress import ProgressBar
 
 # Of moments, or of the inputs of kernels, held at once; more takes more runs of the model.
 MAX_BYTES = 2 << 30
@@ -299,9 +299,8 @@ class WeightFit:
 
     def _rows(self, names: Sequence[str], runs: Runs, what: str) -> Iterator[tuple[str, Tensor, Tensor]]:
         uses = [(name, use) for name in names for use in self._seen[name].weight.uses]
-        hidden, feeds = hides_bars(self._config.progress), runs.feeds
-        pairs = runs(self.values(names))
-        bar = ProgressBar(pairs, desc=what, total=len(feeds), disable=hidden)
+        feeds, pairs = runs.feeds, runs(self.values(names))
+        bar = ProgressBar(pairs, desc=what, total=len(feeds), progress=self._config.progress)
         for feed, (xs, zs) in zip(feeds, bar, strict=True):
             kept = kept_in(feed)
             for name, use in uses:

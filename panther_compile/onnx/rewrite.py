@@ -12,7 +12,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.lowering import GraphWriter, lower, shift_bias
 from panther_compile.onnx.sites import OnnxFound
 from panther_compile.records import Choice, Fitted
-from panther_compile.reporting.progress import ProgressBar, hides_bars
+from panther_compile.reporting.progress import ProgressBar
 
 
 def rewrite(
@@ -27,7 +27,7 @@ def rewrite(
     fitted: dict[str, Fitted] = {}
     sketched = [(site, owner) for site, owner in sites.found.sites if site.name in choices]
     with torch.random.fork_rng(devices=()):  # making layers draws from the user's random numbers
-        for site, owner in ProgressBar(sketched, desc="sketch", disable=hides_bars(config.progress)):
+        for site, owner in ProgressBar(sketched, desc="sketch", progress=config.progress):
             made = sketch_site(site, owner, choices, config, weights.ready)
             assert made is not None
             layer, record = made

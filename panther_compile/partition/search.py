@@ -1,10 +1,9 @@
 """The best strategy and cuts for a mesh, and the best mesh for a number of devices."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
-from typing import TypeVar
 
 from panther_compile.errors import MeshError, StageCountError, StageMemoryError
 from panther_compile.partition.assemble import DevicePlan, assemble, is_parameter, stages_of
@@ -28,8 +27,6 @@ from panther_compile.reporting.progress import ProgressBar
 # Candidates that are expected to do less than the best that was cut, by this factor, are not cut. One that is
 # not expected to fit is cut only if it is expected to do more than that.
 _CLOSE = 1.2
-
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def expect_meshes(
             left_out.append((mesh, str(error)))
             continue
         meshes.append(mesh)
-    shown = _bar(meshes, "meshes", progress)
+    shown = ProgressBar(meshes, desc="meshes", progress=progress)
     found = [one for mesh in shown for one in _expect(graphs, options, mesh)]
     return found + list(_expect_budgets(graphs, options, found)), left_out
 
@@ -219,7 +216,7 @@ def _cut_candidates(
     reached = 0.0
     done, narrowed = set[tuple[Mesh, str, int]](), set[tuple[Mesh, str, int]]()
     ranked = sorted(candidates, key=lambda one: one.rank, reverse=True)
-    for one in _bar(ranked, "cuts", progress):
+    for one in ProgressBar(ranked, desc="cuts", progress=progress):
         close = _CLOSE if one.expected.room >= 1 else 1.0
         lost = one.expected.per_second * close < reached
         if lost or one.shape in done or (one.expected.hopeless and len(ranked) > 1):
@@ -258,11 +255,6 @@ def _with_smaller_budget(graphs: Graphs, options: PlanOptions, over: Candidate) 
         else:
             best, fitting = found, middle + 1
     return best
-
-
-def _bar(items: list[_Item], text: str, progress: bool | None) -> Iterable[_Item]:
-    hidden = None if progress is None else not progress  # None hides it where there is no terminal
-    return ProgressBar(items, desc=text, disable=hidden)
 
 
 def _partition(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> Partition | None:

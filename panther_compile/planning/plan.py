@@ -27,7 +27,7 @@ from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.sites import Found
 from panther_compile.planning.ways import BY_ENERGY, FINEST, Allocation, Limits, Options, Way, options_of
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
-from panther_compile.reporting.progress import hides_bars, with_progress
+from panther_compile.reporting.progress import with_progress
 
 # How closely the budget is met, as a share of the dense numbers, before single ranks are added.
 TOLERANCE = 0.005
@@ -95,9 +95,8 @@ def make_plan(
     pools: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     beyond: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
-    hidden = hides_bars(config.progress)
     for site, owner in with_progress(
-        found.sites, lambda one: work_on(*one, config), desc="plan", hidden=hidden
+        found.sites, lambda one: work_on(*one, config), desc="plan", progress=config.progress
     ):
         place = budget_of(site, config)
         parts = parts_of(site, owner)
