@@ -92,7 +92,7 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
     side = _side(getattr(vision, "image_size", None) or 224)
     if main == "input_ids" and embedding is not None:
         more = {"pixel_values": lambda n: natural_images(n, channels, side, torch.Generator().manual_seed(0))}
-        for length in _lengths(model, embedding):
+        for length in _lengths(model):
             make = _tokens(embedding.num_embeddings, length)
             yield Form("tokens", make, lambda ids: with_others(ids, others), alone=not others)
             if "pixel_values" in parameters:
@@ -187,7 +187,7 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
         return Call((_as_floats(value, dtype),), {})
 
     if kind is nn.Embedding:
-        for length in _lengths(model, layer):
+        for length in _lengths(model):
             yield Form("tokens", _tokens(layer.num_embeddings, length), call)
             yield Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif kind is nn.Conv2d:
@@ -235,7 +235,7 @@ def _features(ids: Tensor) -> Call:
     return Call(({"input_ids": ids, "attention_mask": torch.ones_like(ids)},), {})
 
 
-def _lengths(model: nn.Module, embedding: nn.Embedding) -> list[int]:
+def _lengths(model: nn.Module) -> list[int]:
     """Lengths of texts to try: the most that a table of positions holds, then shorter ones."""
     tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
     tables += [one.shape[-2] for one in model.parameters() if one.dim() == 3 and one.shape[0] == 1]

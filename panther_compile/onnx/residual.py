@@ -98,7 +98,7 @@ def add_residual_onnx(
         check_rank(rank, min(product.matrix.shape), product.name)
     fit = _Fit(model, source, pairs, rank, target.parent)
     before = after = Closeness.unknown("no data")
-    bytes_before = [_weight_bytes(model, product) for product, _ in pairs]
+    bytes_before = [_weight_bytes(product) for product, _ in pairs]
     if data is None:
         fit.by_weights()
         stored = write_model(model, target)
@@ -279,11 +279,9 @@ def _hangs_on(value: ir.Value, made: set[ir.Value]) -> bool:
     return False
 
 
-def _weight_bytes(model: ir.Model, product: Product) -> int:
+def _weight_bytes(product: Product) -> int:
     """Bytes of the constants that the nodes of a product read."""
-    node = product.y.producer()
     total, left, seen = 0, [product.y], set[ir.Value]()
-    assert node is not None
     while left:
         value = left.pop()
         if value in seen or value is product.x:

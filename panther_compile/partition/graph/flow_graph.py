@@ -82,7 +82,7 @@ def build_flow_graph(
     working = [node for node in nodes if node not in constants]
     readers = _readers(captured, constants)
     joined = [readers[name] for name in together if name in readers]
-    vertex_of = _group(working, notes, [*joined, *_inseparable(working, notes)])
+    vertex_of = _group(working, [*joined, *_inseparable(working, notes)])
     members: dict[str, list[str]] = {}
     work: dict[str, Work] = {}
     for node in working:
@@ -188,9 +188,7 @@ def _inseparable(working: Sequence[fx.Node], notes: Mapping[fx.Node, Observed]) 
         yield [node for node in working if key in notes[node].touches]
 
 
-def _group(
-    working: Sequence[fx.Node], notes: Mapping[fx.Node, Observed], sets: Sequence[Sequence[fx.Node]]
-) -> dict[fx.Node, str]:
+def _group(working: Sequence[fx.Node], sets: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, str]:
     """The vertex of each node: the name of its group's first node; groups form no cycle."""
     links = nx.Graph()
     links.add_nodes_from(working)
