@@ -407,7 +407,7 @@ def _sketch(
     new: dict[nn.Module, nn.Module] = {}
     fitted: dict[str, Fitted] = {}
     for site, owner in with_progress(
-        found.sites, lambda one: work_on(*one, config), desc="sketch", progress=config.progress
+        found.sites, lambda one: work_on(*one), desc="sketch", progress=config.progress
     ):
         made = sketch_site(site, owner, choices, config, ready, put)
         if made is not None:

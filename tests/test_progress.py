@@ -5,7 +5,6 @@ import io
 import pytest
 from torch import nn
 
-from panther_compile.config import SketchConfig
 from panther_compile.kinds.parts import work_on
 from panther_compile.kinds.registry import kind_of
 from panther_compile.records import Site
@@ -79,4 +78,4 @@ def test_what_is_asked_goes_before_the_terminal(monkeypatch):
 )
 def test_work_of_a_layer(layer, wanted):
     site = Site("layer", layer, "")
-    assert work_on(site, kind_of(layer), SketchConfig(ratio=0.5)) == pytest.approx(wanted, rel=1e-9)
+    assert work_on(site, kind_of(layer)) == pytest.approx(wanted, rel=1e-9)

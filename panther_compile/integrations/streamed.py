@@ -346,7 +346,7 @@ def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work)
     done = _Done([], {}, {}, [], set())
 
     def left(item: tuple[Site, Kind]) -> float:
-        return 0.0 if work.file(item[0].name).exists() else work_on(*item, config)
+        return 0.0 if work.file(item[0].name).exists() else work_on(*item)
 
     for site, kind in with_progress(found.sites, left, desc="sketch", progress=config.progress):
         record = work.record(site.name)

@@ -123,7 +123,7 @@ class Kind(ABC):
         return parts[""]
 
     @abstractmethod
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """The weight of a layer and the ways to store it; `energies` asks for their spectra."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ class CompositeKind(Kind):
     ) -> nn.Module:
         """See `Kind.assemble`."""
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """Its parts have units."""
         raise AssertionError("a composite kind is planned by its parts")
 

@@ -99,7 +99,7 @@ class Conv2dKind(Kind):
         assert isinstance(module, nn.Conv2d)
         return Conv2dView(module)
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """See `Kind.unit`."""
         assert isinstance(module, nn.Conv2d)
         weight, bias_numbers = module.weight.detach(), numbers_of(module.bias)

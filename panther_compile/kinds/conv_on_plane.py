@@ -125,10 +125,10 @@ class _OnPlaneKind(Kind):
         """See `Kind.view`."""
         return OnPlaneView(_dense(module))
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """See `Kind.unit`."""
         dense = _dense(module)
-        unit = _PLANE.unit(name, as_plane(dense), config, energies=energies)
+        unit = _PLANE.unit(name, as_plane(dense), energies=energies)
         without = _layer_type(dense).without
         return replace(
             unit,

@@ -131,7 +131,7 @@ class _ConvTransposeKind(Kind):
         """See `Kind.view`."""
         return ConvTransposeView(module, self._layer_type) if module.groups == 1 else "a grouped kernel"
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """See `Kind.unit`; pivoted without groups."""
         dense: Any = module
         matrices, bias_numbers = _matrices(dense), numbers_of(dense.bias)

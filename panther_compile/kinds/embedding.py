@@ -44,7 +44,7 @@ class EmbeddingKind(Kind):
             return "max_norm renormalizes rows of the dense table"
         return why_not_plain(module, nn.Embedding, tensors=frozenset({"weight"}), sizes=(1, 1))
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """The table, as a plain pair: rows are looked up, so no column can be left out."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         rows, columns = weight.shape

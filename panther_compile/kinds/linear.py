@@ -86,9 +86,9 @@ class LinearKind(Kind):
         """See `Kind.view`."""
         return MatrixView(module, self._layer_type, transposed=self._transposed)
 
-    def unit(self, name: str, module: nn.Module, config: SketchConfig, *, energies: bool) -> Unit:
+    def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
         """See `Kind.unit`."""
-        return matrix_unit(name, *self.view(module).weight_and_bias(), config, energies=energies)
+        return matrix_unit(name, *self.view(module).weight_and_bias(), energies=energies)
 
     def sketch(
         self, name: str, module: nn.Module, choice: Choice, config: SketchConfig

@@ -36,15 +36,15 @@ def parts_of(site: Site, kind: Kind) -> dict[str, nn.Module]:
     return {unit_name(site, suffix): part for suffix, part in kind.parts(site.module).items()}
 
 
-def units_of(parts: Mapping[str, nn.Module], config: SketchConfig, *, energies: bool) -> tuple[Unit, ...]:
+def units_of(parts: Mapping[str, nn.Module], *, energies: bool) -> tuple[Unit, ...]:
     """The weights of some parts, by name, and the ways to store them; `energies` asks for their spectra."""
     named = parts.items()
-    return tuple(kind_of(part).unit(name, part, config, energies=energies) for name, part in named)
+    return tuple(kind_of(part).unit(name, part, energies=energies) for name, part in named)
 
 
-def work_on(site: Site, kind: Kind, config: SketchConfig) -> float:
+def work_on(site: Site, kind: Kind) -> float:
     """What decompositions of all weights of a site take, in proportion; see `decomposition_work`."""
-    units = units_of(parts_of(site, kind), config, energies=False)
+    units = units_of(parts_of(site, kind), energies=False)
     return sum(decomposition_work(unit.shape[0], math.prod(unit.shape[1:])) for unit in units)
 
 

@@ -30,26 +30,22 @@ def spectrum(weight: Tensor, *, energies: bool) -> Tensor | None:
     return singular_values(weight.detach()) if energies and can_compute_spectrum(weight) else None
 
 
-def matrix_candidates(weight: Tensor, config: SketchConfig, *, energies: bool) -> tuple[Candidate, ...]:
-    """How a weight (O, I) may be stored; never as a plain pair, which is the pivoted form in more numbers."""
-    out_features, in_features = weight.shape
-    if min(weight.shape) < 2:
-        return ()
-    values = spectrum(weight, energies=energies)
-    return (LinearCandidate(out_features, in_features, "pivoted", singular_values=values),)
+def matrix_unit(name: str, weight: Tensor, bias: Tensor | None, *, energies: bool) -> Unit:
+    """The unit of one weight (O, I) with its bias.
 
-
-def matrix_unit(
-    name: str, weight: Tensor, bias: Tensor | None, config: SketchConfig, *, energies: bool
-) -> Unit:
-    """The unit of one weight (O, I) with its bias."""
-    bias_numbers = numbers_of(bias)
+    Never as a plain pair, which is the pivoted form in more numbers.
+    """
+    (rows, columns), bias_numbers = weight.shape, numbers_of(bias)
+    candidates: tuple[Candidate, ...] = ()
+    if min(rows, columns) > 1:
+        values = spectrum(weight, energies=energies)
+        candidates = (LinearCandidate(rows, columns, "pivoted", singular_values=values),)
     return Unit(
         name,
         tuple(weight.shape),
         weight.numel() + bias_numbers,
         bias_numbers,
-        matrix_candidates(weight, config, energies=energies),
+        candidates,
         device_class(weight.device),
     )
 

@@ -96,12 +96,12 @@ def make_plan(
     beyond: list[list[tuple[Unit, str]]] = [[] for _ in budgets]
     owners: dict[str, str] = {}
     for site, owner in with_progress(
-        found.sites, lambda one: work_on(*one, config), desc="plan", progress=config.progress
+        found.sites, lambda one: work_on(*one), desc="plan", progress=config.progress
     ):
         place = budget_of(site, config)
         parts = parts_of(site, owner)
         own = budgets[place][1] < 1.0 and not all(one in values or energies.get(one) for one in parts)
-        units = with_tied(units_of(parts, config, energies=own), site)
+        units = with_tied(units_of(parts, energies=own), site)
         units = tuple(in_data(unit, values.get(unit.name), energies.get(unit.name, {})) for unit in units)
         for unit in units:
             seen = reached is None or unit.name in reached

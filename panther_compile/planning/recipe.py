@@ -84,7 +84,7 @@ def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, 
     lines = [_skipped(line, given.get(line.name)) for line in found.skipped]
     for site, kind in found.sites:
         together = _together(site, kind)
-        for unit in with_tied(units_of(parts_of(site, kind), config, energies=False), site):
+        for unit in with_tied(units_of(parts_of(site, kind), energies=False), site):
             lines.append(
                 _line(unit, site.kind, given.pop(unit.name, None), together.get(unit.name, ()), data)
             )

@@ -25,7 +25,7 @@ def attention(**options):
 
 def test_units_are_the_projections():
     site = Site("block.attn", attention(kdim=20), "MultiheadAttention")
-    units = units_of(parts_of(site, KIND), CONFIG, energies=False)
+    units = units_of(parts_of(site, KIND), energies=False)
     assert [unit.name for unit in units] == [f"block.attn.{name}" for name in PROJECTIONS]
     assert [unit.shape for unit in units] == [(E, E), (E, 20), (E, E), (E, E)]
     assert [unit.bias_numbers for unit in units] == [E] * 4

@@ -50,7 +50,7 @@ def test_kind_and_why_not():
 
 
 def test_unit_is_a_plain_pair():
-    unit = KIND.unit("embed", nn.Embedding(V, D), CONFIG, energies=True)
+    unit = KIND.unit("embed", nn.Embedding(V, D), energies=True)
     assert (unit.name, unit.shape, unit.dense_numbers, unit.bias_numbers) == ("embed", (V, D), V * D, 0)
     assert [candidate.scheme for candidate in unit.candidates] == ["pair"]
     assert unit.candidates[0].numbers(3) == 3 * (V + D)

@@ -21,7 +21,7 @@ def conv1d(in_features, out_features):
 
 
 def sketch(module, ratio=0.5, config=CONFIG, name="fc"):
-    unit = kind_of(module).unit(name, module, config, energies=True)
+    unit = kind_of(module).unit(name, module, energies=True)
     candidate = unit.candidates[0]
     rank = candidate.largest_rank(int(ratio * unit.dense_numbers) - unit.bias_numbers)
     stored = candidate.numbers(rank) + unit.bias_numbers
@@ -46,7 +46,7 @@ def test_why_not():
 @pytest.mark.parametrize("bias", [True, False])
 def test_unit_of_a_linear_layer(bias):
     module = nn.Linear(10, 6, bias=bias)
-    unit = kind_of(module).unit("fc", module, CONFIG, energies=True)
+    unit = kind_of(module).unit("fc", module, energies=True)
     assert (unit.name, unit.shape) == ("fc", (6, 10))
     assert unit.dense_numbers == sum(p.numel() for p in module.parameters())
     assert unit.bias_numbers == (6 if bias else 0)
@@ -56,7 +56,7 @@ def test_unit_of_a_linear_layer(bias):
 
 def test_unit_of_conv1d_is_that_of_its_transpose():
     module = conv1d(10, 6)
-    unit = kind_of(module).unit("fc", module, CONFIG, energies=True)
+    unit = kind_of(module).unit("fc", module, energies=True)
     assert unit.shape == (6, 10)
     weight, _ = kind_of(module).view(module).weight_and_bias()
     assert weight.shape == (6, 10)
@@ -64,10 +64,10 @@ def test_unit_of_conv1d_is_that_of_its_transpose():
 
 def test_spectra_only_where_wanted_and_to_be_had():
     module = nn.Linear(10, 6)
-    unit = kind_of(module).unit("fc", module, CONFIG, energies=False)
+    unit = kind_of(module).unit("fc", module, energies=False)
     assert unit.candidates[0].energies is None
     module = nn.Linear(10, 6, device="meta")
-    unit = kind_of(module).unit("fc", module, CONFIG, energies=True)
+    unit = kind_of(module).unit("fc", module, energies=True)
     assert unit.candidates[0].energies is None
 
 

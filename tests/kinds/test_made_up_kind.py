@@ -113,8 +113,8 @@ class WavyKind(Kind):
     def view(self, module):
         return WavyView(module)
 
-    def unit(self, name, module, config, *, energies):
-        return matrix_unit(name, module.weight, module.bias, config, energies=energies)
+    def unit(self, name, module, *, energies):
+        return matrix_unit(name, module.weight, module.bias, energies=energies)
 
     def sketch(self, name, module, choice, config):
         low_rank = fit_matrix(module.weight, name, choice.rank, config)
