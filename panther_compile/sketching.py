@@ -60,7 +60,9 @@ from panther_compile.shelf import Shelf
 class Prepared:
     """The module given, the module tree to work on (its own, or a clone of it), and what was found in it.
 
-    `recipe` is the plan that was given, if one was.
+    Attributes:
+        recipe: the plan that was given, if one was.
+        shelf: where large tensors are kept; None keeps them in memory.
     """
 
     given: nn.Module
@@ -69,6 +71,7 @@ class Prepared:
     route: str
     reads_weights: bool
     recipe: SketchPlan | None = None
+    shelf: Shelf | None = None
 
 
 _ADVICE = "normalise it as in training; where it is right, run the model over it in training mode first"
@@ -197,12 +200,10 @@ def learn(
     data: Data | str | None,
     resume: str | PathLike[str] | None,
     example: Any,
-    shelf: Shelf | None = None,
 ) -> Learnt:
     """Read data, or make inputs up, and study the dense model on them.
 
-    Where time counts and no example was given, layers are timed on the first batch. What is learnt is kept in
-    memory, or on a shelf.
+    Where time counts and no example was given, layers are timed on the first batch.
     """
     inputs = read_inputs(prepared.model, prepared.found, data, config)
     calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
@@ -220,7 +221,7 @@ def learn(
     if (doubted := inputs.source == "data") and calls:
         fitted, beside = with_texts_beside(prepared.model, prepared.found, calls, config)
         inputs = replace(inputs, what=inputs.what + beside)
-    studied = _study(prepared, config, fitted, resume, doubted=doubted, shelf=shelf) if calls else None
+    studied = _study(prepared, config, fitted, resume, doubted=doubted) if calls else None
     prepared = prepared if studied is None else replace(prepared, found=studied.found)
     if first and config.objective == "latency" and example is None:
         prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
@@ -229,7 +230,7 @@ def learn(
     if studied is not None:
         studied = replace(studied, found=prepared.found)
         if doubted and has_few(studied):
-            studied = replace(studied, made_up=_study_of_made_up(prepared, config, shelf))
+            studied = replace(studied, made_up=_study_of_made_up(prepared, config))
     return Learnt(prepared, config, inputs, calls, output, studied, unused)
 
 
@@ -244,13 +245,13 @@ def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
     )
 
 
-def _study_of_made_up(prepared: Prepared, config: SketchConfig, shelf: Shelf | None) -> Studied | None:
+def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
     """What the fit without data would go by, if there is one."""
     inputs = read_inputs(prepared.model, prepared.found, None, config)
     if inputs.fit is None:
         return None
     calls = record_calls(prepared.model, inputs.fit)
-    return _study(prepared, config, calls, None, doubted=False, shelf=shelf)
+    return _study(prepared, config, calls, None, doubted=False)
 
 
 def _study(
@@ -260,7 +261,6 @@ def _study(
     resume: str | PathLike[str] | None,
     *,
     doubted: bool,
-    shelf: Shelf | None,
 ) -> Studied:
     if any(parameter.is_inference() for parameter in prepared.model.parameters()):
         raise ConfigTypeError(
@@ -271,8 +271,16 @@ def _study(
     prepared = replace(prepared, found=without_uncalled(prepared.found, uncalled))
     if not prepared.found.sites:
         plan_sites(prepared, config)  # says why
-    model, found = prepared.model, prepared.found
-    return study_model(model, found, config, prepared.route, calls, resume, doubted=doubted, shelf=shelf)
+    return study_model(
+        prepared.model,
+        prepared.found,
+        config,
+        prepared.route,
+        calls,
+        resume,
+        doubted=doubted,
+        shelf=prepared.shelf,
+    )
 
 
 def learn_and_make(
@@ -281,14 +289,13 @@ def learn_and_make(
     data: Data | str | None,
     resume: str | PathLike[str] | None,
     example: Any,
-    shelf: Shelf | None = None,
 ) -> tuple[Learnt, Made]:
     """Learn, and make what the options ask for at their ratio."""
-    learnt = learn(prepared, config, data, resume, example, shelf)
+    learnt = learn(prepared, config, data, resume, example)
     made = make(learnt.prepared, learnt.config, learnt.studied)
     if made.plan.allocation == MADE_UP and config.objective != "latency":
         # As without data, to the bit.
-        learnt = replace(learn(prepared, config, None, None, None, shelf), unused=made.note)
+        learnt = replace(learn(prepared, config, None, None, None), unused=made.note)
         made = make(learnt.prepared, learnt.config, learnt.studied)
     return learnt, made
 

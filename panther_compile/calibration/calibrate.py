@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 
@@ -32,6 +33,7 @@ from panther_compile.models.batches import Call, device_of, kept_positions, lear
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
 from panther_compile.names import stack_name
+from panther_compile.planning.coupled import Coupling
 from panther_compile.planning.recipe import follow_couplings
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
@@ -74,61 +76,60 @@ def study_model(
         ResumeError: the folder is of another run, or cannot be used.
     """
     targets, left_alone = find_targets([site for site, _ in found.sites])
-    folder = study = None
+    folder: Folder | None = None
+    kept: Study | None = None
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
-        study = folder.study(device_of(model) or torch.device("cpu"), shelf)
+        kept = folder.study(device_of(model) or torch.device("cpu"), shelf)
     repeated = check_batches(watch(model, targets), targets, calls)
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
     masks = [kept_positions(model, call) for call in calls]
     cached = _find_cached(model, targets, calls) if config.objective == "cache" else ()
+    couplings: Sequence[Coupling] = ()
+    if config.narrow and kept is None:
+        writers = {name for one in cached for name in one.names}
+        coupled = find_couplings(watch(model, targets), targets, looked_at)
+        couplings = [one for one in coupled if writers.isdisjoint(one.names)]
 
-    def studied_with(study: Study) -> Studied:
-        return Studied(
-            model,
-            found,
-            route,
-            calls,
-            masks,
+    def study_with(ridge: float, like: Study | None = None) -> Study:
+        return study_layers(
+            watch(model, targets),
             targets,
-            left_alone,
-            residuals,
-            study,
-            folder,
-            cached,
+            learnt_of(calls),
+            couplings,
+            seed=config.seed,
+            logits=config.logits,
+            progress=config.progress,
+            ridge=ridge,
+            stacks=[one.names for one in cached if len(one.names) > 1],
+            shelf=shelf,
+            like=like,
             repeated=repeated,
         )
 
-    if study is None:
-        couplings = find_couplings(watch(model, targets), targets, looked_at) if config.narrow else []
-        writers = {name for one in cached for name in one.names}
-        couplings = [one for one in couplings if writers.isdisjoint(one.names)]
-
-        def study_with(ridge: float, like: Study | None = None) -> Study:
-            return study_layers(
-                watch(model, targets),
-                targets,
-                learnt_of(calls),
-                couplings,
-                seed=config.seed,
-                logits=config.logits,
-                progress=config.progress,
-                ridge=ridge,
-                stacks=[one.names for one in cached if len(one.names) > 1],
-                shelf=shelf,
-                like=like,
-                repeated=repeated,
-            )
-
-        # Inputs show the moments of those in training no nearer than what batch norms know of them.
-        study = study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
-        if doubted:
-            study = best_study(studied_with(study), config, partial(study_with, like=study))
-        if folder is not None:
-            folder.keep_study(study)
-    return studied_with(study)
+    # Inputs show the moments of those in training no nearer than what batch norms know of them.
+    study = kept or study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
+    studied = Studied(
+        model,
+        found,
+        route,
+        calls,
+        masks,
+        targets,
+        left_alone,
+        residuals,
+        study,
+        folder,
+        cached,
+        repeated=repeated,
+    )
+    if kept is None and doubted:
+        studied = replace(studied, study=best_study(studied, config, partial(study_with, like=study)))
+    if kept is None and folder is not None:
+        folder.keep_study(studied.study)
+    return studied
 
 
 def _find_cached(

@@ -7,6 +7,7 @@ The stages are those of `sketchify`; where their tensors are is what differs.
     what a batch leaves            in memory: its activations, of the whole model where gradients are taken
 """
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def sketch_mapped(
     """
     with freed_given_back(), Shelf(scratch) as shelf:
         model = _mapped_model(source, shelf)
-        prepared = prepare(model, config, recipe=plan)
-        learnt, made = learn_and_make(prepared, config, data, resume, None, shelf)
+        prepared = replace(prepare(model, config, recipe=plan), shelf=shelf)
+        learnt, made = learn_and_make(prepared, config, data, resume, None)
         small: Any = put_in_place(model, learnt, made)
         target.mkdir()
         copy_beside(source, target)
