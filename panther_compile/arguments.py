@@ -21,7 +21,7 @@ _CHOICES = {
     "sketch": SKETCH_KINDS,
     "attention": ATTENTIONS,
     "objective": OBJECTIVES,
-    "output": OUTPUTS,
+    "output": tuple(OUTPUTS),
     "refine": REFINEMENTS,
 }
 _SELECTORS = ("include", "exclude")

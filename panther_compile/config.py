@@ -21,7 +21,7 @@ of (module, fully qualified name)."""
 
 ATTENTIONS = ("exact", "favor")
 OBJECTIVES = ("size", "latency", "cache", "int8")
-OUTPUTS = ("auto", "logits", "features")
+OUTPUTS = {"auto": None, "logits": True, "features": False}  # whether they are logits
 REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
 
@@ -109,7 +109,7 @@ class SketchConfig:
             for selector in selectors(getattr(self, option)):
                 _check_selector(option, selector)
         _check_choice("method", self.method, METHODS)
-        _check_choice("output", self.output, OUTPUTS)
+        _check_choice("output", self.output, tuple(OUTPUTS))
         _check_choice("refine", self.refine, REFINEMENTS)
         _check_integer("refine_steps", self.refine_steps, 1)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
@@ -159,7 +159,7 @@ class SketchConfig:
     @property
     def logits(self) -> bool | None:
         """Whether the model's results are logits; None: those called so."""
-        return {"auto": None, "logits": True, "features": False}[self.output]
+        return OUTPUTS[self.output]
 
 
 def selectors(given: Selector | Sequence[Selector] | None) -> tuple[Selector, ...]:

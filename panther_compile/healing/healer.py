@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from panther_compile.config import OUTPUTS
 from panther_compile.errors import (
     ConfigTypeError,
     DataError,
@@ -22,7 +23,7 @@ from panther_compile.healing.best_state import BestState, numbers
 from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
-from panther_compile.healing.options import OUTPUTS, HealOptions
+from panther_compile.healing.options import HealOptions
 from panther_compile.healing.rates import Rates
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.layers.base import SketchedLayer, check_factors, outermost

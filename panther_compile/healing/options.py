@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from panther_compile.config import OUTPUTS
 from panther_compile.errors import ConfigError, ConfigTypeError
 
 METHODS = ("kl", "block")
-OUTPUTS = {"auto": None, "logits": True, "features": False}
 
 
 @dataclass(frozen=True, kw_only=True)
