@@ -52,7 +52,6 @@ def fit_branches(
     *,
     centred: bool = False,
     start: Callable[[str], Tensor] | None = None,
-    progress: bool | None = False,
 ) -> tuple[float, float]:
     """Fit the branches of some layers.
 
@@ -67,7 +66,6 @@ def fit_branches(
         centred: whether branches have a bias.
         start: gives, by the name of a layer, what its weight lacks (O, I): what a branch is drawn to where
             data say little. None draws it to nothing.
-        progress: whether to show a bar; None shows one on a terminal.
 
     Returns:
         How far results on a fifth of the data, which no branch was fitted to, are from the dense model's,
@@ -77,7 +75,7 @@ def fit_branches(
     judged = judged_of(calls)
     wanted, branched = _watched(dense, twins), _watched(model, layers)
     logits = SketchConfig(output=recognize_output(dense, learnt).output).logits
-    weights = gradients_of(dense, twins, learnt, logits=logits, progress=progress)
+    weights = _output_gradients(dense, twins, learnt, logits)
     masks = [kept_positions(model, call) for call in learnt]
     repeated = every_call(_watched(dense, twins), learnt)
     fitted: dict[str, Branch] = {}
@@ -102,7 +100,7 @@ def fit_branches(
     with torch.no_grad():
         targets = [call.run(wanted.model) for call in judged]
         before = _distance(branched.model, judged, targets, logits)
-        fit_in_lockstep(_watched(dense, twins), branched, learnt, fit, residuals=residuals, progress=progress)
+        fit_in_lockstep(_watched(dense, twins), branched, learnt, fit, residuals=residuals, progress=False)
         after: dict[float, float] = {}
         for share in _SHARES:
             put_share(share)
@@ -112,13 +110,8 @@ def fit_branches(
     return before, after[best]
 
 
-def gradients_of(
-    dense: nn.Module,
-    twins: Mapping[str, nn.Module],
-    calls: Sequence[Call],
-    *,
-    logits: bool | None,
-    progress: bool | None,
+def _output_gradients(
+    dense: nn.Module, twins: Mapping[str, nn.Module], calls: Sequence[Call], logits: bool | None
 ) -> dict[str, Tensor]:
     """See `output_gradients`; of the layers that have not too many outputs, shrunk: branches get few data."""
     few = {
@@ -131,7 +124,7 @@ def gradients_of(
     side = _watched(dense, few)
     dims = dict.fromkeys(few, -1)
     return output_gradients(
-        side.model, side.watched, dims, calls, seed=0, logits=logits, progress=progress, shrunk=True
+        side.model, side.watched, dims, calls, seed=0, logits=logits, progress=False, shrunk=True
     )
 
 
@@ -154,7 +147,7 @@ def losses_by_rank(
     """
     if calls is None:
         return {name: torch.linalg.svdvals(one).square() for name, one in lacking.items()}
-    gradients = gradients_of(dense, twins, calls, logits=logits, progress=False)
+    gradients = _output_gradients(dense, twins, calls, logits)
     found = {}
     for name, covariance in _covariances(dense, twins, calls).items():
         metric, scale = weight_of_errors(gradients[name]) if name in gradients else (None, 1.0)

@@ -36,7 +36,6 @@ class Measured:
 
 def measure_nodes(
     captured: Captured,
-    inputs: Sequence[Tensor] | None = None,
     *,
     repeats: int | None = None,
     training: bool = True,
@@ -47,11 +46,10 @@ def measure_nodes(
 
     Args:
         captured: the model.
-        inputs: of its graph; the example if None.
         repeats: runs; as many as five seconds of processor time allow, from 3 to 20, if None.
         training: measure the backward too.
     """
-    inputs = captured.example if inputs is None else inputs
+    inputs = captured.example
     device = inputs[0].device if inputs else torch.device("cpu")
     module = captured.graph_module
     whole: list[tuple[float, float]] = []

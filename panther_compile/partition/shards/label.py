@@ -19,16 +19,15 @@ from panther_compile.partition.shards.elimination import LARGEST, eliminate
 from panther_compile.partition.shards.problem import Problem
 from panther_compile.partition.shards.sharding_plan import REPLICATED, SEQUENCE, SHARDED, ShardingPlan
 
-# Cuts of one move where one is not enough.
-_CUTS_OF_A_MOVE = 2
+# Cuts, where one is not enough for replicated and sharded; and those of one move.
+_MOST_CUTS, _CUTS_OF_A_MOVE = 64, 2
 
 
-def find_sharding_plan(problem: Problem, limit: int = 64, largest: int = LARGEST) -> ShardingPlan:
+def find_sharding_plan(problem: Problem, largest: int = LARGEST) -> ShardingPlan:
     """The labelling of least cost; with sequences in a wide graph, the best that moves find.
 
     Args:
         problem: of `build_problem`.
-        limit: on the number of cuts, where one is not enough for replicated and sharded.
         largest: number of entries that the tables of `eliminate` may have.
     """
     choices = Choices(problem)
@@ -36,7 +35,7 @@ def find_sharding_plan(problem: Problem, limit: int = 64, largest: int = LARGEST
     best = eliminate(choices.labels, largest) if has_sequence else None
     if best is not None:
         return choices.plan(best, 0.0)
-    labels, minimum = choices.solve(SHARDED, choices.labels.first(), limit, free=False)
+    labels, minimum = choices.solve(SHARDED, choices.labels.first(), _MOST_CUTS, free=False)
     if not has_sequence:
         return choices.plan(labels, minimum.gap)
     turns, failed = itertools.cycle((SEQUENCE, REPLICATED, SHARDED)), 0
