@@ -57,7 +57,7 @@ def _initialize(layer: nn.Module, device: torch.device) -> None:
             "which features narrow layers keep; use from_pretrained, or sketch with narrow=False"
         )
     for part in layer.to_empty(device=device).modules():
-        if isinstance(part, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+        if hasattr(part, "reset_parameters"):
             part.reset_parameters()
 
 

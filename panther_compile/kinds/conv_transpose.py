@@ -9,6 +9,7 @@ After:
 # I in_channels, O out_channels, G groups, K numbers of a kernel
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -211,77 +212,36 @@ class ConvTranspose3dKind(_ConvTransposeKind):
     wanted, _layer_type, layers = "nn.ConvTranspose3d", SketchedConvTranspose3d, (SketchedConvTranspose3d,)
 
 
-_Build = Callable[[Tensor, bool, Mapping[str, Any]], nn.Module | None]
-_FromNode = Callable[[Tensor, Mapping[str, Any]], nn.Module | str]
-_OPTIONS = ("stride", "padding", "output_padding", "groups", "dilation")
+def _from_call(
+    dense_type: type[nn.Module], axes: int, weight: Tensor, has_bias: bool, options: Mapping[str, Any]
+) -> nn.Module | None:
+    if weight.dim() != 2 + axes:
+        return None
+    kernel, given = tuple(weight.shape[2:]), {k: each(v, axes) for k, v in options.items()}
+    outputs = weight.shape[1] * options.get("groups", 1)
+    return dense_type(len(weight), outputs, kernel, bias=has_bias, device="meta", **given)
 
 
-def _from_call(dense_type: type[nn.Module], axes: int) -> _Build:
-    def build(weight: Tensor, has_bias: bool, options: Mapping[str, Any]) -> nn.Module | None:
-        if weight.dim() != 2 + axes:
-            return None
-        kernel, given = tuple(weight.shape[2:]), {k: each(v, axes) for k, v in options.items()}
-        outputs = weight.shape[1] * options.get("groups", 1)
-        return dense_type(len(weight), outputs, kernel, bias=has_bias, device="meta", **given)
-
-    return build
-
-
-def _from_node(dense_type: type[nn.Module]) -> _FromNode:
+def _from_node(dense_type: type[nn.Module], weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module:
     """The layer of a node, padding aside, which the node keeps."""
-
-    def build(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module | str:
-        groups = attributes.get("group", 1)
-        names = {"stride": "strides", "dilation": "dilations"}
-        given = {name: tuple(attributes[old]) for name, old in names.items() if old in attributes}
-        size = len(weight), weight.shape[1] * groups, tuple(weight.shape[2:])
-        layer = dense_type(*size, groups=groups, bias=False, device="meta", **given)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        return layer
-
-    return build
+    groups = attributes.get("group", 1)
+    names = {"stride": "strides", "dilation": "dilations"}
+    given = {name: tuple(attributes[old]) for name, old in names.items() if old in attributes}
+    size = len(weight), weight.shape[1] * groups, tuple(weight.shape[2:])
+    layer = dense_type(*size, groups=groups, bias=False, device="meta", **given)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
-_ARGUMENTS = ("input", "weight", "bias", *_OPTIONS)
-ConvTranspose1dKind.functionals = (
-    Functional(
-        (F.conv_transpose1d, torch.ops.aten.conv_transpose1d.default),
-        _ARGUMENTS,
-        _from_call(nn.ConvTranspose1d, 1),
-    ),
-)
-ConvTranspose2dKind.functionals = (
-    Functional(
-        (F.conv_transpose2d, torch.ops.aten.conv_transpose2d.input),
-        _ARGUMENTS,
-        _from_call(nn.ConvTranspose2d, 2),
-    ),
-)
-ConvTranspose3dKind.functionals = (
-    Functional(
-        (F.conv_transpose3d, torch.ops.aten.conv_transpose3d.input),
-        _ARGUMENTS,
-        _from_call(nn.ConvTranspose3d, 3),
-    ),
-)
-ConvTranspose1dKind.onnx = OnnxForm(
-    ("ConvTranspose",),
-    3,
-    "a 1-D transposed convolution",
-    _from_node(nn.ConvTranspose1d),
-    pads_input=False,
-)
-ConvTranspose2dKind.onnx = OnnxForm(
-    ("ConvTranspose",),
-    4,
-    "a 2-D transposed convolution",
-    _from_node(nn.ConvTranspose2d),
-    pads_input=False,
-)
-ConvTranspose3dKind.onnx = OnnxForm(
-    ("ConvTranspose",),
-    5,
-    "a 3-D transposed convolution",
-    _from_node(nn.ConvTranspose3d),
-    pads_input=False,
-)
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_ATEN = torch.ops.aten
+_calls: tuple[Callable[..., Any], ...]
+for _axes, _kind, _calls in (
+    (1, ConvTranspose1dKind, (F.conv_transpose1d, _ATEN.conv_transpose1d.default)),
+    (2, ConvTranspose2dKind, (F.conv_transpose2d, _ATEN.conv_transpose2d.input)),
+    (3, ConvTranspose3dKind, (F.conv_transpose3d, _ATEN.conv_transpose3d.input)),
+):
+    _dense_type, _what = _kind._layer_type.dense_type, f"a {_axes}-D transposed convolution"
+    _kind.functionals = (Functional(_calls, _ARGUMENTS, partial(_from_call, _dense_type, _axes)),)
+    _of_node = partial(_from_node, _dense_type)
+    _kind.onnx = OnnxForm(("ConvTranspose",), 2 + _axes, _what, _of_node, pads_input=False)
