@@ -18,7 +18,7 @@ from panther_compile.calibration.branch_fit import (
 )
 from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
-from panther_compile.config import Selector, SketchConfig, selectors, selects
+from panther_compile.config import Selector, selectors, selects
 from panther_compile.errors import (
     CheckpointMismatchError,
     ConfigError,
@@ -182,7 +182,7 @@ def add_residual(
         calls = None if data is None else _calls(quantized, data)
         logits = None
         if calls is not None:
-            logits = SketchConfig(output=recognize_output(dense, learnt_of(calls)).output).logits
+            logits = recognize_output(dense, learnt_of(calls)).logits
         ranks = _ranks(quantized, dense, twins, rank, budget, calls, logits)
         given = copy_sharing(quantized, {})
         result = quantized if inplace else cast(Model, copied(copy.deepcopy, quantized))

@@ -42,7 +42,6 @@ from panther_compile.planning.sites import Found, check_module, check_weights, f
 from panther_compile.planning.timing import time_sites
 from panther_compile.planning.trace import read_graph, read_run
 from panther_compile.records import (
-    NEVER_REACHED,
     RECORD_ATTRIBUTE,
     Closeness,
     Fitted,
@@ -326,26 +325,19 @@ def fit(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Ma
 
 
 def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None) -> Made:
-    unreached: tuple[str, ...] = ()
-    note = ""
     if studied is None:
-        plan, ready = plan_sites(prepared, config), NOTHING_READY
-    else:
-        recipe, found = prepared.recipe, prepared.found
-        if recipe is not None:
-            recipe = follow(found, recipe, config, prepared.route, data=True)
-        calibrated = fit_model(studied, config, recipe)
-        plan, ready, unreached = calibrated.plan, calibrated.ready, calibrated.unreached
-        note = calibrated.note
-        _check_plan(prepared, plan, config)
-    put = None if studied is None else studied.study.put_module
-    new, fitted = _sketch(prepared.found, plan, config, ready, put)
-    fitted |= {name: replace(one, note=note) for name, one in fitted.items() if note}
-    fitted |= {name: replace(fitted[name], note=NEVER_REACHED) for name in unreached}
-    for name, why in ({} if studied is None else studied.left_alone).items():
-        if name in fitted:
-            fitted[name] = replace(fitted[name], note=f"data leaves it alone: {why}")
-    return Made(new, plan, fitted, unreached, calibrated=studied is not None, note=note)
+        plan = plan_sites(prepared, config)
+        new, fitted = _sketch(prepared.found, plan, config, NOTHING_READY, None)
+        return Made(new, plan, fitted, ())
+    recipe = prepared.recipe
+    if recipe is not None:
+        recipe = follow(prepared.found, recipe, config, prepared.route, data=True)
+    done = fit_model(studied, config, recipe)
+    _check_plan(prepared, done.plan, config)
+    new, fitted = _sketch(prepared.found, done.plan, config, done.ready, studied.study.put_module)
+    notes = done.notes(studied)
+    fitted = {name: replace(one, note=notes.get(name, done.note or one.note)) for name, one in fitted.items()}
+    return Made(new, done.plan, fitted, done.unreached, calibrated=True, note=done.note)
 
 
 def search(learnt: Learnt, wanted: RatioCurve, evaluate: Evaluate) -> Made:

@@ -27,7 +27,6 @@ from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.repeated import every_call
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
-from panther_compile.config import SketchConfig
 from panther_compile.factorization.gram import gram
 from panther_compile.factorization.whiten import lower_root
 from panther_compile.models.batches import Call, check_rows, judged_of, kept_positions, learnt_of
@@ -74,7 +73,7 @@ def fit_branches(
     learnt = learnt_of(calls)
     judged = judged_of(calls)
     wanted, branched = _watched(dense, twins), _watched(model, layers)
-    logits = SketchConfig(output=recognize_output(dense, learnt).output).logits
+    logits = recognize_output(dense, learnt).logits
     weights = _output_gradients(dense, twins, learnt, logits)
     masks = [kept_positions(model, call) for call in learnt]
     repeated = every_call(_watched(dense, twins), learnt)

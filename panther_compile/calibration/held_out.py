@@ -25,7 +25,7 @@ from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
-from panther_compile.records import Cached, Fitted, SketchPlan
+from panther_compile.records import NEVER_REACHED, Cached, Fitted, SketchPlan
 
 TRIAL = 8  # batches at most on which what the study does not tell is fitted to be tried
 FEWEST, ROWS = 2, 1  # batches to which a plan is fitted to be tried; rows for each input of a layer
@@ -96,6 +96,11 @@ class Calibrated:
     ready: Mapping[str, tuple[SketchedLayer, Fitted]]
     unreached: tuple[str, ...]
     note: str = ""
+
+    def notes(self, studied: Studied) -> dict[str, str]:
+        """What is to be said of weights that data did not fit, by the name of their units."""
+        alone = {name: f"data leaves it alone: {why}" for name, why in studied.left_alone.items()}
+        return alone | dict.fromkeys(self.unreached, NEVER_REACHED)
 
 
 def fit_plan(

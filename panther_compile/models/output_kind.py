@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import OUTPUTS
 from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -41,6 +42,11 @@ class OutputKind:
     output: str
     why: str
     head: str | None = None
+
+    @property
+    def logits(self) -> bool | None:
+        """Whether results are logits; None: those called so."""
+        return OUTPUTS[self.output]
 
 
 def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:

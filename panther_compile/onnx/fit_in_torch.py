@@ -31,7 +31,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.sites import OnnxFound
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.verify import kept_in
-from panther_compile.records import NEVER_REACHED, SketchPlan
+from panther_compile.records import SketchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,7 @@ def fit_in_torch(
     studied = replace(studied, found=found)  # biases are not counted
     plan = form(choose_plan(studied, config))
     calibrated = fit_model(studied, config, plan)
-    notes = {name: f"data leaves it alone: {why}" for name, why in studied.left_alone.items()}
-    notes |= dict.fromkeys(calibrated.unreached, NEVER_REACHED)
+    notes = calibrated.notes(studied)
     new: dict[nn.Module, nn.Module] = {}
     fitted = FittedWeights()
     for site, kind in layers:
