@@ -34,7 +34,7 @@ from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.fastest import fastest
 from panther_compile.planning.own_weights import lift_in_place, lifted, lower_own_weights
-from panther_compile.planning.plan import TIMED, TimedSites
+from panther_compile.planning.plan import TIMED, TimedSites, reasons_text
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
 from panther_compile.planning.recipe import follow, options_of
 from panther_compile.planning.shared_factor import plan_by_weights
@@ -383,15 +383,13 @@ def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> N
     dense_on_purpose = any(ratio == 1.0 for _, ratio in config.ratios())
     if not found.sites or not (plan.sketched or dense_on_purpose):
         slow = tuple(line for line in plan.layers if line.reason.startswith(TIMED))
-        lines = (slow or plan.layers)[:10]
-        reasons = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in lines)
-        more = f"\n  and {len(plan.layers) - len(lines)} more" if len(plan.layers) > len(lines) else ""
+        reasons = reasons_text(plan, slow)
         sought = f"wanted {wanted()}"
         if slow:
             sought = "no layer has a sketch of this ratio that is faster here"
         elif prepared.reads_weights and not isinstance(prepared.model, fx.GraphModule):
             sought += "; torch.fx.symbolic_trace(model) makes layers of what its forward computes itself"
-        raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {sought}{reasons}{more}")
+        raise NoTargetError(f"nothing to sketch in {type(prepared.model).__name__}: {sought}{reasons}")
 
 
 def _sketch(

@@ -32,9 +32,9 @@ from panther_compile.onnx.int8 import (
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
 from panther_compile.onnx.made_weights import fold_made_weights
 from panther_compile.onnx.rewrite import rewrite
-from panther_compile.onnx.sites import find_onnx_sites
+from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
-from panther_compile.planning.plan import budget_of, make_plan
+from panther_compile.planning.plan import budget_of, make_plan, reasons_text
 from panther_compile.records import NEVER_REACHED, Closeness, Fitted, LayerPlan, SketchPlan, SketchRecord
 from panther_compile.storage import checked_path
 
@@ -247,26 +247,12 @@ def _sketched(
     sites = find_onnx_sites(model, config)
 
     def form(plan: SketchPlan) -> SketchPlan:
-        if then != "int8":
-            return plan
-        places = {site.name: budget_of(site, config) for site, _ in sites.found.sites}
-        pairs: dict[str, LayerPlan] = {}
-        for place, (_, ratio) in enumerate(config.ratios()):
-            own = tuple(line for line in plan.layers if places.get(line.name) == place)
-            budget = as_pairs(
-                replace(plan, layers=own), config.round_rank_to, kernels=data is not None, ratio=ratio
-            )
-            pairs |= {line.name: line for line in budget.layers}
-        return replace(plan, layers=tuple(pairs.get(line.name, line) for line in plan.layers))
+        return plan if then != "int8" else _in_pairs(plan, sites, config, kernels=data is not None)
 
     plan = form(make_plan(sites.found, config, GRAPH))
     if not plan.sketched and (then == "none" or not config.keeps_all):
-        reasons = "".join(f"\n  {line.name}: {line.reason}" for line in plan.layers[:10])
-        more = f"\n  and {len(plan.layers) - 10} more" if len(plan.layers) > 10 else ""
-        raise NoTargetError(
-            f"nothing to sketch in {source}: wanted a MatMul, Gemm or Conv with a constant weight"
-            f"{reasons}{more}"
-        )
+        wanted = "wanted a MatMul, Gemm or Conv with a constant weight"
+        raise NoTargetError(f"nothing to sketch in {source}: {wanted}{reasons_text(plan)}")
     done = FittedToData(plan, {}, ())
     feeds: Sequence[Feed] = ()
     task = DataFit(model, sites, config, target.parent, form)
@@ -308,6 +294,17 @@ def _sketched(
         return report
     (found,) = compared
     return replace(report, output_errors=found.errors, closeness=found.closeness)
+
+
+def _in_pairs(plan: SketchPlan, sites: OnnxFound, config: SketchConfig, *, kernels: bool) -> SketchPlan:
+    """The plan with what int8 multiplies as pairs, each budget by itself; see `as_pairs`."""
+    places = {site.name: budget_of(site, config) for site, _ in sites.found.sites}
+    pairs: dict[str, LayerPlan] = {}
+    for place, (_, ratio) in enumerate(config.ratios()):
+        own = tuple(line for line in plan.layers if places.get(line.name) == place)
+        budget = as_pairs(replace(plan, layers=own), config.round_rank_to, kernels=kernels, ratio=ratio)
+        pairs |= {line.name: line for line in budget.layers}
+    return replace(plan, layers=tuple(pairs.get(line.name, line) for line in plan.layers))
 
 
 def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:

@@ -32,6 +32,7 @@ from panther_compile.reporting.progress import with_progress
 # How closely the budget is met, as a share of the dense numbers, before single ranks are added.
 TOLERANCE = 0.005
 _BISECTIONS = 80
+_REASONS = 10  # of layers that stay dense, that an error lists
 # A sketch, or a whole model, that was timed and gained less than this is not worth its error.
 PAYS = 1.05
 TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
@@ -108,21 +109,20 @@ def make_plan(
             (pools if seen else beyond)[place].append((unit, site.kind))
         owners.update({unit.name: site.name for unit in units})
     lines = list(found.skipped)
-    timed = found if isinstance(found, TimedSites) else None
+    timed, in_int8 = found if isinstance(found, TimedSites) else None, config.objective == "int8"
+    slow = config.allow_slower if timed is None and not in_int8 else None
+    narrowed = _allowed(couplings, timed, in_int8)
     divided = [allocation] * len(pools) + [_beyond_data(allocation)] * len(beyond)
     for pool, (_, ratio), how in zip([*pools, *beyond], [*budgets, *budgets], divided, strict=True):
         if not pool:
             continue
-        slow = config.allow_slower if timed is None else None
         stacks, rest = stack_cached(pool, cached, values)
         plan_pool = partial(_plan_pool, config=config, allocation=how, found=timed, whole=whole)
         plan_at = partial(plan_pool, stacks)
         written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
         ratio = with_rest(ratio, written, rest)
-        in_int8 = config.objective == "int8"
-        slow = None if in_int8 else slow
-        joined = join(rest, _allowed(couplings, timed, in_int8), step=config.round_rank_to, slow=slow)
+        joined = join(rest, narrowed, step=config.round_rank_to, slow=slow)
         planned = plan_pool(timed_units(joined) if in_int8 else joined, ratio)
         lines.extend(split(stored_lines(planned, joined) if in_int8 else planned, joined, rest))
     rank = {name: place for place, name in enumerate(found.order)}
@@ -218,6 +218,14 @@ def _ratio_text(config: SketchConfig) -> str:
         f"{selector if isinstance(selector, str) else getattr(selector, '__name__', selector)}: {ratio:g}"
         for selector, ratio in config.ratio.items()
     )
+
+
+def reasons_text(plan: SketchPlan, lines: Sequence[LayerPlan] = ()) -> str:
+    """Why layers stay dense, for errors: the first of some lines of a plan, or of all."""
+    shown = (lines or plan.layers)[:_REASONS]
+    listed = "".join(f"\n  {line.name or '(model)'}: {line.reason}" for line in shown)
+    more = len(plan.layers) - len(shown)
+    return f"{listed}\n  and {more} more" if more else listed
 
 
 def plan_units(
