@@ -204,33 +204,40 @@ def learn(
 
     Where time counts and no example was given, layers are timed on the first batch.
     """
-    inputs = read_inputs(prepared.model, prepared.found, data, config)
-    calls: Sequence[Call] = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    inputs, calls = _read(prepared, config, data)
     first = calls[:1]
     unused = _why_unused(prepared, calls) if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
-        inputs = read_inputs(prepared.model, prepared.found, None, config, "the data is not used")
-        calls, resume = () if inputs.fit is None else record_calls(prepared.model, inputs.fit), None
+        (inputs, calls), resume = _read(prepared, config, None, "the data is not used"), None
     if inputs.doubt:
         warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
     prepared = replace(prepared, found=found)
-    fitted = calls
-    if (doubted := inputs.source == "data") and calls:
+    doubted, fitted, studied = inputs.source == "data", calls, None
+    if calls and doubted:
         fitted, beside = with_texts_beside(prepared.model, prepared.found, calls, config)
         inputs = replace(inputs, what=inputs.what + beside)
-    studied = _study(prepared, config, fitted, resume, doubted=doubted) if calls else None
-    prepared = prepared if studied is None else replace(prepared, found=studied.found)
+    if calls:
+        studied = _study(prepared, config, fitted, resume, doubted=doubted)
+        prepared = replace(prepared, found=studied.found)
+    elif config.objective == "cache":
+        raise ConfigError("objective='cache' needs data that the layers can be fitted to")
     if first and config.objective == "latency" and example is None:
         prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
-    if config.objective == "cache" and studied is None:
-        raise ConfigError("objective='cache' needs data that the layers can be fitted to")
     if studied is not None:
         studied = replace(studied, found=prepared.found)
         if doubted and has_few(studied):
             studied = replace(studied, made_up=_study_of_made_up(prepared, config))
     return Learnt(prepared, config, inputs, calls, output, studied, unused)
+
+
+def _read(
+    prepared: Prepared, config: SketchConfig, data: Data | str | None, absent: str = "no data was given"
+) -> tuple[Inputs, Sequence[Call]]:
+    """Data, or inputs that are made up, and the calls of them that layers are fitted to."""
+    inputs = read_inputs(prepared.model, prepared.found, data, config, absent)
+    return inputs, () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
 
 
 def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
@@ -246,11 +253,8 @@ def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
 
 def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
     """What the fit without data would go by, if there is one."""
-    inputs = read_inputs(prepared.model, prepared.found, None, config)
-    if inputs.fit is None:
-        return None
-    calls = record_calls(prepared.model, inputs.fit)
-    return _study(prepared, config, calls, None, doubted=False)
+    inputs, calls = _read(prepared, config, None)
+    return None if inputs.fit is None else _study(prepared, config, calls, None, doubted=False)
 
 
 def _study(

@@ -147,7 +147,7 @@ def test_images_that_are_off_are_told_of(model, monkeypatch, off, says):
     monkeypatch.setattr(inputs, "_FIT", 2)
     config = SketchConfig(ratio=0.5, progress=False, min_params=1)
     found = find_sites(model, config, read_graph(model))
-    read = inputs.read_inputs(model, found, None, config)
+    read = inputs.read_inputs(model, found, None, config, "no data was given")
     assert says in read.what
     assert (says in read.doubt) == (off <= 0.5)
     assert bool(read.doubt) == (off == 0.5)

@@ -73,9 +73,7 @@ class Inputs:
         return compare_outputs(model, new, calls, logits=config.logits, inputs=what)
 
 
-def read_inputs(
-    model: nn.Module, found: Found, data: Any, config: SketchConfig, absent: str = "no data was given"
-) -> Inputs:
+def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig, absent: str) -> Inputs:
     """The data, or where there is none, or `data="model"`, inputs that are made up.
 
     Args:
