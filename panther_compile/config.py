@@ -255,6 +255,13 @@ def check_type(option: str, given: object, *wanted: type) -> None:
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")
 
 
+def check_has_data(data: object, asked: Mapping[str, bool]) -> None:
+    """Raise ConfigError for an option that is asked for and needs data, where there is none."""
+    for option, given in asked.items():
+        if given and data is None:
+            raise ConfigError(f"{option} needs data=, inputs of the model to fit it to")
+
+
 class SketchOptions(TypedDict, total=False):
     """The keyword options of `sketchify` and `plan_sketch`: see `SketchConfig`."""
 

@@ -16,7 +16,7 @@ from panther_compile.calibration.inputs import Inputs, read_inputs, read_output,
 from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
 from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
-from panther_compile.config import Selector, SketchConfig
+from panther_compile.config import Selector, SketchConfig, check_has_data
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -126,9 +126,7 @@ def check_data(
     config: SketchConfig, data: Data | None, resume: str | PathLike[str] | None, example: Any
 ) -> None:
     """Raise ConfigError for options that need data where there is none."""
-    for option, given in (("refine", config.refine != "none"), ("resume", resume is not None)):
-        if given and data is None:
-            raise ConfigError(f"{option}= needs data=, inputs of the model to fit it to")
+    check_has_data(data, {"refine=": config.refine != "none", "resume=": resume is not None})
     check_example(config, example, data)
 
 

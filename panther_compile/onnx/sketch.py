@@ -13,7 +13,7 @@ import torch
 
 from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.calibration.verdict import warn_if_destroyed
-from panther_compile.config import Selector, SketchConfig
+from panther_compile.config import Selector, SketchConfig, check_has_data
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
 from panther_compile.healing.report import HealReport
 from panther_compile.models.surroundings import undisturbed
@@ -206,9 +206,7 @@ def sketch_onnx(
     """
     config = _config(ratio, options)
     refines = config.refine != "none"
-    for option, given in (("sequential=True", sequential), (f"refine={config.refine!r}", refines)):
-        if given and data is None:
-            raise ConfigError(f"{option} needs data=, inputs of the model to fit it to")
+    check_has_data(data, {"sequential=True": sequential, f"refine={config.refine!r}": refines})
     if refines and config.keeps_all:
         raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
     check_rounding(then)
