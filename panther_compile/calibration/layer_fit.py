@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from panther_compile.calibration.narrow import (
     cut_coupling,
     extend,
-    fit_reader,
-    fit_writer,
+    fit_narrow,
     narrow_rows,
 )
 from panther_compile.calibration.repeated import Repeated
@@ -139,19 +138,18 @@ class LayerFit:
         """A layer of a coupling; with the error of its output, and to how many rows it was fitted."""
         coupling = self._study.coupling(choice)
         basis = self._study.between[coupling.name].basis
-        pivoted = True if self._stored else None
         if target.name != coupling.reader:
             moments = self._moments(target, [replace(arrival, residuals=None) for arrival in arrivals])
-            writer = fit_writer(target, coupling, basis, choice.ranks, moments, gradient, pivoted=pivoted)
-            return (*writer, moments.rows)
-        sums = self._reader_sums(target, coupling, basis, choice.rank, arrivals)
-        if sums is None:
-            return self.cut_coupling(choice)[target.name], None, 0
-        centred = target.weight_and_bias()[1] is not None
-        extended = extend(coupling, basis, choice.rank)
-        moments = sums.moments(centred=centred, extended=extended, ridge=self._study.ridge)
-        reader = fit_reader(target, coupling, basis, choice.ranks, moments, gradient, pivoted=pivoted)
-        return (*reader, moments.rows)
+        else:
+            sums = self._reader_sums(target, coupling, basis, choice.rank, arrivals)
+            if sums is None:
+                return self.cut_coupling(choice)[target.name], None, 0
+            centred = target.weight_and_bias()[1] is not None
+            extended = extend(coupling, basis, choice.rank)
+            moments = sums.moments(centred=centred, extended=extended, ridge=self._study.ridge)
+        pivoted = True if self._stored else None
+        fitted = fit_narrow(target, coupling, basis, choice.ranks, moments, gradient, pivoted=pivoted)
+        return (*fitted, moments.rows)
 
     def _reader_sums(
         self, target: Target, coupling: Coupling, basis: Tensor, count: int, arrivals: Sequence[Arrival]

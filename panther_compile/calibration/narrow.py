@@ -187,7 +187,7 @@ def _stacked(tails: list[Tensor], count: int) -> Tensor:
     return rows
 
 
-def fit_writer(
+def fit_narrow(
     target: Target,
     coupling: Coupling,
     basis: Tensor,
@@ -197,23 +197,32 @@ def fit_writer(
     *,
     pivoted: bool | None = True,
 ) -> tuple[NarrowLinear, float]:
-    """The writer that gives T (W x + b) from z; and the relative error of that.
+    """A layer of a coupling, and the relative error of its output.
+
+    A writer gives T (W x + b) from z; the reader W x + b + (s - s') from the kept features z.
 
     Args:
         target: the dense layer.
         coupling: that it is of.
         basis: see `Between`.
         ranks: how many features are kept, and the rank if it is factorized.
-        moments: of x and z, about the means if the layer has a bias.
-        gradient: weight of errors at its dense outputs, float64 `(N, N)`, or None.
+        moments: of x and z, about the means if the layer has a bias; of a reader z are the kept ones.
+        gradient: weight of errors at its dense outputs, float64, or None.
         pivoted: see `fit_matrix_to`.
     """
-    kept = ranks[0] // coupling.heads_of(target.name)
-    dense, bias = _narrow_writer(target, coupling, basis, kept)
-    if gradient is not None:  # of heads T gives other features, whose errors count alike
-        places = basis[:kept]
-        gradient = None if coupling.padded else gradient[places][:, places]
-    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
+    weight, bias = target.weight_and_bias()
+    dense = weight.detach().double()
+    if target.name != coupling.reader:
+        kept = ranks[0] // coupling.heads_of(target.name)
+        dense, bias = _narrow_writer(target, coupling, basis, kept)
+        if gradient is not None:  # of heads T gives other features, whose errors count alike
+            places = basis[:kept]
+            gradient = None if coupling.padded else gradient[places][:, places]
+    if len(ranks) > 1:
+        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=pivoted, dtype=weight.dtype)
+    else:
+        found = fit_whole_to(dense, bias, moments)
+    return _around(target, coupling, basis, found), found.output_error
 
 
 def _narrow_writer(
@@ -223,51 +232,6 @@ def _narrow_writer(
     weight, bias = target.weight_and_bias()
     rows = keep(coupling, basis, kept, weight.detach().double().T).T
     return rows, None if bias is None else keep(coupling, basis, kept, bias.detach().double())
-
-
-def fit_reader(
-    target: Target,
-    coupling: Coupling,
-    basis: Tensor,
-    ranks: tuple[int, ...],
-    moments: Moments,
-    gradient: Tensor | None,
-    *,
-    pivoted: bool | None = True,
-) -> tuple[NarrowLinear, float]:
-    """The reader that gives W x + b + (s - s') from the kept features z; and its relative error.
-
-    Args:
-        target: the dense layer.
-        coupling: that it is of.
-        basis: see `Between`.
-        ranks: see `fit_writer`.
-        moments: of all features x and of the kept ones z, about the means if the layer has a bias.
-        gradient: G, float64 `(O, O)`, or None.
-        pivoted: see `fit_matrix_to`.
-    """
-    weight, bias = target.weight_and_bias()
-    dense = weight.detach().double()
-    return _fit(target, coupling, basis, ranks, dense, bias, moments, gradient, pivoted)
-
-
-def _fit(
-    target: Target,
-    coupling: Coupling,
-    basis: Tensor,
-    ranks: tuple[int, ...],
-    dense: Tensor,
-    bias: Tensor | None,
-    moments: Moments,
-    gradient: Tensor | None,
-    pivoted: bool | None,
-) -> tuple[NarrowLinear, float]:
-    if len(ranks) > 1:
-        dtype = target.weight_and_bias()[0].dtype
-        found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=pivoted, dtype=dtype)
-    else:
-        found = fit_whole_to(dense, bias, moments)
-    return _around(target, coupling, basis, found), found.output_error
 
 
 def _around(target: Target, coupling: Coupling, basis: Tensor, found: FittedPair) -> NarrowLinear:
@@ -312,7 +276,7 @@ def cut_coupling(
         targets: the dense layers, by name.
         coupling: that they are of.
         between: what is between them.
-        ranks: see `fit_writer`; by name.
+        ranks: see `fit_narrow`; by name.
         weights: of errors, by name.
         factors: of the study, by name.
     """
