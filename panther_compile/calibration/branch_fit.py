@@ -170,9 +170,7 @@ def _covariances(
         product = gram(rows).double()
         sums[name] = sums[name] + product if name in sums else product
 
-    for watched in side.watched.values():
-        watched.on_input = see
-    with torch.no_grad():
+    with side.seen_by(see), torch.no_grad():
         for call in calls:
             kept = kept_positions(side.model, call)
             call.run(side.model)

@@ -146,14 +146,17 @@ def fit_in_lockstep(
             runner.go_on()
             freed.give_back()
 
-    for side in (dense, sketched):
-        for watched in side.watched.values():
-            watched.on_input = pause
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
     passages = {residuals[name] for name in sketched.watched if name in residuals}
     bar = ProgressBar(total=len(dense.watched), desc="fit", progress=progress)
-    with observe(dense.model, passages, remember), observe(sketched.model, passages, remember), bar:
+    with (
+        observe(dense.model, passages, remember),
+        observe(sketched.model, passages, remember),
+        dense.seen_by(pause),
+        sketched.seen_by(pause),
+        bar,
+    ):
         try:
             go_on(runners)
             while waiting := [runner for runner in runners if not runner.through]:
@@ -173,9 +176,6 @@ def fit_in_lockstep(
                 go_on([runner for runner in waiting if runner.at == name])
         finally:
             _stop(runners)
-            for side in (dense, sketched):
-                for watched in side.watched.values():
-                    watched.on_input = None
     return list(fitted)
 
 

@@ -67,9 +67,7 @@ def see_repeated(
                 sums = found.sums.setdefault(name, MomentSums(rows.shape[1], rows.device))
                 sums.add(rows, rows)
 
-        for one in side.watched.values():
-            one.on_input = see
-        with torch.no_grad():
+        with side.seen_by(see), torch.no_grad():
             run_dense(side.model, call)
     return found
 
@@ -92,12 +90,8 @@ def every_call(side: Side, calls: Sequence[Call]) -> dict[str, list[Arrival]]:
                 held += x.nbytes
                 found.setdefault(name, []).append(Arrival(place, x, x))
 
-        for name in repeated:
-            side.watched[name].on_input = see
-        with torch.no_grad():
+        with side.seen_by(see, names=repeated), torch.no_grad():
             call.run(side.model)
-    for name in repeated:
-        side.watched[name].on_input = None
     return found
 
 
@@ -110,10 +104,6 @@ def _called_again(side: Side, calls: Sequence[Call]) -> frozenset[str]:
         def see(name: str, x: Tensor, called: set[str] = called) -> None:
             (repeated if name in called else called).add(name)
 
-        for one in side.watched.values():
-            one.on_input = see
-        with torch.no_grad():
+        with side.seen_by(see), torch.no_grad():
             call.run(side.model)
-    for one in side.watched.values():
-        one.on_input = None
     return frozenset(repeated)

@@ -117,14 +117,8 @@ def _residuals_of(side: Side, call: Call) -> dict[str, Passage | None]:
             entered[name] = []
         return out
 
-    for watched in side.watched.values():
-        watched.on_input, watched.on_output = enter, leave
-    try:
-        with observe(side.model, _passages(side.model), see), torch.no_grad():
-            call.run(side.model)
-    finally:
-        for watched in side.watched.values():
-            watched.on_input = watched.on_output = None
+    with side.seen_by(enter, leave), observe(side.model, _passages(side.model), see), torch.no_grad():
+        call.run(side.model)
     return {name: found.get(name) for name in entered}
 
 

@@ -259,12 +259,8 @@ def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Cal
             (repeated if name in called else called).add(name)
             check_rows(targets[name].rows(x, kept), name, call)
 
-        for name in targets:
-            side.watched[name].on_input = see
-        with torch.no_grad():
+        with side.seen_by(see), torch.no_grad():
             run_dense(side.model, call)
-    for name in targets:
-        side.watched[name].on_input = None
     return frozenset(repeated)
 
 
@@ -390,6 +386,14 @@ def _moments(
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
+
+    def size(name: str, out: Tensor) -> Tensor:
+        view = targets[name].view
+        if not view.is_matrix:
+            rows = max(1, out.numel() // out.shape[view.channel_dim])
+            study.power[name] = float(out.double().square().sum()) / rows
+        return out
+
     for place, call in enumerate(ProgressBar(calls, desc="moments", progress=progress)):
         kept = kept_positions(side.model, call)
         seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
@@ -420,18 +424,8 @@ def _moments(
                     sums[name] = MomentSums(rows.shape[1], rows.device)
                 sums[name].add(rows, rows)
 
-        def size(name: str, out: Tensor) -> Tensor:
-            view = targets[name].view
-            if not view.is_matrix:
-                rows = max(1, out.numel() // out.shape[view.channel_dim])
-                study.power[name] = float(out.double().square().sum()) / rows
-            return out
-
-        for name in targets:
-            side.watched[name].on_input, side.watched[name].on_output = see, size
-        with torch.no_grad():
+        with side.seen_by(see, size, targets), torch.no_grad():
             run_dense(side.model, call)
     for name in targets:
-        side.watched[name].on_input = side.watched[name].on_output = None
         if same_as.get(name, name) in sums:
             yield name, sums[same_as.get(name, name)]

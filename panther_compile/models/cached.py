@@ -41,14 +41,10 @@ def find_cached(side: Side, call: Call) -> tuple[Cached, ...]:
             outputs[name] = out[:1, -_TOKENS:]
         return out
 
-    for one in side.watched.values():
-        one.on_input, one.on_output = inputs.__setitem__, see_output
     takes = "use_cache" in inspect.signature(side.model.forward).parameters
     asked = {"use_cache": True} if takes else {}
-    with torch.no_grad():
+    with side.seen_by(inputs.__setitem__, see_output), torch.no_grad():
         result = run_dense(side.model, replace(call, kwargs=call.kwargs | asked))
-    for one in side.watched.values():
-        one.on_input = one.on_output = None
     found: list[Cached] = []
     free = dict(outputs)
     for keys, values in _layers_of(getattr(result, "past_key_values", None)):

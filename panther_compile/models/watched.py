@@ -1,7 +1,8 @@
 """Stand-ins that see what reaches a layer, and copies of a model that hold them."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +91,23 @@ class Side:
 
     model: nn.Module
     watched: Mapping[str, Watched]
+
+    @contextmanager
+    def seen_by(
+        self,
+        on_input: OnInput | None = None,
+        on_output: OnOutput | None = None,
+        names: Iterable[str] | None = None,
+    ) -> Iterator[None]:
+        """While it is open, the replacements, or those of some names, call these; see `Watched`."""
+        seen = [self.watched[name] for name in (self.watched if names is None else names)]
+        for one in seen:
+            one.on_input, one.on_output = on_input, on_output
+        try:
+            yield
+        finally:
+            for one in seen:
+                one.on_input = one.on_output = None
 
 
 def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:

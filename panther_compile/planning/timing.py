@@ -177,9 +177,7 @@ def _record(model: nn.Module, sites: Sequence[Site], call: Call) -> dict[str, li
         key = (repr(layer), *_form(weight), *_form(x))
         runs[units[name]].append(alike.setdefault(key, _Run(layer, x, key)))
 
-    for watched in side.watched.values():
-        watched.on_input = see
-    with torch.no_grad():
+    with side.seen_by(see), torch.no_grad():
         run_dense(side.model, call)
     return runs
 
