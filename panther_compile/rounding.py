@@ -16,7 +16,7 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
 from panther_compile.models.substitute import copy_with, replace_inside
 from panther_compile.models.surroundings import eval_mode, undisturbed
-from panther_compile.models.watched import first_argument
+from panther_compile.models.watched import inputs_seen
 from panther_compile.planning.own_weights import lower_own_weights
 from panther_compile.planning.sites import check_module
 
@@ -169,9 +169,9 @@ def _covariances(
     kept: Tensor | None = None
     running: Call | None = None
 
-    def add(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def add(layer: nn.Module, given: Tensor) -> None:
         assert isinstance(layer, SketchedLinear)
-        x = first_argument(args, kwargs).detach()
+        x = given.detach()
         if kept is not None and x.shape[:2] == kept.shape:
             x = x[kept.to(x.device)]
         rows = x.reshape(-1, layer.in_features).float()
@@ -180,13 +180,8 @@ def _covariances(
         product = (rows.T @ rows).double() / max(len(rows), 1)
         sums[layer] = sums[layer] + product if layer in sums else product
 
-    handles = [layer.register_forward_pre_hook(add, with_kwargs=True) for layer in layers]
-    try:
-        with eval_mode(model):
-            for running in calls:
-                kept = kept_positions(model, running)
-                run_dense(model, running)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with inputs_seen(layers, add), eval_mode(model):
+        for running in calls:
+            kept = kept_positions(model, running)
+            run_dense(model, running)
     return sums

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batch_norms import off_statistics
 from panther_compile.models.batches import Call, run_dense
-from panther_compile.models.watched import first_argument
+from panther_compile.models.watched import inputs_seen
 
 UNLIKE = 0.3  # off by more, data tells less of the model's use than no data
 MADE_UP_UNLIKE = 0.7  # likewise of images that were made up: without them there is nothing to go by
@@ -36,8 +36,8 @@ def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
     norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and _was_trained(one)]
     sums = {norm: (torch.zeros((), dtype=torch.float64),) * 3 for norm in norms}
 
-    def see(norm: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        x = first_argument(args, kwargs).double()
+    def see(norm: nn.Module, given: Tensor) -> None:
+        x = given.double()
         own = [place for place in range(x.dim()) if place != 1]
         new = (
             torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64),
@@ -49,14 +49,9 @@ def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
 
     if not norms:
         return 0.0
-    handles = [norm.register_forward_pre_hook(see, with_kwargs=True) for norm in norms]
-    try:
-        with torch.no_grad():
-            for call in calls:
-                run_dense(model, call)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with inputs_seen(norms, see), torch.no_grad():
+        for call in calls:
+            run_dense(model, call)
     parts = [_off(norm, *found) for norm, found in sums.items() if float(found[0])]
     return sum(parts) / len(parts) if parts else 0.0
 

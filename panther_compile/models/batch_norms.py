@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batches import Call
 from panther_compile.models.half_products import half_products
-from panther_compile.models.watched import first_argument
+from panther_compile.models.watched import inputs_seen
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -48,18 +48,14 @@ def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
     """How far what reaches the norms in a call is off their statistics, the mean over the norms."""
     parts: list[Tensor] = []
 
-    def see(norm: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def see(norm: nn.Module, given: Tensor) -> None:
         assert isinstance(norm, Norm)
-        x = first_argument(args, kwargs).float()
+        x = given.float()
         own = [place for place in range(x.dim()) if place != 1]
         parts.append(off_statistics(norm, x.mean(own), x.var(own, unbiased=False)))
 
-    handles = [norm.register_forward_pre_hook(see, with_kwargs=True) for norm in norms]
-    try:
+    with inputs_seen(norms, see):
         call.run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return torch.stack(parts).mean() if parts else torch.zeros((), dtype=torch.float32, requires_grad=True)
 
 

@@ -35,7 +35,7 @@ from panther_compile.models.natural import match_batch_norms
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.own_text import beginnings, own_texts, text_logits
 from panther_compile.models.spliced import spliced
-from panther_compile.models.watched import copy_sharing, first_argument
+from panther_compile.models.watched import copy_sharing, inputs_seen
 from panther_compile.models.word_texts import Vocabulary, find_vocabulary, mean_length
 
 MODEL = "model"
@@ -227,14 +227,12 @@ class _SmallestMap(ExitStack):
         super().__init__()
         self.side: float = math.inf
 
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = first_argument(args, kwargs)
+        def see(_: nn.Module, x: Any) -> None:
             if isinstance(x, Tensor):
                 self.side = min(self.side, *x.shape[-2:])
 
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d) and max(module.kernel_size) > 1:
-                self.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+        convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)]
+        self.enter_context(inputs_seen([one for one in convolutions if max(one.kernel_size) > 1], see))
 
 
 def _refusal(model: nn.Module, call: Call) -> str | None:

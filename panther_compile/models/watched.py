@@ -62,6 +62,26 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs["input" if "input" in kwargs else next(iter(kwargs))]
 
 
+@contextmanager
+def inputs_seen(modules: Iterable[nn.Module], see: Callable[[nn.Module, Any], None]) -> Iterator[None]:
+    """While it is open, a function is told of each module that is called, and of its input.
+
+    Args:
+        modules: stay in their model, unlike what `Watched` stands for.
+        see: called before the module.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(module, first_argument(args, kwargs))
+
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What reached a layer with one batch: x in the dense model, z in the sketched one.
