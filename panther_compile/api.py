@@ -8,12 +8,9 @@ import torch
 from torch import nn
 
 from panther_compile.config import Selector, SketchConfig, SketchOptions
-from panther_compile.errors import (
-    NoTargetError,
-    WrappedModelError,
-)
+from panther_compile.errors import WrappedModelError
 from panther_compile.kinds.match import is_adapter
-from panther_compile.layers.base import check_factors, outermost
+from panther_compile.layers.base import check_factors, outermost, sketched_layers
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
@@ -160,9 +157,9 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     _check_unadapted(model)
     check_factors(model, "densify the model")
     with undisturbed():
-        dense: dict[nn.Module, nn.Module] = {layer: layer.to_dense() for layer in outermost(model)}
-        if not dense:
-            raise NoTargetError(f"{type(model).__name__} holds no sketched layer")
+        dense: dict[nn.Module, nn.Module] = {
+            layer: layer.to_dense() for layer in sketched_layers(model, advice="")
+        }
         _tie_again(dense)
         result = replace_inside(model, dense) if inplace else copy_model(model, dense)
         lower_own_weights(result)

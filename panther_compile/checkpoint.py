@@ -27,11 +27,10 @@ from panther_compile.errors import (
     CheckpointMismatchError,
     CheckpointVersionError,
     ConfigTypeError,
-    NoTargetError,
 )
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import described_layer
-from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
+from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, sketched_layers
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
@@ -120,12 +119,10 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     path = checked_path(directory, "directory")
     _check_module(model, "model")
     model = unwrapped(model)
-    layers = list(outermost(model))
-    if not layers:
-        advice = "call sketchify first"
-        if RECORD_ATTRIBUTE in vars(model):
-            advice = "all its layers are dense, and torch.save(model.state_dict()) keeps them"
-        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: {advice}")
+    advice = "call sketchify first"
+    if RECORD_ATTRIBUTE in vars(model):
+        advice = "all its layers are dense, and torch.save(model.state_dict()) keeps them"
+    layers = sketched_layers(model, advice)
     tensors, aliases = _split_aliases(_state(model))
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import NoTargetError
 from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.factorization.pivot import from_pivoted
-from panther_compile.layers.base import check_factors, is_plain, outermost, take_over
+from panther_compile.layers.base import check_factors, is_plain, outermost, sketched_layers, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
@@ -45,8 +44,7 @@ def prepare_int8(model: Model, data: Data | None = None, *, inplace: bool = Fals
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(model)
-    if next(outermost(model), None) is None:
-        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
+    sketched_layers(model)
     check_factors(model, "call prepare_int8", numbers=True)
     layers = rounded_layers(model)
     with undisturbed():

@@ -15,7 +15,6 @@ from panther_compile.errors import (
     ConfigTypeError,
     DataError,
     HealingError,
-    NoTargetError,
     TeacherMismatchError,
     WeightError,
 )
@@ -26,7 +25,7 @@ from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.options import HealOptions
 from panther_compile.healing.rates import Rates
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
-from panther_compile.layers.base import SketchedLayer, check_factors, outermost
+from panther_compile.layers.base import SketchedLayer, check_factors, outermost, sketched_layers
 from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Call, Data, device_of, record_calls
 from panther_compile.models.output_kind import recognize_output
@@ -319,9 +318,7 @@ def _check_pair(small: object, teacher: object) -> None:
     assert isinstance(teacher, nn.Module)
     for model in (small, teacher):
         check_module(model)
-    sketched = set(outermost(small))
-    if not sketched:
-        raise NoTargetError(f"{type(small).__name__} holds no sketched layer: call sketchify first")
+    sketched = set(sketched_layers(small))
     check_factors(small, "heal the model")
     if small is teacher:
         raise TeacherMismatchError("small and teacher are the same model, wanted the dense one as teacher")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import CheckpointMismatchError, ConfigTypeError, NoTargetError
+from panther_compile.errors import CheckpointMismatchError, ConfigTypeError
 from panther_compile.layers import (
     SketchedConv1D,
     SketchedEmbedding,
@@ -22,7 +22,7 @@ from panther_compile.layers import (
     SketchedMultiheadAttention,
 )
 from panther_compile.layers.attention import PROJECTIONS
-from panther_compile.layers.base import outermost
+from panther_compile.layers.base import sketched_layers
 from panther_compile.planning.sites import check_module
 
 
@@ -51,9 +51,7 @@ def project_state_dict(
     _check_state(dense, "dense")
     if base is not None:
         _check_state(base, "base")
-    layers = list(outermost(model))
-    if not layers:
-        raise NoTargetError(f"{type(model).__name__} holds no sketched layer: load the state dict as it is")
+    layers = sketched_layers(model, "load the state dict as it is")
     names = {module: name for name, module in model.named_modules()}
     state = dict(model.state_dict())
     inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)

@@ -57,8 +57,9 @@ def _initialize(layer: nn.Module, device: torch.device) -> None:
             "which features narrow layers keep; use from_pretrained, or sketch with narrow=False"
         )
     for part in layer.to_empty(device=device).modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+        reset: Any = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 _mixin: Any = ModelMixin

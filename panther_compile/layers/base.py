@@ -13,6 +13,7 @@ from panther_compile.errors import (
     ConfigTypeError,
     FactoredWeightError,
     LayerError,
+    NoTargetError,
     RankError,
     WeightError,
 )
@@ -191,6 +192,15 @@ def outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[Sketc
         return
     for child in module.children():
         yield from outermost(child, seen)
+
+
+def sketched_layers(model: nn.Module, advice: str = "call sketchify first") -> list[SketchedLayer]:
+    """The same; raises NoTargetError, with advice, if there are none."""
+    layers = list(outermost(model))
+    if not layers:
+        said = f": {advice}" if advice else ""
+        raise NoTargetError(f"{type(model).__name__} holds no sketched layer{said}")
+    return layers
 
 
 def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
