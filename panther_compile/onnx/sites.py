@@ -9,21 +9,27 @@ A site is a constant that nodes read as their weight, of the operators that kind
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from panther_compile.config import Selector, SketchConfig, selectors, selects
-from panther_compile.errors import SelectorError
+from panther_compile.config import SketchConfig
 from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import factored_weights, feeds_output, is_onnx
+from panther_compile.planning.selection import (
+    HEAD,
+    Selectable,
+    check_selectors,
+    is_picked,
+    why_not_selected,
+    why_too_small,
+)
 from panther_compile.planning.sites import Found
 from panther_compile.records import LayerPlan, Site
 
@@ -96,21 +102,21 @@ def find_onnx_sites(model: ir.Model, config: SketchConfig) -> OnnxFound:
         WeightError: a weight holds NaN or Inf.
     """
     weights = list(constant_weights(model))
-    _check_selectors(weights, config)
+    check_selectors(config, [_selectable(one) for one in weights], "weights")
     head, factored = _output_head(weights), factored_weights(model)
     sites: list[tuple[Site, Kind]] = []
     skipped: list[LayerPlan] = []
     for weight in weights:
         owner = _owner(weight)
-        reason = _not_selected(weight, config) or _unsafe(weight, model) or _unusual(weight)
-        if reason is None and not _selected(config.include, weight):
+        reason = why_not_selected(_selectable(weight), config) or _unsafe(weight, model) or _unusual(weight)
+        if reason is None and not is_picked(config.include, _selectable(weight)):
             if weight is head:
-                reason = "output head: left alone unless included"
+                reason = HEAD
             elif weight.value in factored:
                 reason = "already factored: its product feeds another one, and is narrower than both ends"
         module: nn.Module | str = reason or _as_module(weight, _form(owner))
         if isinstance(module, nn.Module):
-            reason = owner.why_not(module) or _too_small(weight, config)
+            reason = owner.why_not(module) or why_too_small(weight.tensor.size, config)
         else:
             reason = module
         if isinstance(module, str) or reason:
@@ -265,40 +271,10 @@ def _as_module(weight: OnnxWeight, form: OnnxForm) -> nn.Module | str:
     return form.build(tensor, {name: attribute.value for name, attribute in use.node.attributes.items()})
 
 
-def _check_selectors(weights: list[OnnxWeight], config: SketchConfig) -> None:
-    given = {"include": selectors(config.include), "exclude": selectors(config.exclude)}
-    if not isinstance(config.ratio, int | float):
-        given["ratio"] = tuple(config.ratio)
-    for option, some in given.items():
-        for selector in some:
-            if weights and not any(_selected(selector, weight) for weight in weights):
-                names = ", ".join(weight.name for weight in weights[:5])
-                raise SelectorError(
-                    f"{option}: {selector!r} matches none of the {len(weights)} weights ({names}"
-                    f"{', ...' if len(weights) > 5 else ''})"
-                )
+def _selectable(weight: OnnxWeight) -> Selectable:
+    return _example(_owner(weight)), weight.names
 
 
-def _not_selected(weight: OnnxWeight, config: SketchConfig) -> str | None:
-    if _selected(config.exclude, weight):
-        return "excluded"
-    if config.include is not None and not _selected(config.include, weight):
-        return "not included"
-    if not any(_selected(selector, weight) for selector, _ in config.ratios()):
-        return "matches no selector of ratio"
-    return None
-
-
-def _selected(given: Selector | Iterable[Selector] | None, weight: OnnxWeight) -> bool:
-    replacement = _example(_owner(weight))
-    return any(
-        selects(selector, replacement, name)
-        for selector in selectors(given)  # type: ignore[arg-type]
-        for name in weight.names
-    )
-
-
-@cache
 def _example(kind: Kind) -> nn.Module:
     """What a selector by type or function sees before the weight itself is read."""
     form = _form(kind)
@@ -316,12 +292,6 @@ def _output_head(weights: list[OnnxWeight]) -> OnnxWeight | None:
     shape = _shape(last.tensor)
     is_output = any(feeds_output(use.node.outputs[0]) for use in last.uses)
     return last if is_output and len(shape) == 2 and shape[0] != shape[1] else None
-
-
-def _too_small(weight: OnnxWeight, config: SketchConfig) -> str | None:
-    if weight.tensor.size >= config.min_params:
-        return None
-    return f"small: {weight.tensor.size:,} numbers, min_params is {config.min_params:,}"
 
 
 def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:

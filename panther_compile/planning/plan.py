@@ -17,13 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from panther_compile.config import Selector, SketchConfig, selects
+from panther_compile.config import SketchConfig
 from panther_compile.factorization import cost
 from panther_compile.kinds.parts import parts_of, units_of, work_on
 from panther_compile.planning.cached import stack_cached, unstack, with_rest, within_cache
 from panther_compile.planning.coupled import SCHEME, CouplingLosses, join, split
 from panther_compile.planning.in_data import in_data
 from panther_compile.planning.int8_time import stored_lines, timed_units
+from panther_compile.planning.selection import is_picked, of_site
 from panther_compile.planning.sites import Found
 from panther_compile.planning.ways import BY_ENERGY, FINEST, Allocation, Limits, Options, Way, options_of
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
@@ -196,12 +197,8 @@ def judged(line: LayerPlan, clock: Clock) -> LayerPlan:
 
 def budget_of(site: Site, config: SketchConfig) -> int:
     """The place of a site's budget among `config.ratios()`: that of the first selector that is for it."""
-    return next(place for place, (selector, _) in enumerate(config.ratios()) if picks(selector, site))
-
-
-def picks(selector: Selector, site: Site) -> bool:
-    """Whether a selector of `config.ratio` is for a site."""
-    return any(selects(selector, site.module, name) for name in (site.name, *site.aliases))
+    layer = of_site(site)
+    return next(place for place, (selector, _) in enumerate(config.ratios()) if is_picked(selector, layer))
 
 
 def with_tied(units: tuple[Unit, ...], site: Site) -> tuple[Unit, ...]:

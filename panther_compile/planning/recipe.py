@@ -15,8 +15,9 @@ from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import parts_of, scheme_of_parts, unit_name, units_of
 from panther_compile.planning.coupled import SCHEME, Coupling
 from panther_compile.planning.plan import with_tied
+from panther_compile.planning.selection import NOT_INCLUDED
 from panther_compile.planning.shared_factor import shared_numbers
-from panther_compile.planning.sites import NOT_INCLUDED, Found
+from panther_compile.planning.sites import Found
 from panther_compile.records import Choice, LayerPlan, Site, SketchPlan, Unit
 
 LEFT_DENSE = "left dense by the plan"

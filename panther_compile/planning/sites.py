@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.config import Selector, SketchConfig, selectors, selects
-from panther_compile.errors import ConfigTypeError, SelectorError, WrappedModelError
+from panther_compile.config import SketchConfig
+from panther_compile.errors import ConfigTypeError, WrappedModelError
 from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import is_adapter
@@ -17,11 +17,17 @@ from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
+from panther_compile.planning.selection import (
+    HEAD,
+    Selectable,
+    check_selectors,
+    is_picked,
+    of_site,
+    why_not_selected,
+    why_too_small,
+)
 from panther_compile.planning.trace import Reading
 from panther_compile.records import ALREADY_SKETCHED, LayerPlan, Site
-
-NOT_INCLUDED = "not included"
-_HEAD = "output head: left alone unless included"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,11 @@ class _Match:
     aliases: tuple[str, ...]
     plain: nn.Module  # what it stands for: itself, or a layer of the weight that it makes
 
+    @property
+    def selectable(self) -> Selectable:
+        """What selectors see of it."""
+        return self.module, (self.name, *self.aliases)
+
 
 def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Found:
     """Match every module of the tree once.
@@ -71,12 +82,13 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     names = _Names(model)
     matches = list(_matches(model, names))
     sketched = [(names.first(layer), layer) for layer in outermost(model)]
-    _check_selectors(matches, sketched, config)
+    layers, already = [one.selectable for one in matches], [(layer, (name,)) for name, layer in sketched]
+    check_selectors(config, layers, "layers that could be sketched", already)
     users = _users_of_weights(model)
     head = _output_head(model, matches, sketched)
     adapters = [name for name, module in model.named_modules() if is_adapter(module)]
     reasons = {
-        match.name: _not_selected(match, config)
+        match.name: why_not_selected(match.selectable, config)
         or _part_of_adapter(match, adapters)
         or _left_alone_by_default(match, head, config)
         or match.owner.why_not(match.plain)
@@ -90,7 +102,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
         why = {
             match.name: reasons[match.name]
             or _unsafe_tie(match, group, leader, reasons, users)
-            or _too_small(match, config)
+            or why_too_small(_numbers(match.module), config)
             for match in group
         }
         if leader is None or any(why.values()):
@@ -128,19 +140,14 @@ def without_head(model: nn.Module, found: Found, head: str | None, config: Sketc
     The only linear layer, behind convolutions, is sketched as a plan made without inputs says: it is a large
     part of such models and the cheapest to cut. At .5 CREPE keeps .69 of the pitches with it, .56 without.
     """
-    asked = [
-        site
-        for site, _ in found.sites
-        for name in (site.name, *site.aliases)
-        if any(selects(selector, site.module, name) for selector in selectors(config.include))
-    ]
-    gone = [site for site, _ in found.sites if site.name == head and site not in asked]
+    named = [site for site, _ in found.sites if site.name == head]
+    gone = [site for site in named if not is_picked(config.include, of_site(site))]
     sites = tuple((site, owner) for site, owner in found.sites if site not in gone)
     sketched = any(isinstance(layer, LinearReplacement) for layer in outermost(model))
     if not gone or not (sketched or any(_is_linear(*one) for one in sites)):
         return found
     layers = [(name, layer, site) for site in gone for name, layer in ((site.name, site.module), *site.tied)]
-    skipped = [_stays_dense(name, layer, site.kind, _HEAD) for name, layer, site in layers]
+    skipped = [_stays_dense(name, layer, site.kind, HEAD) for name, layer, site in layers]
     return replace(found, sites=sites, skipped=(*found.skipped, *skipped))
 
 
@@ -254,41 +261,13 @@ def _matches(
         yield from _matches(child, names, f"{name}.{child_name}" if name else child_name, seen, module)
 
 
-def _check_selectors(
-    matches: list[_Match], sketched: Sequence[tuple[str, nn.Module]], config: SketchConfig
-) -> None:
-    """Raise SelectorError for a selector that matches no layer, neither dense nor sketched before."""
-    options = {"include": selectors(config.include), "exclude": selectors(config.exclude)}
-    if not isinstance(config.ratio, float | int):
-        options["ratio"] = tuple(config.ratio)
-    for option, given in options.items():
-        for selector in given:
-            known = any(_any((selector,), match) for match in matches)
-            if matches and not known and not any(selects(selector, m, name) for name, m in sketched):
-                names = ", ".join(match.name for match in matches[:5])
-                raise SelectorError(
-                    f"{option}: {selector!r} matches none of the {len(matches)} layers that could be "
-                    f"sketched ({names}{', ...' if len(matches) > 5 else ''})"
-                )
-
-
-def _not_selected(match: _Match, config: SketchConfig) -> str | None:
-    if _any(selectors(config.exclude), match):
-        return "excluded"
-    if config.include is not None and not _asked_for(match, config):
-        return NOT_INCLUDED
-    if not _any(tuple(selector for selector, _ in config.ratios()), match):
-        return "matches no selector of ratio"
-    return None
-
-
 def _left_alone_by_default(match: _Match, head: nn.Module | None, config: SketchConfig) -> str | None:
-    if _asked_for(match, config):
+    if is_picked(config.include, match.selectable):
         return None
     if match.owner.unless_included is not None:
         return match.owner.unless_included
     if match.module is head:
-        return _HEAD
+        return HEAD
     return None
 
 
@@ -311,15 +290,6 @@ def _read_directly(match: _Match, reading: Reading) -> str | None:
                 return f"forward uses its {name} directly; torch.export.export(model, args) may show a layer"
             return f"forward uses its {name} directly: sketch torch.fx.symbolic_trace(model) instead"
     return None
-
-
-def _asked_for(match: _Match, config: SketchConfig) -> bool:
-    return _any(selectors(config.include), match)
-
-
-def _any(given: tuple[Selector, ...], match: _Match) -> bool:
-    names = (match.name, *match.aliases)
-    return any(selects(selector, match.module, name) for selector in given for name in names)
 
 
 def _output_head(
@@ -411,14 +381,10 @@ def _unsafe_tie(
     return None
 
 
-def _too_small(match: _Match, config: SketchConfig) -> str | None:
-    named = _filled_parameters(match.module)
-    numbers = sum(named[name].numel() for name in weight_names(match.module))
-    if numbers == 0:
-        return "empty: its weight holds no numbers"
-    if numbers < config.min_params:
-        return f"small: {numbers:,} numbers, min_params is {config.min_params:,}"
-    return None
+def _numbers(module: nn.Module) -> int:
+    """Of the weights of a dense layer, without biases."""
+    named = _filled_parameters(module)
+    return sum(named[name].numel() for name in weight_names(module))
 
 
 def _stays_dense(name: str, module: nn.Module, kind: str, reason: str) -> LayerPlan:
