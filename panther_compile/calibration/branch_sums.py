@@ -1,7 +1,7 @@
 """A low-rank branch from sums over rows: what it is to give, t, and its inputs, z.
 
 A weight lacks D, so t = D z + e: what is known, and what the changes that reached the layer ask for beside;
-of e inputs tell C z, see `factorization/told.py`. The branch of rank k is then the best B of D + C:
+of e inputs tell C z, see `factorization/reliability.py`. The branch of rank k is then the best B of D + C:
 
     minimises  ‖ G^½ (D + C - B) S^½ ‖²,   S = E[z zᵀ]
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther_compile.factorization.reliability import predictor, reliable_part, with_ridge
 from panther_compile.factorization.row_sums import HalvedSums, Means
-from panther_compile.factorization.told import predictor, told, with_ridge
 from panther_compile.factorization.whiten import low_rank_solution
 
 _FEW_ROWS = 8  # for each input
@@ -90,7 +90,7 @@ class BranchSums:
         change, covariance = _beyond(means, known)
         if not halves:
             return predictor(change, covariance, 0.0)
-        return told(change, covariance, [_beyond(half, known) for half in halves])
+        return reliable_part(change, covariance, [_beyond(half, known) for half in halves])
 
 
 def _beyond(means: Means, known: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from panther_compile.factorization.balance import balanced
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
+from panther_compile.factorization.reliability import combinations, reliable_part
 from panther_compile.factorization.row_sums import Means
-from panther_compile.factorization.told import combinations, told
 from panther_compile.factorization.whiten import anchored_mean, low_rank_solution, output_error, solve
 
 # Tried in turn for the singular values of the pivot block, until the output's error grows by at most 0.5 %.
@@ -109,7 +109,7 @@ def fit_whole_to(weight: Tensor, bias: Tensor | None, moments: Moments) -> Fitte
 def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
     """E[t zᵀ] (O, I) of what is wanted of the layer, t = W x + s - s', as far as z tells it.
 
-    Of what has changed, t - W z, chance is left out, see `told.py`; so this is E[(W + C) z zᵀ].
+    Of what has changed, t - W z, chance is left out, see `reliability.py`; so this is E[(W + C) z zᵀ].
     """
     if not moments.halves:
         product = weight @ moments.cross
@@ -120,7 +120,7 @@ def anchored_product(weight: Tensor, moments: Moments) -> Tensor:
         beside = None if one.change is None else drawn @ one.change[0]
         halves.append((_change(drawn @ weight, one, moments.extended, beside), one.covariance))
     beside = None if moments.residual is None else moments.residual.cross
-    changed = told(_change(weight, moments, moments.extended, beside), moments.covariance, halves)
+    changed = reliable_part(_change(weight, moments, moments.extended, beside), moments.covariance, halves)
     known = weight if moments.extended is None else weight @ moments.extended
     return (known + changed) @ moments.covariance
 

@@ -8,8 +8,8 @@ With S = E[z zᵀ] = R Rᵀ and C = E[x zᵀ] the solution is W' = G^-½ [ G^½ 
 this is objective 4 of AA-SVD (anchored, asymmetric), and SVD-LLM where x = z; G, a Kronecker-factored
 Fisher matrix as in K-FAC (Martens and Grosse, 2015), is the output side. Where the layer's output is added to
 s, and s is off by d = s - s' in the sketched model, W x + d is wanted in place of W x: W C + E[d zᵀ] stands
-for W C, without what of it is chance (`told.py`). The square roots are never needed on the larger side: with
-M = G^½ W C R^-T, either Vᵣ of Mᵀ M gives W' = (W C R^-T Vᵣ)(Vᵣᵀ R⁻¹), or Uᵣ of M Mᵀ gives W' =
+for W C, without what of it is chance (`reliability.py`). The square roots are never needed on the larger
+side: with M = G^½ W C R^-T, either Vᵣ of Mᵀ M gives W' = (W C R^-T Vᵣ)(Vᵣᵀ R⁻¹), or Uᵣ of M Mᵀ gives W' =
 (G^-½ Uᵣ)(Uᵣᵀ G^½ W C S⁻¹).
 """
 

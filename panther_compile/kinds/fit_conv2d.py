@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE
+from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
-from panther_compile.factorization.told import told
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.weights import generator_for
 from panther_compile.kinds.windows import Convolution, windows_in_parts
@@ -154,7 +154,7 @@ def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) 
     ]
     system = means.covariance.clone()
     system.diagonal().add_(ridge * float(system.diagonal().mean().clamp_min(1e-30)))
-    return kernel + told(means.cross - kernel @ means.covariance, system, halves), means
+    return kernel + reliable_part(means.cross - kernel @ means.covariance, system, halves), means
 
 
 def _refit_bias(outputs: _Outputs) -> float:

@@ -241,8 +241,8 @@ class TrainingMetrics:
         rows = [
             (
                 *(one.kind, one.axis, str(one.ranks), f"{one.calls:g}", f"{one.bytes / 1e6:,.3f}"),
-                *(_told(value, scale) for value, scale in ((one.seconds, 1e3), (one.bandwidth, 1e-9))),
-                _told(one.bus_bandwidth, 1e-9),
+                *(_number(value, scale) for value, scale in ((one.seconds, 1e3), (one.bandwidth, 1e-9))),
+                _number(one.bus_bandwidth, 1e-9),
             )
             for one in self.communication
         ]
@@ -353,5 +353,5 @@ def _open_board(folder: str | os.PathLike[str]) -> Any:
     return SummaryWriter(str(folder))
 
 
-def _told(value: float | None, scale: float) -> str:
+def _number(value: float | None, scale: float) -> str:
     return "-" if value is None else f"{value * scale:,.3f}"

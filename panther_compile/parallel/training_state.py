@@ -73,7 +73,7 @@ def find_differences(
         wanted = whole_shape(held[0], engine.layouts.get(name), engine.devices.shape.tp), held[0].dtype
         has = stored.get(_stored_key(key, name, stored), wanted)
         if has != wanted:
-            yield f"{name} is {_told(*wanted)} in this model and {_told(*has)} in it"
+            yield f"{name} is {_form_text(*wanted)} in this model and {_form_text(*has)} in it"
     if own == theirs:
         yield from optimizer_state.find_differences(optimizer, names, manifest.optimizer, engine.task.unread)
 
@@ -175,5 +175,5 @@ def _generators(engine: ParallelEngine) -> Iterator[tuple[str, Tensor]]:
         yield device.type, torch.get_device_module(device.type).get_rng_state(device)
 
 
-def _told(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _form_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} of {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""How much of a change is told by the inputs that it comes with: by halves of the rows, each of the other.
+"""What inputs tell of a change that comes with them, without chance: halves of the rows judge each other.
 
 Of rows e that come with inputs z, a matrix C = E[e zᵀ] (S + ridge)⁻¹, S = E[z zᵀ], makes as much as the rows
 tell. Few rows tell more than there is: part of C is chance. So C is made of each half of the rows, and judged
@@ -24,8 +24,8 @@ _MANY = 1024  # inputs, above which ridges are not tried, two solves each, but t
 _LEAST = 1e-6  # of that, of the mean power
 
 
-def told(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The share of C (O, I) that is told.
+def reliable_part(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The share of C (O, I) that is no chance.
 
     Args:
         change: E[e zᵀ], float64 `(O, I)`, of all rows.

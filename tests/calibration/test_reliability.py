@@ -6,7 +6,7 @@ import torch
 
 from panther_compile.factorization.fit_matrix import fit_matrix_to
 from panther_compile.factorization.moments import MomentSums
-from panther_compile.factorization.told import PROBES, combinations, told
+from panther_compile.factorization.reliability import PROBES, combinations, reliable_part
 
 INPUTS, OUTPUTS = 24, 16
 
@@ -15,31 +15,31 @@ def drawn(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def told_of(change, z):
+def found_of(change, z):
     some = combinations(change.T)
     parts = zip(change.chunk(2), z.chunk(2), strict=True)
     halves = [(some @ c.T @ x / len(x), x.T @ x / len(x)) for c, x in parts]
-    return told(change.T @ z / len(z), z.T @ z / len(z), halves)
+    return reliable_part(change.T @ z / len(z), z.T @ z / len(z), halves)
 
 
 def test_what_inputs_tell_is_found():
     matrix, z = drawn(OUTPUTS, INPUTS, seed=0), drawn(400, INPUTS, seed=1)
-    torch.testing.assert_close(told_of(z @ matrix.T, z), matrix, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found_of(z @ matrix.T, z), matrix, rtol=0, atol=1e-4)
 
 
 def test_chance_is_not():
     z, noise = drawn(60, INPUTS, seed=1), drawn(60, OUTPUTS, seed=2)
     plain = (noise.T @ z) @ torch.linalg.inv(z.T @ z)
-    assert told_of(noise, z).norm() < 0.2 * plain.norm()
+    assert found_of(noise, z).norm() < 0.2 * plain.norm()
 
 
 def test_few_combinations_of_many_outputs_tell_the_same(monkeypatch):
     many = 3 * PROBES
     matrix, z, noise = drawn(many, INPUTS, seed=0), drawn(100, INPUTS, seed=1), drawn(100, many, seed=2)
     change = z @ matrix.T / 4 + noise
-    probed = told_of(change, z)
-    monkeypatch.setattr(f"{told.__module__}.PROBES", many)
-    exact = told_of(change, z)
+    probed = found_of(change, z)
+    monkeypatch.setattr(f"{reliable_part.__module__}.PROBES", many)
+    exact = found_of(change, z)
     share = float(probed.norm() / exact.norm())
     torch.testing.assert_close(probed, share * exact)  # the same ridge
     assert 0.97 < share < 1.03
