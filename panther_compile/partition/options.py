@@ -97,7 +97,8 @@ class PlanOptions:
         count = self.microbatches_of(mesh)
         if self.schedule == "interleaved" and count % mesh.pp:
             raise MeshError(
-                f"interleaved runs microbatches in groups of pp={mesh.pp}: microbatches={count} are none"
+                f"interleaved runs microbatches in groups of pp={mesh.pp}; of microbatches={count} some are "
+                "left over"
             )
         if self.shard_size is not None and mesh.replicas % self.shard_size:
             over = f"dp={mesh.dp}" + (f" x cp={mesh.cp}" if mesh.cp > 1 else "")
