@@ -112,17 +112,17 @@ def study_model(
     # Inputs show the moments of those in training no nearer than what batch norms know of them.
     study = kept or study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
     studied = Studied(
-        model,
-        found,
-        route,
-        calls,
-        masks,
-        targets,
-        left_alone,
-        residuals,
-        study,
-        folder,
-        cached,
+        model=model,
+        found=found,
+        route=route,
+        calls=calls,
+        masks=masks,
+        targets=targets,
+        left_alone=left_alone,
+        residuals=residuals,
+        study=study,
+        folder=folder,
+        cached=cached,
         repeated=repeated,
     )
     if kept is None and doubted:

@@ -144,16 +144,16 @@ class MomentSums:
         sample_x = thinned(some_x, SAMPLE) + (self._about[0] - mean_x)
         sample_z = thinned(some_z, SAMPLE) + (self._about[1] - mean_z)
         return Moments(
-            cross,
-            covariance,
-            mean_x,
-            mean_z,
-            sums.rows,
-            sample_x.float(),
-            sample_z.float(),
-            self._residual_moments(means, centred),
-            extended,
-            self._sums.halves(self._about, centred=centred),
+            cross=cross,
+            covariance=covariance,
+            mean_x=mean_x,
+            mean_z=mean_z,
+            rows=sums.rows,
+            sample_x=sample_x.float(),
+            sample_z=sample_z.float(),
+            residual=self._residual_moments(means, centred),
+            extended=extended,
+            halves=self._sums.halves(self._about, centred=centred),
         )
 
 

@@ -217,8 +217,16 @@ def read_graphs(
     constants = tuple(find_constants(captured, notes))
     persistent = frozenset(model.state_dict(keep_vars=True))
     flows = _weigh(captured, notes, costs, tied)
-    name = type(model).__name__
-    return Graphs(name, captured, notes, costs, constants, persistent, flows, sequence_parallel)
+    return Graphs(
+        name=type(model).__name__,
+        captured=captured,
+        notes=notes,
+        costs=costs,
+        constants=constants,
+        persistent=persistent,
+        flows=flows,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
@@ -226,17 +234,17 @@ def reweigh(graphs: Graphs, costs: Costs) -> Graphs:
     tied = AUTO if len(graphs.flows) > 1 else next(iter(graphs.flows))
     flows = _weigh(graphs.captured, graphs.notes, costs, tied)
     return Graphs(
-        graphs.name,
-        graphs.captured,
-        graphs.notes,
-        costs,
-        graphs.constants,
-        graphs.persistent,
-        flows,
-        graphs.sequence_parallel,
-        graphs.positions,
-        graphs.divide,
-        graphs._known,
+        name=graphs.name,
+        captured=graphs.captured,
+        notes=graphs.notes,
+        costs=costs,
+        constants=graphs.constants,
+        persistent=graphs.persistent,
+        flows=flows,
+        sequence_parallel=graphs.sequence_parallel,
+        positions=graphs.positions,
+        divide=graphs.divide,
+        _known=graphs._known,
     )
 
 
