@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from panther_compile.errors import ConfigError, ConfigTypeError
+from panther_compile.config import check_type, read_integer, read_number
+from panther_compile.errors import ConfigError
 
 METHODS = ("kl", "block")
 OUTPUTS = {"auto": None, "logits": True, "features": False}
@@ -31,17 +32,11 @@ class HealOptions:
     def __post_init__(self) -> None:
         """Check every option."""
         for name in ("steps", "seed", "cache_bytes"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted an int")
+            object.__setattr__(self, name, read_integer(name, getattr(self, name)))
         for name in ("held_out", *([] if self.lr is None else ["lr"])):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted a number")
+            object.__setattr__(self, name, read_number(name, getattr(self, name)))
         for name in ("inplace", *([] if self.progress is None else ["progress"])):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise ConfigTypeError(f"{name}={flag!r} is a {type(flag).__name__}, wanted a bool")
+            check_type(name, getattr(self, name), bool)
         for name, fits, wanted in (
             ("steps", self.steps >= 1, "1 or more"),
             ("cache_bytes", self.cache_bytes >= 0, "0 or more"),

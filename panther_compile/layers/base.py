@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import read_number
 from panther_compile.errors import (
     CheckpointMismatchError,
     ConfigError,
-    ConfigTypeError,
     FactoredWeightError,
     LayerError,
     RankError,
@@ -283,9 +283,7 @@ def check_rank_or_ratio(rank: object, ratio: object, what: str) -> None:
         raise ConfigError(f"{what}: give either rank= or ratio=, got {rank=} and {ratio=}")
     if ratio is None:
         return
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigTypeError(f"{what}: {ratio=} is a {type(ratio).__name__}, wanted a number in (0, 1]")
-    if not 0.0 < ratio <= 1.0:
+    if not 0.0 < read_number(f"{what}: ratio", ratio, "a number in (0, 1]") <= 1.0:
         raise ConfigError(f"{what}: {ratio=}, wanted 0 < ratio <= 1")
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.onnx import OnnxExporterError
 from torch.utils import _pytree as pytree
 
+from panther_compile.config import check_type, read_integer
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -105,6 +106,8 @@ def export_onnx(
     positional = (args,) if isinstance(args, torch.Tensor) else args
     path = checked_path(path, "path")
     check_target(path)
+    check_type("verify", verify, bool)
+    opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
     positional, named = _told_apart(*_with_last_named(model, positional, dict(kwargs or {})))
     check_rounding(then)

@@ -154,7 +154,7 @@ def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
         ({"broadcast": None}, "broadcast=None is a NoneType, wanted bool"),
         ({"sync_batchnorm": "no"}, "sync_batchnorm='no' is a str, wanted bool"),
         ({"data_parallel": "fsdp", "reshard_after_forward": "no"}, "reshard_after_forward='no' is a str"),
-        ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2' is a str, wanted an integer"),
         ({"data_parallel": "fsdp", "units": "0"}, "units='0'; it must be a list"),
         ({"data_parallel": "fsdp", "units": 3}, "units=3; it must be a list"),
     ],
