@@ -1,6 +1,7 @@
 """`partition_model` as users call it: what is chosen, printed and refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -193,6 +194,13 @@ def test_numbers_of_numpy_are_read_as_pythons_own():
     plain = partition_model(model, x, mesh={"dp": 1, "pp": 2}, microbatches=4, hardware="cpu")
     given = partition_model(model, x, mesh={"dp": 1, "pp": two}, microbatches=four, hardware="cpu")
     assert given.to_json() == plain.to_json()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
+def test_an_example_without_numbers_is_refused(shape):
+    """All would cost next to nothing, and the plan be of no model."""
+    with pytest.raises(CaptureError, match=rf"are empty, {re.escape(str(shape))}: wanted the inputs of one"):
+        partition_model(nn.Sequential(nn.Linear(8, 8)), torch.randn(*shape), devices=2, hardware="cpu")
 
 
 @pytest.mark.parametrize(
