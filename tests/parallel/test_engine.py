@@ -38,6 +38,7 @@ def four(ranks):
         behavior.batches,
         behavior.modes,
         behavior.structured_targets,
+        behavior.other_dtypes,
     ],
 )
 def test_on_two_ranks(two, job):
