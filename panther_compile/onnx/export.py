@@ -236,12 +236,19 @@ def _check_arguments(model: object, args: object, opset: int) -> None:
         raise ConfigError(f"opset={opset}, wanted {OLDEST_EXPORT_OPSET} to {newest}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_loaded(tensor, name)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.LSTM) and layer.proj_size:
+            raise OnnxExportError(
+                f"{name or 'the model'} is an LSTM with proj_size={layer.proj_size}, which ONNX's has not, "
+                "and the file that torch writes does not run; sketched it can be exported"
+            )
 
 
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, opset: int
 ) -> torch.onnx.ONNXProgram:
-    names = _output_names(_result(model, Call(args, kwargs)))
+    result = _result(model, Call(args, kwargs))
+    names = _output_names(result)
     asked = asked_free(model, args, kwargs, dynamic_shapes)
     try:
         with warnings.catch_warnings():
@@ -258,7 +265,9 @@ def _export(
                 custom_translation_table=TRANSLATIONS,
             )
     except OnnxExporterError as error:
-        raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
+        others = " and ".join(_no_tensors(result))
+        cause = f"{others}; the outputs of a file are tensors" if others else _first_cause(error)
+        raise OnnxExportError(f"torch cannot export {type(model).__name__}: {cause}") from error
     assert program is not None
     check_free(asked, _tensors(args, kwargs), program.model.graph.inputs)
     _tell_names_apart(program.model.graph)
@@ -278,6 +287,16 @@ def _result(model: nn.Module, call: Call) -> object:
             f"{type(model).__name__}, with plain attention and no cache, was given {described(call)} and "
             f"raised {type(error).__name__}: {first_line(error)}"
         ) from error
+
+
+def _no_tensors(result: object) -> list[str]:
+    """What a result holds besides tensors, in words."""
+    leaves, _ = pytree.tree_flatten_with_path(result)
+    return [
+        f"result{pytree.keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not isinstance(leaf, torch.Tensor | None)
+    ]
 
 
 def _first_cause(error: BaseException) -> str:
