@@ -131,8 +131,9 @@ class TrainingCheckpoints:
             optimizer: of `engine.parameters()`; torch's `ZeroRedundancyOptimizer` too, whose states are then
                 saved as those of the optimizer that it divides.
             step: of the training.
-            extra: what else is needed to go on (place in the data, schedulers): numbers, texts, None, lists,
-                tuples and mappings of such, the same on every rank.
+            extra: what else is needed to go on (place in the data, schedulers): numbers, texts, None, small
+                tensors, lists, tuples and mappings of such, the same on every rank. Tensors come back on the
+                CPU.
 
         Raises:
             CheckpointError: the last save failed, or there is something that cannot be saved.

@@ -219,6 +219,27 @@ def test_what_is_saved_beside_a_training_comes_back_as_it_was(one_rank, tmp_path
         checkpoints.save(engine, optimizer, step=2, extra={"endless": endless})
 
 
+def test_a_scheduler_of_a_rate_that_is_a_tensor_is_saved(one_rank, tmp_path):
+    engine = parallelize_model(*one_rank)
+
+    def made():
+        optimizer = torch.optim.SGD(engine.parameters(), lr=torch.tensor(0.3))
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+
+    (optimizer, scheduler), (resumed, other) = made(), made()
+    optimizer.step()
+    scheduler.step()
+    checkpoints = TrainingCheckpoints(tmp_path / "run")
+    drawn = torch.get_rng_state()
+    checkpoints.save(engine, optimizer, step=1, extra={"scheduler": scheduler.state_dict(), "drawn": drawn})
+    extra = checkpoints.load(engine, resumed).extra
+    other.load_state_dict(extra["scheduler"])
+    for one in (scheduler, other):
+        one.step()
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == torch.tensor(0.3) * 0.1 * 0.1
+    assert torch.equal(extra["drawn"], drawn)
+
+
 def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):
     engine = parallelize_model(*one_rank)
     optimizer = torch.optim.SGD(engine.parameters())
