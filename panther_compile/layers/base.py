@@ -64,12 +64,23 @@ class SketchedLayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a new weight or bias: there is no such tensor, but factors of it."""
-        if isinstance(value, Tensor) and isinstance(getattr(type(self), name, None), property):
-            raise FactoredWeightError(
-                f"{type(self).__name__}.{name} cannot be set: it is made of the layer's parts when it "
-                "is read. Set their parameters, or make the layer dense first: panther_compile.densify(model)"
-            )
+        if isinstance(value, Tensor):
+            self._check_own(name, "set")
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse what `torch.nn.utils.prune` would keep a weight or bias under, likewise."""
+        self._check_own(name.removesuffix("_orig"), "pruned")
+        super().register_parameter(name, param)
+
+    def _check_own(self, name: str, done: str) -> None:
+        """Raise FactoredWeightError if a tensor is made of the layer's parts."""
+        if isinstance(getattr(type(self), name, None), property):
+            raise FactoredWeightError(
+                f"{type(self).__name__}.{name} cannot be {done}: it is made of the layer's parts when it "
+                "is read. Their parameters can be; or make the layer dense first: "
+                "panther_compile.densify(model)"
+            )
 
     def __prepare_scriptable__(self) -> Any:
         """Say why `torch.jit.script` cannot take the layer, which it would in a riddle."""
