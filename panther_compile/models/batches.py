@@ -72,10 +72,10 @@ def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     def duplicate(tensor: Tensor) -> Tensor:
         return made.setdefault(id(tensor), tensor.clone())
 
-    return with_tensors((args, kwargs), duplicate, _duplicate_object)  # type: ignore[no-any-return]
+    return with_tensors((args, kwargs), duplicate, copy_object)  # type: ignore[no-any-return]
 
 
-def _duplicate_object(value: Any) -> Any:
+def copy_object(value: Any) -> Any:
     """A copy of what may hold tensors in its own way, as the graphs of PyTorch Geometric do.
 
     A module is given as it is, and so is what cannot be copied, as a stream.

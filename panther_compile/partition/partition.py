@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from panther_compile.config import check_type, is_integer, read_integer
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
+from panther_compile.models.batches import copy_object, with_tensors
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.capture import example_arguments, quiet
@@ -169,6 +170,8 @@ def partition_model(
     _check_products(products, keeps, places, profile)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
     differ = len(places) > 1
+    # A graph is read by running the model's code on what stands for tensors, which it may write into objects.
+    example_inputs = with_tensors(example_inputs, lambda tensor: tensor, copy_object)
     samples = count_samples(example_inputs)
     if mesh is None and global_batch is None:
         global_batch = MICROBATCHES_PER_DEVICE * (devices or 1) * samples

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,6 +195,30 @@ def test_numbers_of_numpy_are_read_as_pythons_own():
     plain = partition_model(model, x, mesh={"dp": 1, "pp": 2}, microbatches=4, hardware="cpu")
     given = partition_model(model, x, mesh={"dp": 1, "pp": two}, microbatches=four, hardware="cpu")
     assert given.to_json() == plain.to_json()
+
+
+class Centred(nn.Module):
+    """Writes into what it is given: a tensor, or an object that holds one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, given):
+        if isinstance(given, torch.Tensor):
+            return self.body(given.sub_(1.0))
+        given.x = self.body(given.x)
+        return given.x
+
+
+def test_a_model_that_writes_into_its_example():
+    """A profile ran it on the example itself, and torch.fx left its proxies in objects."""
+    x = torch.randn(4, 8)
+    given, held = x.clone(), SimpleNamespace(x=x)
+    partition_model(Centred(), given, mesh={"dp": 2}, hardware="cpu", profile=True)
+    assert torch.equal(given, x)
+    partition_model(Centred(), held, mesh={"dp": 2}, hardware="cpu")
+    assert held.x is x
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
