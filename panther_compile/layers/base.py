@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import read_number
 from panther_compile.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     ConfigError,
     FactoredWeightError,
@@ -19,6 +20,7 @@ from panther_compile.errors import (
 from panther_compile.factorization.values import check_loaded, check_values
 
 Spec = dict[str, Any]
+_FACTORS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
 class SketchedLayer(nn.Module):
@@ -280,6 +282,25 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
                 check_values(parameter, full)
             elif any("_hf_hook" in vars(part) for part in layer.modules()):
                 check_loaded(parameter, full)
+
+
+def check_held(model: nn.Module, action: str) -> None:
+    """Check that the factors of a model's sketched layers hold their weights, and make them of nothing.
+
+    Args:
+        model: with sketched layers.
+        action: what is to be done once they do, in words.
+
+    Raises:
+        CheckpointError: one is pruned or parametrized, which no spec says.
+    """
+    for name, layer in model.named_modules():
+        for key, part in layer.named_modules() if isinstance(layer, SketchedLayer) else ():
+            if isinstance(part, _FACTORS) and "weight" not in part._parameters:
+                raise CheckpointError(
+                    f"{name}{'.' if name else ''}{key} makes its weight of other tensors: {action} after "
+                    "torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
+                )
 
 
 def check_rank(rank: int, largest: int, what: str) -> None:
