@@ -7,7 +7,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from panther_compile.config import Selector, SketchConfig, SketchOptions
+from panther_compile.config import Selector, SketchConfig, SketchOptions, check_type
 from panther_compile.errors import WrappedModelError
 from panther_compile.kinds.match import is_adapter
 from panther_compile.layers.base import check_factors, outermost, sketched_layers
@@ -148,12 +148,13 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         inplace: change the model given, in place of a copy.
 
     Raises:
-        ConfigTypeError: the model is no `nn.Module`, or cannot be copied.
+        ConfigTypeError: the model is no `nn.Module`, or cannot be copied; or `inplace` is no bool.
         NoTargetError: the model holds no sketched layer.
         WeightError: a factor was quantized or sharded, or is on disk, and cannot be multiplied out.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(model)
+    check_type("inplace", inplace, bool)
     _check_unadapted(model)
     check_factors(model, "densify the model")
     with undisturbed():

@@ -30,18 +30,19 @@ from panther_compile.errors import (
 )
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import described_layer
-from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, sketched_layers
+from panther_compile.layers.base import (
+    SketchedLayer,
+    check_held,
+    keeps_numbers_elsewhere,
+    sketched_layers,
+)
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
-from panther_compile.records import (
-    RECORD_ATTRIBUTE,
-    SketchRecord,
-    keep_record,
-)
+from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_record
 from panther_compile.storage import (
     checked_path,
     document_sha256,
@@ -114,7 +115,8 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Raises:
         ConfigTypeError: the model is no module, or the directory no path.
         NoTargetError: the model holds no sketched layer.
-        CheckpointError: a file cannot be written, or the model keeps state that safetensors cannot hold.
+        CheckpointError: a file cannot be written, the model keeps state that safetensors cannot hold, or a
+            factor makes its weight of other tensors.
     """
     path = checked_path(directory, "directory")
     _check_module(model, "model")
@@ -123,6 +125,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     if RECORD_ATTRIBUTE in vars(model):
         advice = "all its layers are dense, and torch.save(model.state_dict()) keeps them"
     layers = sketched_layers(model, advice)
+    check_held(model, "call save_sketched")
     tensors, aliases = _split_aliases(_state(model))
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from numbers import Integral, Real
+from typing import TypeAlias, TypedDict, TypeGuard
 
 import torch
 from torch import nn
@@ -100,29 +101,27 @@ class SketchConfig:
         if isinstance(self.ratio, Mapping):
             if not self.ratio:
                 raise ConfigError("ratio={}: wanted at least one selector")
-            for selector, ratio in self.ratio.items():
+            for selector in self.ratio:
                 _check_selector("ratio", selector)
-                _check_ratio(f"ratio[{selector!r}]", ratio)
+            self._set("ratio", {one: _read_ratio(f"ratio[{one!r}]", own) for one, own in self.ratio.items()})
         else:
-            _check_ratio("ratio", self.ratio)
+            self._set("ratio", _read_ratio("ratio", self.ratio))
         for option in ("include", "exclude"):
             for selector in selectors(getattr(self, option)):
                 _check_selector(option, selector)
         _check_choice("method", self.method, METHODS)
         _check_choice("output", self.output, tuple(OUTPUTS))
         _check_choice("refine", self.refine, REFINEMENTS)
-        _check_integer("refine_steps", self.refine_steps, 1)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
         _check_choice("attention", self.attention, ATTENTIONS)
         if self.sketch != "gaussian" and self.method == "svd":
             raise ConfigError(
                 f"sketch={self.sketch!r} conflicts with method={self.method!r}, which draws no test matrix"
             )
-        _check_integer("features", self.features, 1)
-        _check_integer("min_params", self.min_params, 0)
+        for option, least in (("refine_steps", 1), ("features", 1), ("min_params", 0), ("seed", 0)):
+            self._set(option, read_integer(option, getattr(self, option), least))
         if self.round_rank_to is not None:
-            _check_integer("round_rank_to", self.round_rank_to, 1)
-        _check_integer("seed", self.seed, 0)
+            self._set("round_rank_to", read_integer("round_rank_to", self.round_rank_to, 1))
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed!r}, wanted at most {MAX_SEED}")
         check_type("allow_slower", self.allow_slower, bool)
@@ -130,7 +129,7 @@ class SketchConfig:
         if self.allow_slower and self.objective == "latency":
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
         if self.cache_ratio is not None:
-            _check_ratio("cache_ratio", self.cache_ratio)
+            self._set("cache_ratio", _read_ratio("cache_ratio", self.cache_ratio))
             if self.objective != "cache" or isinstance(self.ratio, Mapping):
                 raise ConfigError(
                     f"cache_ratio={self.cache_ratio!r} is for objective='cache' and a single ratio, got "
@@ -144,6 +143,10 @@ class SketchConfig:
         if self.device is not None:
             check_type("device", self.device, torch.device, str)
             check_device(self.device)
+
+    def _set(self, option: str, value: object) -> None:
+        """Take an option as it was read: numbers are Python's own."""
+        object.__setattr__(self, option, value)
 
     def ratios(self) -> tuple[tuple[Selector, float], ...]:
         """(selector, ratio) of each budget, in order; one that matches everything if ratio is a number."""
@@ -185,11 +188,11 @@ def selects(selector: Selector, module: nn.Module, name: str) -> bool:
     return bool(selector(module, name))
 
 
-def _check_ratio(option: str, ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigTypeError(f"{option}={ratio!r} is a {type(ratio).__name__}, wanted a number in (0, 1]")
+def _read_ratio(option: str, given: object) -> float:
+    ratio = read_number(option, given, "a number in (0, 1]")
     if math.isnan(ratio) or not 0.0 < ratio <= 1.0:
-        raise ConfigError(f"{option}={ratio!r}, wanted a number in (0, 1]")
+        raise ConfigError(f"{option}={given!r}, wanted a number in (0, 1]")
+    return ratio
 
 
 def _check_selector(option: str, selector: object) -> None:
@@ -230,11 +233,44 @@ def _check_choice(option: str, given: object, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{option}={given!r}, wanted one of {', '.join(map(repr, known))}")
 
 
-def _check_integer(option: str, given: object, least: int) -> None:
-    if isinstance(given, bool) or not isinstance(given, int):
+def is_integer(given: object) -> TypeGuard[int]:
+    """Whether it is an integer, of Python or numpy, and no truth."""
+    return isinstance(given, Integral) and not isinstance(given, bool)
+
+
+def read_integer(option: str, given: object, least: int | None = None) -> int:
+    """An integer as Python's own, also where it is numpy's.
+
+    Args:
+        option: its name.
+        given: for it.
+        least: that it may be, if anything.
+
+    Raises:
+        ConfigError: it is less.
+        ConfigTypeError: it is no integer, or a truth.
+    """
+    if not is_integer(given):
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted an integer")
-    if given < least:
+    if least is not None and given < least:
         raise ConfigError(f"{option}={given!r}, wanted at least {least}")
+    return int(given)
+
+
+def read_number(option: str, given: object, wanted: str = "a number") -> float:
+    """A number as Python's own, also where it is numpy's.
+
+    Args:
+        option: its name.
+        given: for it.
+        wanted: in words.
+
+    Raises:
+        ConfigTypeError: it is none, or a truth.
+    """
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {wanted}")
+    return given if isinstance(given, int) else float(given)
 
 
 def check_device(device: torch.device | str) -> None:

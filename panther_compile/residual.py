@@ -18,7 +18,7 @@ from panther_compile.calibration.branch_fit import (
 )
 from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
-from panther_compile.config import Selector, selectors, selects
+from panther_compile.config import Selector, check_type, read_number, selectors, selects
 from panther_compile.errors import (
     CheckpointMismatchError,
     ConfigError,
@@ -165,7 +165,7 @@ def add_residual(
 
     Raises:
         ConfigError: neither rank nor budget is given, or both; or the budget holds no branch.
-        ConfigTypeError: a model is no `nn.Module`, or cannot be copied.
+        ConfigTypeError: a model is no `nn.Module`, or cannot be copied; or an option is of another type.
         DataError: there is no batch, the model cannot run one, or NaN or Inf comes of it.
         NoTargetError: no linear layer differs from the dense model's.
         RankError: the rank is larger than a layer's smaller side.
@@ -176,6 +176,7 @@ def add_residual(
     """
     check_module(quantized)
     check_module(dense)
+    check_type("inplace", inplace, bool)
     _check_size(rank, budget)
     with undisturbed():
         twins = _selected(quantized, _twins(quantized, dense), include, exclude)
@@ -214,6 +215,7 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(quantized)
+    check_type("inplace", inplace, bool)
     if not isinstance(state_dict, Mapping):
         raise ConfigTypeError(f"state_dict is a {type(state_dict).__name__}, wanted what state_dict() gave")
     names = [key.removesuffix(_UP).rstrip(".") for key in state_dict if key.endswith(_UP)]
@@ -274,11 +276,7 @@ def _key(name: str, part: str) -> str:
 def _check_size(rank: int | None, budget: float | None) -> None:
     if (rank is None) == (budget is None):
         raise ConfigError(f"give either rank= or budget=, got {rank=} and {budget=}")
-    if budget is None:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ConfigTypeError(f"{budget=} is a {type(budget).__name__}, wanted a number above 0")
-    if not budget > 0:
+    if budget is not None and not read_number("budget", budget, "a number above 0") > 0:
         raise ConfigError(f"{budget=}, wanted a number above 0")
 
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import check_type
 from panther_compile.factorization.balance import balanced, pays_in_int8
 from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import check_factors, is_plain, outermost, sketched_layers, take_over
@@ -37,13 +38,14 @@ def prepare_int8(model: Model, data: Data | None = None, *, inplace: bool = Fals
         inplace: change the model given, in place of a copy.
 
     Raises:
-        ConfigTypeError: the model is no `nn.Module`, or the data is none of what `sketchify` takes.
+        ConfigTypeError: the model is no `nn.Module`, `inplace` no bool, or the data none of what is taken.
         DataError: there is no batch, the model cannot run one, or NaN or Inf comes of it.
         NoTargetError: the model holds no sketched layer.
         WeightError: a factor was quantized or sharded, is on the meta device, or holds NaN or Inf.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
     check_module(model)
+    check_type("inplace", inplace, bool)
     sketched_layers(model)
     check_factors(model, "call prepare_int8", numbers=True)
     layers = rounded_layers(model)

@@ -382,3 +382,22 @@ def test_a_trial_is_a_function_that_another_process_can_import(given):
 def test_a_choice_given_as_an_array(verb):
     with pytest.raises(ConfigError, match=r"method=.*, wanted one of 'auto'"):
         verb(mlp(), method=np.array(["svd", "auto"]))
+
+
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (lambda model: pc.densify(model, inplace="no"), "inplace"),
+        (lambda model: pc.prepare_int8(model, inplace="no"), "inplace"),
+        (lambda model: pc.add_residual(model, model, 4, inplace="no"), "inplace"),
+        (lambda model: pc.load_residual(model, {}, inplace="no"), "inplace"),
+        (lambda model: pc.export_onnx(model, torch.randn(1, 32), "a.onnx", verify="no"), "verify"),
+        (lambda model: pc.sketch_onnx("a.onnx", "b.onnx", data=[], sequential="no"), "sequential"),
+        (lambda model: pc.sketch_onnx("a.onnx", "b.onnx", verify="no"), "verify"),
+        (lambda model: pc.add_residual_onnx("a.onnx", "b.onnx", "c.onnx", 4, sequential="no"), "sequential"),
+    ],
+)
+def test_no_text_is_taken_for_true(call, option):
+    """`inplace="no"` changed the model that was given."""
+    with pytest.raises(ConfigTypeError, match=f"{option}='no' is a str, wanted bool"):
+        call(mlp())

@@ -15,6 +15,7 @@ from panther_compile.config import SketchConfig, selectors, selects
 from panther_compile.errors import ConfigError, ConfigTypeError, PantherError
 from panther_compile.factorization.factorize import METHODS
 from panther_compile.factorization.sketches import SKETCH_KINDS
+from panther_compile.healing.options import HealOptions
 
 NAN, INF = float("nan"), float("inf")
 
@@ -110,6 +111,19 @@ def test_integers(option, least):
     for given in (1.0, "8", NAN, True, False, [8], 8j, torch.tensor(8)):
         with pytest.raises(ConfigTypeError, match=f"{option}=.*wanted an integer"):
             SketchConfig(**{option: given})
+
+
+def test_numbers_of_numpy_are_read_as_pythons_own():
+    """A sweep over `np.linspace` or `np.arange` gives such; files hold none."""
+    config = SketchConfig(ratio=np.float32(0.5), seed=np.int64(3), min_params=np.uint8(7))
+    assert config == SketchConfig(ratio=0.5, seed=3, min_params=7)
+    assert [type(one) for one in (config.ratio, config.seed, config.min_params)] == [float, int, int]
+    assert type(SketchConfig(ratio={"fc": np.float16(0.25)}).ratio["fc"]) is float
+    options = HealOptions(steps=np.int32(4), lr=np.float32(0.5), held_out=np.float64(0.25))
+    assert options == HealOptions(steps=4, lr=0.5, held_out=0.25)
+    assert [type(one) for one in (options.steps, options.lr)] == [int, float]
+    with pytest.raises(ConfigTypeError, match=r"seed=np.True_ is a bool.*, wanted an integer"):
+        SketchConfig(seed=np.True_)
 
 
 @pytest.mark.parametrize("option", ["features", "min_params", "seed"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn.utils import prune
 
 import panther_compile as pc
 from panther_compile import sketching
@@ -506,9 +507,9 @@ def test_logits_are_matched_by_divergence():
         ({"steps": 1.5}, ConfigTypeError, "steps=1.5 is a float"),
         ({"lr": 0.0}, ConfigError, "lr=0.0"),
         ({"lr": "high"}, ConfigTypeError, "lr='high' is a str"),
-        ({"inplace": "no"}, ConfigTypeError, "inplace='no' is a str, wanted a bool"),
-        ({"seed": "a"}, ConfigTypeError, "seed='a' is a str, wanted an int"),
-        ({"progress": 1}, ConfigTypeError, "progress=1 is a int, wanted a bool"),
+        ({"inplace": "no"}, ConfigTypeError, "inplace='no' is a str, wanted bool"),
+        ({"seed": "a"}, ConfigTypeError, "seed='a' is a str, wanted an integer"),
+        ({"progress": 1}, ConfigTypeError, "progress=1 is a int, wanted bool"),
         ({"method": "magic"}, ConfigError, "'kl', 'block'"),
         ({"output": "words"}, ConfigError, "'logits', 'features'"),
         ({"held_out": 1.0}, ConfigError, "between 0 and 1"),
@@ -594,8 +595,25 @@ def test_nothing_to_match():
     small = sketched_encoder(teacher)
     for model in (teacher, small):
         model.register_forward_hook(lambda *_: "text")
-    with pytest.raises(HealingError, match="no floating tensor of equal shape"):
+    with pytest.raises(HealingError, match="no floating tensor of equal shape: none and none"):
         pc.heal(small, teacher=teacher, data=batches(2), steps=1)
+
+
+def test_pruned_factors_are_healed_under_their_mask():
+    """Their weights are no parameters, but made of such: torch raised that they need no gradient."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 8))
+    small = pc.sketchify(teacher, 0.5, min_params=0, allow_slower=True, progress=False)
+    prune.l1_unstructured(small[0].down, "weight", 0.5)
+    prune.l1_unstructured(small[2].up, "weight", 0.25)
+    data = [torch.randn(32, 48) for _ in range(4)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=8, progress=False)
+    for name, share in (("0.down", 0.5), ("2.up", 0.25)):
+        before, after = small.get_submodule(name), healed.get_submodule(name)
+        assert float((after.weight_mask == 0).float().mean()) == pytest.approx(share, abs=1e-3)
+        assert not torch.equal(after.weight_orig, before.weight_orig)
+    report = pc.heal_report(healed)
+    assert report.after["output"] < report.before["output"]
 
 
 def test_gradients_next_to_nothing_make_no_long_step():

@@ -1,5 +1,8 @@
 """Exported models compute in ONNX Runtime what they compute in torch, and a failed export leaves nothing."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import onnx
 import onnxruntime as ort
 import pytest
@@ -122,6 +125,45 @@ def test_a_model_that_raises_says_on_what(tmp_path):
         OnnxExportError, match=r"Sequential.*was given \(\(2, 9\) float32\) and raised RuntimeError"
     ):
         pc.export_onnx(model, (torch.randn(2, 9),), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Counted(NamedTuple):
+    values: torch.Tensor
+    count: int
+
+
+@dataclass
+class Held:
+    values: torch.Tensor
+
+
+class Giving(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.body, self.form = nn.Linear(8, 8), form
+
+    def forward(self, x):
+        return self.form(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (lambda y: Counted(y, 3), r"export Giving: result.count is a int; the outputs of a file are tensors"),
+        (Held, r"export Giving: result is a Held; the outputs of a file are tensors"),
+    ],
+)
+def test_a_result_that_holds_no_tensor_is_named(form, says, tmp_path):
+    with pytest.raises(OnnxExportError, match=says):
+        pc.export_onnx(Giving(form), torch.randn(2, 8), tmp_path / "m.onnx")
+
+
+def test_an_lstm_with_projections_is_refused(tmp_path):
+    """Torch writes it as ONNX's LSTM, which has no projection, and whose file does not run."""
+    model = nn.Sequential(nn.LSTM(8, 8, proj_size=4))
+    with pytest.raises(OnnxExportError, match=r"^0 is an LSTM with proj_size=4, which ONNX's has not"):
+        pc.export_onnx(model, torch.randn(2, 3, 8), tmp_path / "m.onnx", verify=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -241,6 +241,17 @@ def test_attention_is_the_reference(causal, masked, queries, keys):
     torch.testing.assert_close(torch.autograd.grad(found, inputs[:3], grad), wanted)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 0), (0, 6), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_to_nothing_is_zero(causal, queries, keys):
+    """As that to keys which are all hidden."""
+    *inputs, mask = attention_inputs(queries=queries, keys=keys)
+    found = favor_attention(*inputs, mask, causal=causal)
+    assert torch.equal(found, inputs[2].new_zeros(*inputs[0].shape[:3], inputs[2].shape[3]))
+    for one, grad in zip(inputs[:3], torch.autograd.grad(found.sum(), inputs[:3]), strict=True):
+        assert torch.equal(grad, torch.zeros_like(one))
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 128])
 @pytest.mark.parametrize("hidden", [False, True], ids=["open", "hidden"])
 def test_attention_backward_by_chunks(chunk, hidden):
@@ -421,6 +432,7 @@ def wrong(case):
         "channels": (lambda: sketched_conv2d(image[:, 1:], kernel, point), r"\(2, 2, 6, 7\).*\(4, 3,"),
         "point": (lambda: sketched_conv2d(image, kernel, point[:, 1:]), r"wanted up \(O, 4, 1, 1\)"),
         "head_dim": (lambda: favor_attention(q, k, v, w[:, 1:]), r"\(9, 3\)"),
+        "no directions": (lambda: favor_attention(q, k, v, w[:0]), r"directions \(0, 4\)"),
         "lengths": (lambda: favor_attention(q, k, v[:, :, 1:], w), r"\(2, 1, 6, 4\).*\(2, 1, 5, 3\)"),
         "mask": (lambda: favor_attention(q, k, v, w, mask[..., 1:]), r"\(2, 1, 5\).*\(2, 1, 6\)"),
         "directions": (lambda: favor_attention(q, k, v, w.requires_grad_()), "directions requires a grad"),
@@ -446,6 +458,7 @@ def wrong(case):
         "channels",
         "point",
         "head_dim",
+        "no directions",
         "lengths",
         "mask",
         "directions",

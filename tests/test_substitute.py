@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from panther_compile.models.substitute import copy_with, replace_inside
+from panther_compile.models.watched import copy_sharing
 
 
 class Holder(nn.Module):
@@ -54,6 +55,31 @@ def test_every_reference_follows(put):
     assert result.plain_list[2] == "x"
     assert result.plain_dict["n"] == 3
     assert result.untouched == (1, 2)
+
+
+class Cached(Holder):
+    """Keeps what it computed of a parameter, as LeViT does in eval mode: `deepcopy` refuses such tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.by_device, self.listed_too = nn.Parameter(torch.ones(4)), {}, []
+
+    def forward(self, x):
+        self.by_device[x.device] = 2 * self.scale
+        self.listed_too.append(3 * self.scale)
+        return self.fc(x) * self.by_device[x.device]
+
+
+@pytest.mark.parametrize("put", [copy_with, copy_sharing])
+def test_what_a_model_has_computed_and_keeps_is_copied(put):
+    model, new = Cached(), nn.Linear(4, 4)
+    model(torch.ones(4))
+    result = put(model, {model.fc: new})
+    (kept,), (listed,) = result.by_device.values(), result.listed_too
+    assert torch.equal(kept, torch.full((4,), 2.0))
+    assert torch.equal(listed, torch.full((4,), 3.0))
+    assert not kept.requires_grad
+    assert kept is not model.by_device[kept.device]
 
 
 @pytest.mark.parametrize("put", [copy_with, replace_inside])

@@ -39,20 +39,22 @@ class Remembers(nn.Module):
 
 
 class Attribute(Remembers):
-    """The same, with a tensor that is no buffer."""
+    """The same, with tensors that are no buffers, one of them in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = torch.zeros(3)
+        self.seen, self.by_size = torch.zeros(3), {64: torch.zeros(3)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Count in it."""
-        self.seen.add_(1)
+        for count in (self.seen, self.by_size[64]):
+            count.add_(1)
         return super().forward(x)
 
 
 def written(model: nn.Module) -> list[Tensor]:
     found = [model.calls, model.cache, model.newest, getattr(model, "seen", torch.zeros(3))]
+    found += getattr(model, "by_size", {}).values()
     return [tensor.clone() for tensor in found]
 
 

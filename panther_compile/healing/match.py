@@ -202,4 +202,4 @@ def _mean(losses: Iterable[Tensor]) -> Tensor:
 
 
 def _described(given: Given) -> str:
-    return ", ".join(f"{name or 'tensor'} {tuple(t.shape)}" for name, t in given.output) or "no tensor"
+    return ", ".join(f"{name or 'tensor'} {tuple(t.shape)}" for name, t in given.output) or "none"

@@ -3,45 +3,39 @@
 import math
 from dataclasses import dataclass
 
-from panther_compile.config import OUTPUTS
-from panther_compile.errors import ConfigError, ConfigTypeError
+from panther_compile.config import OUTPUTS, check_type, read_integer, read_number
+from panther_compile.errors import ConfigError
 
 METHODS = ("kl", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealOptions:
-    """What `heal` may be told; it says what each of them is. Those that `refine` cannot be told are last.
+    """What `heal` may be told; it says what each of them is.
 
     Raises:
         ConfigError: an option is out of range.
         ConfigTypeError: an option has the wrong type.
     """
 
-    steps: int
-    method: str
-    output: str
-    seed: int
-    progress: bool | None
+    steps: int = 200
+    method: str = "kl"
     lr: float | None = None
+    output: str = "auto"
     held_out: float = 0.125
     inplace: bool = False
+    seed: int = 0
+    progress: bool | None = None
     cache_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
         """Check every option."""
         for name in ("steps", "seed", "cache_bytes"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted an int")
+            object.__setattr__(self, name, read_integer(name, getattr(self, name)))
         for name in ("held_out", *([] if self.lr is None else ["lr"])):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise ConfigTypeError(f"{name}={number!r} is a {type(number).__name__}, wanted a number")
+            object.__setattr__(self, name, read_number(name, getattr(self, name)))
         for name in ("inplace", *([] if self.progress is None else ["progress"])):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise ConfigTypeError(f"{name}={flag!r} is a {type(flag).__name__}, wanted a bool")
+            check_type(name, getattr(self, name), bool)
         for name, fits, wanted in (
             ("steps", self.steps >= 1, "1 or more"),
             ("cache_bytes", self.cache_bytes >= 0, "0 or more"),

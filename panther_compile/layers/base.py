@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import read_number
 from panther_compile.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     ConfigError,
-    ConfigTypeError,
     FactoredWeightError,
     LayerError,
     NoTargetError,
@@ -20,6 +21,7 @@ from panther_compile.errors import (
 from panther_compile.factorization.values import check_loaded, check_values
 
 Spec = dict[str, Any]
+_FACTORS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
 class SketchedLayer(nn.Module):
@@ -65,12 +67,23 @@ class SketchedLayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a new weight or bias: there is no such tensor, but factors of it."""
-        if isinstance(value, Tensor) and isinstance(getattr(type(self), name, None), property):
-            raise FactoredWeightError(
-                f"{type(self).__name__}.{name} cannot be set: it is made of the layer's parts when it "
-                "is read. Set their parameters, or make the layer dense first: panther_compile.densify(model)"
-            )
+        if isinstance(value, Tensor):
+            self._check_own(name, "set")
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse what `torch.nn.utils.prune` would keep a weight or bias under, likewise."""
+        self._check_own(name.removesuffix("_orig"), "pruned")
+        super().register_parameter(name, param)
+
+    def _check_own(self, name: str, done: str) -> None:
+        """Raise FactoredWeightError if a tensor is made of the layer's parts."""
+        if isinstance(getattr(type(self), name, None), property):
+            raise FactoredWeightError(
+                f"{type(self).__name__}.{name} cannot be {done}: it is made of the layer's parts when it "
+                "is read. Their parameters can be; or make the layer dense first: "
+                "panther_compile.densify(model)"
+            )
 
     def __prepare_scriptable__(self) -> Any:
         """Say why `torch.jit.script` cannot take the layer, which it would in a riddle."""
@@ -281,6 +294,25 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
                 check_loaded(parameter, full)
 
 
+def check_held(model: nn.Module, action: str) -> None:
+    """Check that the factors of a model's sketched layers hold their weights, and make them of nothing.
+
+    Args:
+        model: with sketched layers.
+        action: what is to be done once they do, in words.
+
+    Raises:
+        CheckpointError: one is pruned or parametrized, which no spec says.
+    """
+    for name, layer in model.named_modules():
+        for key, part in layer.named_modules() if isinstance(layer, SketchedLayer) else ():
+            if isinstance(part, _FACTORS) and "weight" not in part._parameters:
+                raise CheckpointError(
+                    f"{name}{'.' if name else ''}{key} makes its weight of other tensors: {action} after "
+                    "torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
+                )
+
+
 def check_rank(rank: int, largest: int, what: str) -> None:
     """Raise RankError unless rank is an integer in 1..largest."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= largest:
@@ -293,9 +325,7 @@ def check_rank_or_ratio(rank: object, ratio: object, what: str) -> None:
         raise ConfigError(f"{what}: give either rank= or ratio=, got {rank=} and {ratio=}")
     if ratio is None:
         return
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigTypeError(f"{what}: {ratio=} is a {type(ratio).__name__}, wanted a number in (0, 1]")
-    if not 0.0 < ratio <= 1.0:
+    if not 0.0 < read_number(f"{what}: ratio", ratio, "a number in (0, 1]") <= 1.0:
         raise ConfigError(f"{what}: {ratio=}, wanted 0 < ratio <= 1")
 
 

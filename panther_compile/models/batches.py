@@ -86,27 +86,48 @@ class Call:
 
 
 def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with tensors of their own; one that is given twice is one tensor there too."""
+    """The arguments with tensors and objects of their own; a tensor that is given twice is one there too."""
     made: dict[int, Tensor] = {}
 
     def duplicate(tensor: Tensor) -> Tensor:
         return made.setdefault(id(tensor), tensor.clone())
 
-    return with_tensors((args, kwargs), duplicate)  # type: ignore[no-any-return]
+    return with_tensors((args, kwargs), duplicate, copy_object)  # type: ignore[no-any-return]
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A value whose tensors are changed, in new dictionaries, as tokenizers give them, lists and tuples."""
+def copy_object(value: Any) -> Any:
+    """A copy of what may hold tensors in its own way, as the graphs of PyTorch Geometric do.
+
+    A module is given as it is, and so is what cannot be copied, as a stream.
+    """
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return value
+
+
+def with_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """A value whose tensors are changed, in new dictionaries, as tokenizers give them, lists and tuples.
+
+    Args:
+        value: of any structure.
+        change: of a tensor.
+        other: of what is neither a tensor nor one of these.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict | UserDict):
         made = copy.copy(value)
         for key, item in value.items():
-            made[key] = with_tensors(item, change)
+            made[key] = with_tensors(item, change, other)
         return made
     if type(value) in (list, tuple):
-        return type(value)(with_tensors(item, change) for item in value)
-    return value
+        return type(value)(with_tensors(item, change, other) for item in value)
+    return other(value)
 
 
 def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:

@@ -1,7 +1,7 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,10 +75,13 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a module holds: parameters, buffers, and plain attributes."""
+    """Every tensor that a module holds: parameters, buffers, and attributes, also in lists and dicts."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers, module.__dict__):
-            yield from (tensor for tensor in held.values() if isinstance(tensor, Tensor))
+        plain = [one for name, one in vars(module).items() if name not in ("_parameters", "_buffers")]
+        held: list[Iterable[Any]] = [module._parameters.values(), module._buffers.values(), plain]
+        held += [one.values() for one in plain if isinstance(one, dict)]
+        held += [one for one in plain if isinstance(one, list | tuple)]
+        yield from (tensor for several in held for tensor in several if isinstance(tensor, Tensor))
 
 
 def written_tensors(model: nn.Module) -> Iterator[Tensor]:

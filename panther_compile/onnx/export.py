@@ -14,8 +14,9 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from panther_compile.config import check_type, read_integer
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -105,6 +106,8 @@ def export_onnx(
     positional = (args,) if isinstance(args, torch.Tensor) else args
     path = checked_path(path, "path")
     check_target(path)
+    check_type("verify", verify, bool)
+    opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
     example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
     check_rounding(then)
@@ -228,10 +231,17 @@ def _check_arguments(model: object, args: object, opset: int) -> None:
         raise ConfigError(f"opset={opset}, wanted {OLDEST_EXPORT_OPSET} to {newest}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_loaded(tensor, name)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.LSTM) and layer.proj_size:
+            raise OnnxExportError(
+                f"{name or 'the model'} is an LSTM with proj_size={layer.proj_size}, which ONNX's has not, "
+                "and the file that torch writes does not run; sketched it can be exported"
+            )
 
 
 def _export(model: nn.Module, example: Call, dynamic_shapes: Any, opset: int) -> torch.onnx.ONNXProgram:
-    names = _output_names(_result(model, example))
+    result = _result(model, example)
+    names = _output_names(result)
     asked = asked_free(model, example, dynamic_shapes)
     try:
         with warnings.catch_warnings():
@@ -248,7 +258,9 @@ def _export(model: nn.Module, example: Call, dynamic_shapes: Any, opset: int) ->
                 custom_translation_table=TRANSLATIONS,
             )
     except OnnxExporterError as error:
-        raise OnnxExportError(f"torch cannot export {type(model).__name__}: {_first_cause(error)}") from error
+        others = " and ".join(_no_tensors(result))
+        cause = f"{others}; the outputs of a file are tensors" if others else _first_cause(error)
+        raise OnnxExportError(f"torch cannot export {type(model).__name__}: {cause}") from error
     assert program is not None
     check_free(asked, example.tensors, program.model.graph.inputs)
     _tell_names_apart(program.model.graph)
@@ -268,6 +280,16 @@ def _result(model: nn.Module, call: Call) -> object:
             f"{type(model).__name__}, with plain attention and no cache, was given {described(call)} and "
             f"raised {type(error).__name__}: {first_line(error)}"
         ) from error
+
+
+def _no_tensors(result: object) -> list[str]:
+    """What a result holds besides tensors, in words."""
+    leaves, _ = tree_flatten_with_path(result)
+    return [
+        f"result{keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not isinstance(leaf, torch.Tensor | None)
+    ]
 
 
 def _first_cause(error: BaseException) -> str:

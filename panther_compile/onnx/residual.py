@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.calibration.branch_sums import Branch, BranchSums, best_of_matrix
+from panther_compile.config import check_type
 from panther_compile.errors import DataError, NoTargetError, SketchQualityWarning
 from panther_compile.layers.base import check_rank
 from panther_compile.models.batches import judged_of, learnt_of
@@ -70,7 +71,7 @@ def add_residual_onnx(
         SketchQualityWarning: the branches bring held-out batches no closer, and are left out.
 
     Raises:
-        ConfigError, ConfigTypeError: a path, or the form of the data, is not what is wanted.
+        ConfigError, ConfigTypeError: a path, `sequential`, or the form of the data, is not what is wanted.
         DataError: there is no batch, or one does not fit the inputs of both files.
         NoTargetError: no quantized product has a weight like that of a dense one.
         OnnxFileError: a file cannot be read or written.
@@ -83,6 +84,7 @@ def add_residual_onnx(
         for one, name in ((quantized, "quantized"), (dense, "dense"), (target, "target"))
     )
     check_target(target)
+    check_type("sequential", sequential, bool)
     model, source = read_model(low_path), read_model(dense_path)
     check_apart(target, model, source)
     sizes = stored_bytes(source, dense_path), stored_bytes(model, low_path)

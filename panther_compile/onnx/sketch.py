@@ -13,7 +13,7 @@ import torch
 
 from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.calibration.verdict import warn_if_destroyed
-from panther_compile.config import Selector, SketchConfig, check_has_data
+from panther_compile.config import Selector, SketchConfig, check_has_data, check_type
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
 from panther_compile.healing.report import HealReport
 from panther_compile.models.surroundings import undisturbed
@@ -205,6 +205,8 @@ def sketch_onnx(
             or types, or are not finite; nothing is written.
     """
     config = _config(ratio, options)
+    for option, given in (("sequential", sequential), ("verify", verify)):
+        check_type(option, given, bool)
     refines = config.refine != "none"
     check_has_data(data, {"sequential=True": sequential, f"refine={config.refine!r}": refines})
     if refines and config.keeps_all:

@@ -45,6 +45,7 @@ def favor_attention(
         and q.shape[3] == k.shape[3]
         and k.shape[2] == v.shape[2]
         and directions.shape[1:] == q.shape[3:]
+        and len(directions)
     ):
         shapes = f"q {size(q)}, k {size(k)}, v {size(v)}, directions {size(directions)}"
         raise OpError(f"{what}: {shapes}; wanted (N, H, L, D), (N, H, S, D), (N, H, S, V), (M, D)")
@@ -72,6 +73,8 @@ def has_attention_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _favor_attention(
     q: Tensor, k: Tensor, v: Tensor, directions: Tensor, key_mask: Tensor | None, causal: bool
 ) -> Tensor:
+    if _sees_nothing(q, k):
+        return v.new_zeros(*q.shape[:3], v.shape[3])
     forward: Any = plain_attention.favor_attention_forward
     if _choose_attention(q, v) == "fused":
         from panther_compile.kernels import random_feature_attention
@@ -98,6 +101,8 @@ def _favor_attention_backward(
     key_mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _sees_nothing(q, k):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     backward: Any = plain_attention.favor_attention_backward
     if _choose_attention(q, v, backward=True) == "fused":
         from panther_compile.kernels import random_feature_attention_backward
@@ -134,6 +139,11 @@ def _grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _favor_attention.register_autograd(_grad, setup_context=_save)
 for _device in ("cpu", "cuda"):
     _favor_attention.register_autocast(_device, torch.float32)
+
+
+def _sees_nothing(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no query, or no key for them, over which nothing has a largest."""
+    return 0 in (q.shape[2], k.shape[2])
 
 
 def _choose_attention(q: Tensor, v: Tensor, *, backward: bool = False) -> str:

@@ -11,10 +11,14 @@ A training that went back and saves a step again makes step-000000200.1 beside i
 import json
 import re
 import shutil
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError
 from panther_compile.storage import document_sha256, file_sha256, flush, keeps_checksum
@@ -22,7 +26,7 @@ from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "panther_compile.training", 1
-_ITEMS, _TUPLE = "(items)", "(tuple)"
+_ITEMS, _TUPLE, _TENSOR = _WORDS = "(items)", "(tuple)", "(tensor)"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _FILE = re.compile(r"\.?[\w-]+(\.[\w-]+)*")  # no path
 
@@ -80,13 +84,17 @@ class Manifest:
 
 
 def pack(value: Any) -> Any:
-    """What JSON has no word for, in words that it has: tuples, and mappings with other keys than texts."""
+    """What JSON has no word for, in words that it has: tuples, tensors, and keys that are no texts."""
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not {_ITEMS, _TUPLE} & set(value):
+        if all(isinstance(key, str) for key in value) and not set(_WORDS) & set(value):
             return {key: pack(one) for key, one in value.items()}
         return {_ITEMS: [[pack(key), pack(one)] for key, one in value.items()]}
     if isinstance(value, tuple):
         return {_TUPLE: [pack(one) for one in value]}
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
+        numbers = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [dtype, list(value.shape), b64encode(numbers.tobytes()).decode()]}
     return [pack(one) for one in value] if isinstance(value, list) else value
 
 
@@ -98,7 +106,7 @@ def unpack(value: Any, file: Path) -> Any:
     """
     try:
         return _unpack(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointCorruptError(f"{file} holds what was never packed: {error}") from error
 
 
@@ -109,6 +117,12 @@ def _unpack(value: Any) -> Any:
         return value
     if set(value) == {_TUPLE}:
         return tuple(_unpack(one) for one in value[_TUPLE])
+    if set(value) == {_TENSOR}:
+        name, shape, text = value[_TENSOR]
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a tensor of {name!r}")
+        return torch.tensor(list(b64decode(text)), dtype=torch.uint8).view(dtype).reshape(shape)
     if set(value) == {_ITEMS}:
         return {_unpack(key): _unpack(one) for key, one in value[_ITEMS]}
     return {key: _unpack(one) for key, one in value.items()}

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from panther_compile.config import read_integer
 from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -95,14 +96,12 @@ class TrainingCheckpoints:
             CheckpointError: the folder cannot be made.
         """
         self._folder = checked_path(folder, "folder")
-        if not isinstance(keep, int) or keep < 1:
-            raise ConfigError(f"keep={keep!r}; it must be a whole number of checkpoints, 1 or more")
+        self._keep = read_integer("keep", keep, 1)
         if not dist.is_available() or not dist.is_initialized():
             raise ProcessGroupError(
                 "no process group: call torch.distributed.init_process_group(...) before "
                 "TrainingCheckpoints; read_state_dict reads a checkpoint without one"
             )
-        self._keep = keep
         self._rank = dist.get_rank()
         kind = next(iter(dist.distributed_c10d._get_default_group()._device_types))
         # A group of its own: the thread that writes must not come between the collectives of the training.
@@ -132,8 +131,9 @@ class TrainingCheckpoints:
             optimizer: of `engine.parameters()`; torch's `ZeroRedundancyOptimizer` too, whose states are then
                 saved as those of the optimizer that it divides.
             step: of the training.
-            extra: what else is needed to go on (place in the data, schedulers): numbers, texts, None, lists,
-                tuples and mappings of such, the same on every rank.
+            extra: what else is needed to go on (place in the data, schedulers): numbers, texts, None, small
+                tensors, lists, tuples and mappings of such, the same on every rank. Tensors come back on the
+                CPU.
 
         Raises:
             CheckpointError: the last save failed, or there is something that cannot be saved.
@@ -141,8 +141,7 @@ class TrainingCheckpoints:
         """
         self.wait()
         self._check(engine, optimizer)
-        if not isinstance(step, int) or step < 0:
-            raise ConfigError(f"step={step!r}; it must be a whole number, 0 or more")
+        step = read_integer("step", step, 0)
         optimizer = optimizer_state.own_part(optimizer)
         names = optimizer_state.name_parameters(engine, optimizer)
         held = find_state(engine, optimizer, names)

@@ -24,7 +24,7 @@ from panther_compile.parallel.model_state import (
     load_state,
     own_state,
 )
-from panther_compile.parallel.pipeline import reshard
+from panther_compile.parallel.pipeline import reshard, send_to_all
 from panther_compile.parallel.replicas import SharedGradients, average_gradients
 from panther_compile.parallel.whole_model import OneModule
 from panther_compile.partition import TensorSpec
@@ -278,7 +278,7 @@ class ParallelEngine(nn.Module):
                     ]
                 )
             if everywhere and self.devices.shape.pp > 1:
-                outputs = self._send_to_all(outputs)
+                outputs = send_to_all(outputs, self.devices, self._last_place)
         return None if outputs is None else self.task.form.unflatten(outputs)
 
     def _read(
@@ -326,24 +326,6 @@ class ParallelEngine(nn.Module):
                 "parallelize_model, and a loss_fn that sums"
             )
         return (sums[0] / (shape.dp * shape.tp)).to(self.task.dtype)
-
-    def _send_to_all(self, outputs: Sequence[Tensor] | None) -> list[Tensor]:
-        """The last stage's outputs, to every device of the pipeline."""
-        group, received = self.devices.group("pp"), []
-        specs: list[Any] = [None]
-        if outputs is not None:
-            specs = [[(tuple(value.shape), value.dtype) for value in outputs]]
-        dist.broadcast_object_list(specs, group=group, group_src=self._last_place)
-        for place, (shape, dtype) in enumerate(specs[0]):
-            value = (
-                torch.empty(shape, dtype=dtype, device=self.devices.device)
-                if outputs is None
-                else outputs[place].contiguous()
-            )
-            # As bytes: not every backend knows every dtype.
-            dist.broadcast(value.reshape(-1).view(torch.uint8), group=group, group_src=self._last_place)
-            received.append(value)
-        return received
 
     def _exchanges(self) -> str:
         """What the ranks exchange in a forward and a backward, for errors."""
@@ -441,6 +423,19 @@ class ParallelEngine(nn.Module):
                 parameter.grad = None
             else:
                 parameter.grad.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelEngine":
+        """Refuse another dtype, as of `double()`, where what ranks send each other is of the plan's."""
+        if self.devices.shape.pp > 1 or any(isinstance(one, DTensor) for one in self.parameters()):
+            for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+                wanted = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+                if wanted != tensor.dtype:
+                    raise ParallelError(
+                        f"{name} is {tensor.dtype} here, and {wanted} is asked for: convert the model, "
+                        "before partition_model; for mixed precision call step() under torch.autocast"
+                    )
+        super()._apply(fn, recurse)
+        return self
 
     def train(self, mode: bool = True) -> "ParallelEngine":
         """Set dropout and batch norms of this rank's stages to train, or eval.

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from panther_compile.config import check_type
+from panther_compile.config import check_type, read_integer
 from panther_compile.errors import ConfigError, ConfigTypeError, ProcessGroupError, ScheduleError
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
@@ -73,7 +73,12 @@ class Options:
             shard_size: likewise.
             activation_checkpointing: None is the plan's.
             others: taken as they are.
+
+        Raises:
+            ConfigTypeError: `shard_size` is no integer.
         """
+        if shard_size is not None:
+            shard_size = read_integer("shard_size", shard_size)
         if data_parallel == "auto":
             chosen = replication_of(part)
             data_parallel = chosen.data_parallel
@@ -146,8 +151,6 @@ class Options:
                 f"schedule={self.schedule!r} keeps whole parameters: reshard_after_forward must be False"
             )
         size, units = self.shard_size, self.units
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise ConfigTypeError(f"shard_size={size!r}; it must be a whole number of replicas")
         if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
             raise ConfigTypeError(f"units={units!r}; it must be a list of names of modules")
         if size is not None and (size < 1 or part.mesh.dp % size):

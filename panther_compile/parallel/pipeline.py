@@ -324,6 +324,31 @@ def reshard(stages: Any) -> None:
                 module.reshard()
 
 
+def send_to_all(outputs: Sequence[Tensor] | None, devices: Devices, source: int) -> list[Tensor]:
+    """The last stage's outputs, to every device of the pipeline.
+
+    Args:
+        outputs: on the devices that have the last stage.
+        devices: this one among them.
+        source: place of the last stage along the pipeline.
+    """
+    group, received = devices.group("pp"), []
+    specs: list[Any] = [None]
+    if outputs is not None:
+        specs = [[(tuple(value.shape), value.dtype) for value in outputs]]
+    dist.broadcast_object_list(specs, group=group, group_src=source)
+    for place, (shape, dtype) in enumerate(specs[0]):
+        value = (
+            torch.empty(shape, dtype=dtype, device=devices.device)
+            if outputs is None
+            else outputs[place].contiguous()
+        )
+        # As bytes: not every backend knows every dtype.
+        dist.broadcast(value.reshape(-1).view(torch.uint8), group=group, group_src=source)
+        received.append(value)
+    return received
+
+
 def _dtype(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype)
     assert isinstance(dtype, torch.dtype)

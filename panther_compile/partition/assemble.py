@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from panther_compile.errors import CaptureError
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.context import gathered_nodes
@@ -39,9 +40,16 @@ def count_samples(example_inputs: Any) -> int:
 
     Args:
         example_inputs: of one microbatch: a tensor, a tuple, or a mapping of keywords.
+
+    Raises:
+        CaptureError: none of them holds a number, whose costs would all be next to nothing.
     """
-    tensors = (leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, Tensor))
-    return next((tensor.shape[0] for tensor in tensors if tensor.ndim and tensor.shape[0]), 1)
+    leaves = pytree.tree_leaves(example_inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise CaptureError(f"example_inputs are empty, {shapes}: wanted the inputs of one microbatch")
+    return next((tensor.shape[0] for tensor in tensors if tensor.shape[0]), 1)
 
 
 def _ring_seconds(size: int, members: int, link: Link) -> float:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from panther_compile.config import check_type
+from panther_compile.config import check_type, is_integer, read_integer
 from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
+from panther_compile.models.batches import copy_object, with_tensors
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.capture import example_arguments, quiet
@@ -149,14 +150,14 @@ def partition_model(
             "profile= takes the seconds of single operations, which compiled=True fuses: give one"
         )
     _check_devices(mesh, devices, microbatches, global_batch)
-    _check_numbers(
+    devices, microbatches, global_batch, stages_per_device, shard_size = _read_numbers(
         devices=devices,
         microbatches=microbatches,
         global_batch=global_batch,
         stages_per_device=stages_per_device,
         shard_size=shard_size,
     )
-    _check_sizes(microbatch_sizes, global_batch)
+    microbatch_sizes = _read_sizes(microbatch_sizes, global_batch)
     open_choice = AUTO if mesh is None else None
     schedule = schedule or open_choice or "1f1b"
     if stages_per_device is not None and schedule not in (AUTO, "interleaved") and stages_per_device != 1:
@@ -169,6 +170,8 @@ def partition_model(
     chosen = slowest_of(places)
     _check_products(products, keeps, places, profile)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
+    # A graph is read by running the model's code on what stands for tensors, which it may write into objects.
+    example_inputs = with_tensors(example_inputs, lambda tensor: tensor, copy_object)
     samples = count_samples(example_inputs)
     if mesh is None and global_batch is None:
         global_batch = MICROBATCHES_PER_DEVICE * (devices or 1) * samples
@@ -297,13 +300,13 @@ def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) 
     """The sizes of cp to compare."""
     if context_parallel == AUTO and mesh is None:
         return _CONTEXTS
-    if not isinstance(context_parallel, int) or isinstance(context_parallel, bool) or context_parallel < 1:
+    if not is_integer(context_parallel) or context_parallel < 1:
         raise MeshError(
             f"context_parallel={context_parallel!r}; it must be a whole number, 1 or more, or 'auto'"
         )
     if mesh is not None and context_parallel != 1:
         raise MeshError(f"context_parallel={context_parallel!r} is for devices=; with mesh= give it as 'cp'")
-    return (context_parallel,)
+    return (int(context_parallel),)
 
 
 def _fastest(plan: Callable[[Any], Partition], tried: Sequence[Any]) -> Partition:
@@ -339,15 +342,17 @@ def _check_lists(**options: object) -> None:
             raise ConfigTypeError(f"{name}={given!r}; it must be a list")
 
 
-def _check_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> None:
-    """Refuse sizes of microbatches that are none, or that nothing makes comparable."""
+def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[int] | None:
+    """Sizes of microbatches; refuses those that are none, or that nothing makes comparable."""
     if sizes is None:
-        return
+        return None
     _check_lists(microbatch_sizes=sizes)
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+    read = [read_integer(f"microbatch_sizes[{place}]", size) for place, size in enumerate(sizes)]
+    if min(read, default=0) < 1:
         raise MeshError(f"microbatch_sizes={sizes!r}; it must be whole numbers, 1 or more")
     if global_batch is None:
         raise MeshError(f"microbatch_sizes={sizes!r} are compared at one global_batch=, which is not given")
+    return read
 
 
 def _check_choices(*choices: tuple[str, object, tuple[object, ...]]) -> None:
@@ -374,12 +379,10 @@ def _check_devices(
         )
 
 
-def _check_numbers(**given: int | None) -> None:
-    """Refuse what counts nothing."""
-    for name, number in given.items():
-        if number is None:
-            continue
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise ConfigTypeError(f"{name}={number!r}; it must be a whole number")
-        if number < 1:
+def _read_numbers(**given: int | None) -> list[int | None]:
+    """Whole numbers, as Python's own, or None; refuses what counts nothing."""
+    read = [None if number is None else read_integer(name, number) for name, number in given.items()]
+    for name, number in zip(given, read, strict=True):
+        if number is not None and number < 1:
             raise MeshError(f"{name}={number}; it must be 1 or more")
+    return read

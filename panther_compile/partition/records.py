@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from panther_compile.config import is_integer
 from panther_compile.errors import ConfigTypeError, MeshError
 
 # As devices are numbered, the slowest first; and those of what `parallelize_model` runs.
@@ -43,11 +44,11 @@ class Mesh:
         if unknown:
             raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp', 'cp' and 'tp'")
         for axis, size in mesh.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not is_integer(size) or size < 1:
                 raise MeshError(
                     f"mesh[{axis!r}] is {size!r}; it must be a whole number of devices, 1 or more"
                 )
-        found = cls(**mesh)
+        found = cls(**{axis: int(size) for axis, size in mesh.items()})
         if devices is not None and found.devices != devices:
             raise MeshError(f"mesh {found} is of {found.devices} devices, and devices={devices}")
         return found

@@ -15,6 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import read_number
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -53,9 +54,7 @@ def check_search(ratio_given: bool, max_drop: object, evaluate: object) -> None:
     if max_drop is None or evaluate is None:
         given, missing = ("evaluate", "max_drop") if max_drop is None else ("max_drop", "evaluate")
         raise ConfigError(f"{given}= without {missing}=: wanted both, to search for the ratio, or neither")
-    if isinstance(max_drop, bool) or not isinstance(max_drop, Real):
-        raise ConfigTypeError(f"max_drop={max_drop!r} is a {type(max_drop).__name__}, wanted a number")
-    if not 0.0 <= float(max_drop) < math.inf:
+    if not 0.0 <= read_number("max_drop", max_drop) < math.inf:
         raise ConfigError(f"max_drop={max_drop!r}, wanted a finite number, at least 0")
     if not callable(evaluate):
         raise ConfigTypeError(

@@ -285,6 +285,8 @@ def _read_directly(match: _Match, reading: Reading) -> str | None:
     names = [name for name, _ in match.module.named_parameters()] if made else weight_names(match.module)
     for name in names:
         full = f"{match.name}.{name}"
+        if full in reading.direct and reading.is_of_graph:
+            return f"the graph uses its {name} elsewhere too, not as a layer"
         if full in reading.direct:
             if full in reading.opaque:
                 return f"forward uses its {name} directly; torch.export.export(model, args) may show a layer"

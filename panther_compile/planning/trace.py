@@ -18,6 +18,8 @@ from panther_compile.layers.own_weights import holds_own_weights
 from panther_compile.models.substitute import held_tensors
 from panther_compile.passes.lift_functional import liftable_call
 
+_GRAPH = "fx graph"
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -35,6 +37,11 @@ class Reading:
     direct: frozenset[str] = frozenset()
     opaque: frozenset[str] = frozenset()
 
+    @property
+    def is_of_graph(self) -> bool:
+        """Whether the model is a graph itself, and no other would show more of it."""
+        return self.route == _GRAPH
+
 
 class SketchTracer(fx.Tracer):
     """`fx.Tracer` that keeps whole what is sketched or could be, as it keeps the layers of torch.nn."""
@@ -51,7 +58,7 @@ def read_graph(model: nn.Module) -> Reading:
     changes on itself is thrown away.
     """
     if isinstance(model, fx.GraphModule):
-        return Reading("fx graph", *_reads(model.graph))
+        return Reading(_GRAPH, *_reads(model.graph))
     tracer = SketchTracer()
     if tracer.is_leaf_module(model, ""):
         return Reading("module tree")

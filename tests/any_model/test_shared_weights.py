@@ -191,6 +191,14 @@ def test_the_graph_that_the_reason_names_is_sketched(exported):
     assert_close(small(x), model(x))
 
 
+def test_a_weight_that_a_graph_uses_otherwise_names_no_other_graph():
+    """A graph of torch.export was said to show more if torch.export made one of it."""
+    model = nn.Sequential(nn.Embedding(96, 48), nn.Linear(48, 48), nn.Linear(48, 96, bias=False))
+    model[2].weight = model[0].weight
+    exported = torch.export.export(model, (torch.zeros(2, 3, dtype=torch.long),)).module()
+    assert reasons(exported, include="*") == {"2": "the graph uses its weight elsewhere too, not as a layer"}
+
+
 class AsksForDtype(nn.Module):
     """As open_clip: looks at a weight for its type alone."""
 

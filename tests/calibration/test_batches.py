@@ -1,5 +1,6 @@
 """Every way to give data."""
 
+import threading
 from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
@@ -205,6 +206,36 @@ def test_a_model_that_writes_into_its_input(given):
     with torch.no_grad():
         wanted, found = (one(before[0].clone()) for one in (model, small))
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-3 * float(wanted.abs().max()))
+
+
+class Graph:
+    """As PyTorch Geometric's `Data`, which no pytree knows; a lock cannot be copied."""
+
+    def __init__(self, x, lock=None):
+        self.x, self.lock = x, lock
+
+
+class Passing(Centred):
+    """Writes into its graph, and puts new tensors into it, as models of graphs do."""
+
+    def forward(self, graph):
+        graph.x.add_(1.0)
+        graph.x = self.up(graph.x).relu()
+        return self.down(graph.x)
+
+
+def test_a_model_that_writes_into_an_object():
+    """The graphs of the user were those of the last layer after it, and it was fitted to them."""
+    torch.manual_seed(0)
+    batches = list(torch.randn(4, 32, 4) @ torch.randn(4, 16))
+    graphs = [(Graph(batch.clone()),) for batch in batches]
+    panther_compile.sketchify(
+        Passing().eval(), 0.5, data=graphs, min_params=0, allow_slower=True, synthetic=False
+    )
+    assert all(torch.equal(graph.x, batch) for (graph,), batch in zip(graphs, batches, strict=True))
+    seen, locked, part = [], Graph(X, threading.Lock()), nn.Linear(1, 1)
+    Call((locked, {"y": part}), {"z": None}).run(Told(seen))
+    assert seen == [(locked, part, None)]
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from panther_compile.errors import FactoredWeightError
 from panther_compile.layers.lazy_weight import LazyWeight, lazy_weight
@@ -167,6 +168,18 @@ def test_a_weight_cannot_be_set(name, value):
     layer = SketchedLinear.from_dense(nn.Linear(16, 12), rank=3)
     with pytest.raises(FactoredWeightError, match=f"SketchedLinear.{name} cannot be set"):
         setattr(layer, name, value)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_weight_cannot_be_pruned(name):
+    """Torch raised in its own words, and left the bias twice in the layer."""
+    layer = SketchedLinear(8, 8, 3)
+    before = list(layer.state_dict())
+    with pytest.raises(FactoredWeightError, match=f"SketchedLinear.{name} cannot be pruned: .* Their param"):
+        prune.l1_unstructured(layer, name, 0.5)
+    assert list(layer.state_dict()) == before
+    prune.l1_unstructured(layer.down, "weight", 0.5)
+    assert float((layer.down.weight == 0).float().mean()) == 0.5
 
 
 def test_values_are_always_the_present_ones():

@@ -302,6 +302,20 @@ def structured_targets(rank):
     torch.testing.assert_close(loss, (reference(x) - wanted).square().mean() * 2)
 
 
+def other_dtypes(rank):
+    """Torch's FSDP gathers in the dtype of the first step, and stages send that of the plan."""
+    for options in ({"mesh": {"dp": 2}, "data_parallel": "fsdp"}, {"mesh": {"pp": 2}}):
+        *_, engine = make(**options)
+        batch = torch.randn(8, 16), torch.randn(8)
+        engine.float().to("cpu").step(*batch)
+        for dtype in (torch.float64, torch.bfloat16):
+            with pytest.raises(ParallelError, match=rf"is torch.float32 here, and {dtype} is asked for"):
+                engine.to(dtype)
+        engine.step(*batch)
+    *_, engine = make(mesh={"dp": 2}, data_parallel="ddp")
+    engine.double().step(*(one.double() for one in batch))
+
+
 def wrong_losses(rank, where):
     """A loss that is no number is named where it is made; the other rank waits, and says for what."""
     _, _, engine = make(loss_fn=lambda output, target: (output.mean(1) - target).square())

@@ -38,6 +38,7 @@ def four(ranks):
         behavior.batches,
         behavior.modes,
         behavior.structured_targets,
+        behavior.other_dtypes,
     ],
 )
 def test_on_two_ranks(two, job):
@@ -154,7 +155,7 @@ def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
         ({"broadcast": None}, "broadcast=None is a NoneType, wanted bool"),
         ({"sync_batchnorm": "no"}, "sync_batchnorm='no' is a str, wanted bool"),
         ({"data_parallel": "fsdp", "reshard_after_forward": "no"}, "reshard_after_forward='no' is a str"),
-        ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
+        ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2' is a str, wanted an integer"),
         ({"data_parallel": "fsdp", "units": "0"}, "units='0'; it must be a list"),
         ({"data_parallel": "fsdp", "units": 3}, "units=3; it must be a list"),
     ],
@@ -216,6 +217,27 @@ def test_what_is_saved_beside_a_training_comes_back_as_it_was(one_rank, tmp_path
     endless.append(endless)
     with pytest.raises(ConfigError, match="cannot be written as JSON"):
         checkpoints.save(engine, optimizer, step=2, extra={"endless": endless})
+
+
+def test_a_scheduler_of_a_rate_that_is_a_tensor_is_saved(one_rank, tmp_path):
+    engine = parallelize_model(*one_rank)
+
+    def made():
+        optimizer = torch.optim.SGD(engine.parameters(), lr=torch.tensor(0.3))
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+
+    (optimizer, scheduler), (resumed, other) = made(), made()
+    optimizer.step()
+    scheduler.step()
+    checkpoints = TrainingCheckpoints(tmp_path / "run")
+    drawn = torch.get_rng_state()
+    checkpoints.save(engine, optimizer, step=1, extra={"scheduler": scheduler.state_dict(), "drawn": drawn})
+    extra = checkpoints.load(engine, resumed).extra
+    other.load_state_dict(extra["scheduler"])
+    for one in (scheduler, other):
+        one.step()
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == torch.tensor(0.3) * 0.1 * 0.1
+    assert torch.equal(extra["drawn"], drawn)
 
 
 def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):

@@ -1,7 +1,10 @@
 """`partition_model` as users call it: what is chosen, printed and refused."""
 
 import json
+import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -168,22 +171,61 @@ def test_a_mesh_that_does_not_fit_is_refused():
         ({"mesh": ("pp", 2), "hardware": ["cpu", "cpu"]}, "mesh is a tuple, wanted a mapping"),
         ({"mesh": {"pp": 2}, "hardware": 3}, "hardware=3; it must be a preset"),
         ({"mesh": {"pp": 2}, "boundaries": "0"}, "boundaries='0'; it must be a list"),
-        ({"mesh": {"dp": 2}, "shard_size": "2"}, "shard_size='2'; it must be a whole number"),
-        ({"mesh": {"dp": 2}, "shard_size": True}, "shard_size=True; it must be a whole number"),
+        ({"mesh": {"dp": 2}, "shard_size": "2"}, "shard_size='2' is a str, wanted an integer"),
+        ({"mesh": {"dp": 2}, "shard_size": True}, "shard_size=True is a bool, wanted an integer"),
         (
             {"mesh": {"pp": 1}, "schedule": "interleaved", "stages_per_device": 1.5},
-            r"stages_per_device=1\.5; it must be a whole number",
+            r"stages_per_device=1\.5 is a float, wanted an integer",
         ),
         ({"mesh": {"pp": 1}, "training": "no"}, "training='no' is a str, wanted bool"),
         ({"mesh": {"pp": 1}, "profile": "no"}, "profile='no' is a str, wanted bool or Mapping"),
-        ({"devices": 2, "global_batch": "x"}, "global_batch='x'; it must be a whole number"),
-        ({"devices": 2.0}, r"devices=2\.0; it must be a whole number"),
+        ({"devices": 2, "global_batch": "x"}, "global_batch='x' is a str, wanted an integer"),
+        ({"devices": 2.0}, r"devices=2\.0 is a float, wanted an integer"),
         ({"devices": 2, "microbatch_sizes": 2}, "microbatch_sizes=2; it must be a list"),
     ],
 )
 def test_options_of_another_type_are_refused(options, text):
     with pytest.raises(ConfigTypeError, match=text):
         partition_model(nn.Linear(8, 8), torch.randn(4, 8), **{"hardware": "cpu", **options})
+
+
+def test_numbers_of_numpy_are_read_as_pythons_own():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    two, four = np.arange(2, 5, 2)
+    plain = partition_model(model, x, mesh={"dp": 1, "pp": 2}, microbatches=4, hardware="cpu")
+    given = partition_model(model, x, mesh={"dp": 1, "pp": two}, microbatches=four, hardware="cpu")
+    assert given.to_json() == plain.to_json()
+
+
+class Centred(nn.Module):
+    """Writes into what it is given: a tensor, or an object that holds one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, given):
+        if isinstance(given, torch.Tensor):
+            return self.body(given.sub_(1.0))
+        given.x = self.body(given.x)
+        return given.x
+
+
+def test_a_model_that_writes_into_its_example():
+    """A profile ran it on the example itself, and torch.fx left its proxies in objects."""
+    x = torch.randn(4, 8)
+    given, held = x.clone(), SimpleNamespace(x=x)
+    partition_model(Centred(), given, mesh={"dp": 2}, hardware="cpu", profile=True)
+    assert torch.equal(given, x)
+    partition_model(Centred(), held, mesh={"dp": 2}, hardware="cpu")
+    assert held.x is x
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
+def test_an_example_without_numbers_is_refused(shape):
+    """All would cost next to nothing, and the plan be of no model."""
+    with pytest.raises(CaptureError, match=rf"are empty, {re.escape(str(shape))}: wanted the inputs of one"):
+        partition_model(nn.Sequential(nn.Linear(8, 8)), torch.randn(*shape), devices=2, hardware="cpu")
 
 
 @pytest.mark.parametrize(

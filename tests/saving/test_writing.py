@@ -5,7 +5,10 @@ import os
 
 import pytest
 import safetensors.torch
+import torch
 from saving.model import all_tensors, assert_same, names_in, skeleton, sketched
+from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import panther_compile as pc
 from panther_compile import checkpoint
@@ -143,3 +146,34 @@ def test_failing_at_the_first_save_leaves_nothing(monkeypatch, saved, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pc.save_sketched(saved[0], tmp_path)
     assert names_in(tmp_path) == []
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return 0.5 * weight
+
+
+@pytest.mark.parametrize(
+    ("change", "undo"),
+    [
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), prune.remove),
+        (
+            lambda layer: parametrize.register_parametrization(layer, "weight", Half()),
+            parametrize.remove_parametrizations,
+        ),
+    ],
+    ids=["pruned", "parametrized"],
+)
+def test_factors_that_make_their_weight_are_not_saved(change, undo, tmp_path):
+    """They were, and no skeleton fitted what was there."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    small = pc.sketchify(layers, 0.5, include="*", min_params=0, allow_slower=True, progress=False)
+    change(small[0].down)
+    with pytest.raises(CheckpointError, match=r"^0.down makes its weight of other tensors: call save"):
+        pc.save_sketched(small, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    undo(small[0].down, "weight")
+    pc.save_sketched(small, tmp_path / "small")
+    x = torch.randn(4, 32)
+    assert torch.equal(pc.load_sketched(layers, tmp_path / "small")(x), small(x))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from panther_compile.config import is_integer
 from panther_compile.errors import ConfigError
 from panther_compile.factorization import cost
 
@@ -232,8 +233,8 @@ def find_hardware(hardware: Hardware | str) -> Hardware:
 
 def read_bytes(size: int | str) -> int:
     """A number of bytes, from an int or from text as "40GiB" (2**30) or "40GB" (10**9)."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
+    if is_integer(size) and size > 0:
+        return int(size)
     match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b\s*", str(size), flags=re.IGNORECASE)
     if match is None or match[1].count(".") > 1 or not re.search(r"[1-9]", match[1]):
         raise ConfigError(f"memory_per_device={size!r} is no size; write 40 * 2**30, '40GiB' or '40GB'")

@@ -40,7 +40,7 @@ def measure_nodes(
     repeats: int | None = None,
     training: bool = True,
 ) -> Measured:
-    """The best of several runs of each node; the model, its buffers and gradients stay as they are.
+    """The best of several runs of each node; the model, its gradients and the inputs stay as they are.
 
     There must be memory for the forward and backward of the whole graph.
 
@@ -58,9 +58,9 @@ def measure_nodes(
         fewest, most = (_FEWEST_RUNS, _MOST_RUNS) if repeats is None else (repeats, repeats)
         deadline = time.process_time() + _SECONDS
         while len(runs) < fewest or (len(runs) < most and time.process_time() < deadline):
-            whole.append(run_whole(module, inputs, device)[:2])
+            whole.append(run_whole(module, [_own(one) for one in inputs], device)[:2])
             runs.append(_Stopwatch(module, device))
-            runs[-1].run(*inputs)
+            runs[-1].run(*map(_own, inputs))
     forward, backward = (min(column) for column in zip(*whole, strict=True))
     return Measured(
         _level([run.forward for run in runs], forward),
@@ -188,6 +188,11 @@ def _writes(node: fx.Node) -> bool:
 
 def _copy_leaves(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if _needs_gradient(leaf) else leaf, tree)
+
+
+def _own(value: Tensor) -> Tensor:
+    """A leaf to be written into, as models that normalize their input in place do."""
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _as_leaf(value: Any) -> Any:

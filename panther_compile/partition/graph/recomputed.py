@@ -17,6 +17,9 @@ from torch.utils import checkpoint
 from panther_compile.errors import CaptureError
 
 _KEY = "recomputed"
+# What calls without reentrance go through: since torch 2.15 the first of these, before that the other.
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+_GENERATOR = next(name for name in _GENERATORS if hasattr(checkpoint, name))
 
 
 def recomputed_region(node: fx.Node) -> int | None:
@@ -65,11 +68,11 @@ def checkpoints_refused() -> Iterator[None]:
 @contextmanager
 def _in_place_of_torch(apply: Any, generate: Any) -> Iterator[None]:
     """What `checkpoint` calls in either kind of call, wherever it was imported to."""
-    reentrant, plain = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    reentrant, plain = checkpoint.CheckpointFunction, getattr(checkpoint, _GENERATOR)
     checkpoint.CheckpointFunction = type("Apply", (), {"apply": staticmethod(apply)})  # type: ignore[assignment,misc]
-    checkpoint._checkpoint_without_reentrant_generator = generate
+    setattr(checkpoint, _GENERATOR, generate)
     try:
         yield
     finally:
         checkpoint.CheckpointFunction = reentrant  # type: ignore[assignment,misc]
-        checkpoint._checkpoint_without_reentrant_generator = plain
+        setattr(checkpoint, _GENERATOR, plain)
