@@ -125,13 +125,19 @@ def joint_span(one: Source, mine: Tensor, other: Source, others: Tensor, like: T
     return Span(torch.linalg.qr(left)[0].to(like), offset, name)
 
 
+def cache_layer(module: nn.Module) -> int | None:
+    """The number of the cache layer that a module writes into, as it knows it; None if it does not."""
+    numbers = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))  # GPT-Neo has the latter
+    return next((number for number in numbers if isinstance(number, int)), None)
+
+
 def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Source]]]:
     """The modules that write into a cache; the sketched layers within, by the number of the cache layer."""
     modules: list[nn.Module] = []
     sources: dict[int, list[Source]] = defaultdict(list)
     for name, module in model.named_modules():
-        number = getattr(module, "layer_idx", None)
-        if not isinstance(number, int):
+        number = cache_layer(module)
+        if number is None:
             continue
         adapted = {id(m.base_layer) for m in module.modules() if _adds_to_its_layer(m)}
         layers = {
@@ -139,7 +145,7 @@ def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Sour
             for n, m in module.named_modules()
             if isinstance(m, LinearReplacement) and id(m) not in adapted and not _is_elsewhere(m)
         }
-        inside = [n for n, m in module.named_modules() if m is not module and hasattr(m, "layer_idx")]
+        inside = [n for n, m in module.named_modules() if m is not module and cache_layer(m) is not None]
         if not layers or inside:
             continue
         modules.append(module)
