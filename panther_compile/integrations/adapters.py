@@ -35,7 +35,7 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Data, record_calls, spread_out
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
-STARTS = (True, False, "gaussian", "eva")
+STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
@@ -65,8 +65,8 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
         start = config.init_lora_weights
         if start not in STARTS:
             raise ConfigError(
-                f"init_lora_weights={start!r} changes the weight of the layer, which a sketched one has only "
-                f"as factors: wanted one of {STARTS}, then init_lora_from_dense(model, dense)"
+                f"init_lora_weights={start!r} changes the weight of the layer, or is made of it, and a "
+                f"sketched one has only factors: wanted one of {STARTS}, then init_lora_from_dense(model, dense)"
             )
         if start == "eva" and isinstance(self.get_base_layer(), NarrowLinear):
             raise ConfigError(

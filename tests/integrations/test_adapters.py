@@ -258,6 +258,13 @@ def test_factors_are_no_targets():
     assert "_check_target_module_exists" not in vars(tuned.base_model)
 
 
+def test_orthogonal_adapters_start_as_the_sketch():
+    small = sketch(llama())
+    tuned = adapt(small, init_lora_weights="orthogonal")
+    assert all(bool(p.any()) for name, p in tuned.named_parameters() if "lora_" in name)
+    assert error(logits(tuned), logits(small)) < 1e-5
+
+
 def test_what_cannot_be_is_refused():
     model = llama()
     small = sketch(model)
