@@ -30,7 +30,7 @@ from panther_compile.errors import (
     TeacherMismatchError,
 )
 from panther_compile.integrations.pretrained import empty_weights
-from panther_compile.layers.base import outermost, take_over
+from panther_compile.layers.base import check_factors, outermost, take_over
 from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
@@ -112,6 +112,7 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
             if name not in self.lora_A:
                 continue
             base: Any = self.get_base_layer()
+            check_factors(base, "merge adapters into the model")
             a, b = self.lora_A[name], self.lora_B[name]
             new = _with_more(
                 base, self.scaling[name] * b.weight.detach().double(), a.weight.detach().double()
@@ -166,6 +167,7 @@ def init_lora_from_dense(
     Raises:
         NoTargetError: no sketched layer has an adapter of that name.
         TeacherMismatchError: the dense model lacks a layer, or has it in another size; or a layer is narrow.
+        WeightError: the factors are quantized, and there is no data.
     """
     given: Any = model
     inside: nn.Module = given.get_base_model() if hasattr(model, "get_base_model") else model
@@ -185,6 +187,7 @@ def init_lora_from_dense(
             layer.lora_B[adapter].weight.copy_(up / layer.scaling[adapter])
 
     if data is None:
+        check_factors(inside, "start adapters from what the weights of the model lack")
         for name, layer in layers.items():
             put(name, *best_of_matrix(_residual(layer, twins[name]), layer.r[adapter]))
         return

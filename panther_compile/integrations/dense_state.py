@@ -22,7 +22,7 @@ from panther_compile.layers import (
     SketchedMultiheadAttention,
 )
 from panther_compile.layers.attention import PROJECTIONS
-from panther_compile.layers.base import outermost
+from panther_compile.layers.base import check_factors, outermost
 from panther_compile.planning.sites import check_module
 
 
@@ -46,6 +46,7 @@ def project_state_dict(
         NoTargetError: the model holds no sketched layer.
         CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
             (a narrow layer, a convolution, experts); it is named.
+        WeightError: the factors are quantized or sharded.
     """
     check_module(model)
     _check_state(dense, "dense")
@@ -54,6 +55,7 @@ def project_state_dict(
     layers = list(outermost(model))
     if not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: load the state dict as it is")
+    check_factors(model, "project a state dict onto the model")
     names = {module: name for name, module in model.named_modules()}
     state = dict(model.state_dict())
     inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)

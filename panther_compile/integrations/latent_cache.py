@@ -80,7 +80,8 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
         modules, sources = find_sources(model)
         if not any(sources.values()):
             raise NoTargetError(
-                f"no attention of {type(model).__name__} has a sketched layer: call sketchify"
+                f"no attention of {type(model).__name__} has a sketched layer, those aside that are on disk, "
+                "packed by a quantizer, or under an adapter: call sketchify"
             )
         super().__init__(config=model.config)
         self.groups: list[Angles] = []

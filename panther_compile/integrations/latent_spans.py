@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther_compile.layers.base import keeps_numbers_elsewhere
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.residual import matrix_of
 from panther_compile.models.cached import head_outputs
 
 
@@ -86,16 +88,24 @@ class Source:
 def output_factor(layer: LinearReplacement) -> Tensor:
     """A matrix (O, r) whose columns span what the layer writes, its bias aside."""
     if isinstance(layer, SketchedLinear):
-        return layer.factors()[0]
+        return _numbers(layer.up)
     assert isinstance(layer, NarrowLinear)
     inner = layer.narrow
     like = next(inner.parameters())
-    left = inner.factors()[0] if isinstance(inner, SketchedLinear) else torch.eye(inner.out_features).to(like)
+    left = _numbers(inner.up) if isinstance(inner, SketchedLinear) else torch.eye(inner.out_features).to(like)
     if layer.side == "in" or not layer.padded:
         return left
     width = layer.out_features // layer.heads
     written = torch.arange(layer.out_features, device=like.device).view(layer.heads, width)[:, : layer.kept]
     return left.new_zeros(layer.out_features, left.shape[1]).index_copy(0, written.flatten(), left)
+
+
+def _numbers(factor: nn.Linear) -> Tensor:
+    """The weight of a factor, dequantized where it is quantized."""
+    weight = factor.weight
+    if not keeps_numbers_elsewhere(weight):
+        return weight
+    return matrix_of(factor, torch.empty(0, factor.in_features, device=weight.device))
 
 
 def input_factor(layer: LinearReplacement) -> tuple[object, ...]:
@@ -164,8 +174,9 @@ def _adds_to_its_layer(module: Any) -> bool:
 
 
 def _is_elsewhere(layer: nn.Module) -> bool:
-    """Whether its numbers are on disk, until it is called."""
-    return any(parameter.is_meta for parameter in layer.parameters())
+    """Whether its numbers are on disk, until it is called, or packed, as by `torch.ao`."""
+    packed = any(inspect.ismethod(getattr(part, "weight", None)) for part in layer.modules())
+    return packed or any(parameter.is_meta for parameter in layer.parameters())
 
 
 def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:
