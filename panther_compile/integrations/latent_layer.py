@@ -252,6 +252,7 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
         self.groups.append(Angles(self.inner))
         return self.groups[-1]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks for numbers, once
     def _decide(self, keys: Tensor, values: Tensor, angles: Rotation | None) -> CachedForm:
         """What reads back exactly on the tokens so far."""
         heads, width = keys.shape[1], keys.shape[-1]

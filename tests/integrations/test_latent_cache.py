@@ -323,6 +323,16 @@ def test_later_tokens_that_do_not_read_back_are_kept_whole():
     assert cache.layers[0].form.keys is not None
 
 
+@pytest.mark.slow  # Dynamo is slow
+def test_a_compiled_model_fills_it(fresh_dynamo):
+    model = small_model("llama")
+    ids = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(4))
+    cache, whole = pc.LatentCache(model), DynamicCache(config=model.config)
+    found = steps(torch.compile(model, backend="eager"), ids, cache, prefix=10)
+    torch.testing.assert_close(found, steps(model, ids, whole, prefix=10), rtol=1e-4, atol=1e-4)
+    assert all(line.keys.startswith("latent") for line in cache.report().layers)
+
+
 def inputs_of(layer, model, ids):
     """What reaches a layer."""
     seen = []
