@@ -101,8 +101,8 @@ def sketchify(
     if plan is not None:
         check_recipe(plan, ratio, max_drop, config)
     prepared = prepare(model, config, example_inputs, recipe=plan)
-    if data is not None and evaluate is None and plan is None:
-        plan_sites(prepared, config)  # says that nothing can be sketched before any data is read
+    if (data is not None or not prepared.found.sites) and evaluate is None and plan is None:
+        plan_sites(prepared, config)  # says that nothing can be sketched before the model is run
     dense_score = None if evaluate is None else measured(evaluate, prepared.given, "the dense model")
     if evaluate is None or max_drop is None or dense_score is None:
         learnt, made = learn_and_make(prepared, config, data, resume, example_inputs)
@@ -141,7 +141,8 @@ def plan_sketch(
 def densify(model: Model, *, inplace: bool = False) -> Model:
     """Multiply the factors out: ordinary layers again, with the outputs of the sketched ones.
 
-    A layer that made its weight in each call, as weight norm does, becomes a plain one.
+    A layer that made its weight in each call, as weight norm does, becomes a plain one: a folder that such a
+    model is saved to has its weight under a name that `from_pretrained` of its class does not read.
 
     Args:
         model: a model with sketched layers.

@@ -13,6 +13,7 @@ the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
 import importlib
 import warnings
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -28,14 +29,16 @@ from panther_compile.errors import (
     SketchQualityWarning,
     TeacherMismatchError,
 )
-from panther_compile.layers.base import outermost, take_over
+from panther_compile.integrations.pretrained import empty_weights
+from panther_compile.layers.base import check_factors, outermost, take_over
+from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.batches import Data, record_calls, spread_out
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
-STARTS = (True, False, "gaussian", "eva")
+STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
@@ -65,8 +68,9 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
         start = config.init_lora_weights
         if start not in STARTS:
             raise ConfigError(
-                f"init_lora_weights={start!r} changes the weight of the layer, which a sketched one has only "
-                f"as factors: wanted one of {STARTS}, then init_lora_from_dense(model, dense)"
+                f"init_lora_weights={start!r} changes the weight of the layer, or is made of it, and a "
+                f"sketched one has only factors: wanted one of {STARTS}, then "
+                "init_lora_from_dense(model, dense)"
             )
         if start == "eva" and isinstance(self.get_base_layer(), NarrowLinear):
             raise ConfigError(
@@ -108,6 +112,7 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
             if name not in self.lora_A:
                 continue
             base: Any = self.get_base_layer()
+            check_factors(base, "merge adapters into the model")
             a, b = self.lora_A[name], self.lora_B[name]
             new = _with_more(
                 base, self.scaling[name] * b.weight.detach().double(), a.weight.detach().double()
@@ -162,6 +167,7 @@ def init_lora_from_dense(
     Raises:
         NoTargetError: no sketched layer has an adapter of that name.
         TeacherMismatchError: the dense model lacks a layer, or has it in another size; or a layer is narrow.
+        WeightError: the factors are quantized, and there is no data.
     """
     given: Any = model
     inside: nn.Module = given.get_base_model() if hasattr(model, "get_base_model") else model
@@ -181,6 +187,7 @@ def init_lora_from_dense(
             layer.lora_B[adapter].weight.copy_(up / layer.scaling[adapter])
 
     if data is None:
+        check_factors(inside, "start adapters from what the weights of the model lack")
         for name, layer in layers.items():
             put(name, *best_of_matrix(_residual(layer, twins[name]), layer.r[adapter]))
         return
@@ -292,12 +299,27 @@ def _dispatch(target: nn.Module, adapter_name: str, config: Any, **options: Any)
     return found
 
 
+def _check_parameters(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ConfigError where `target_parameters` names weights of sketched layers: PEFT would skip them."""
+    dense = list(empty_weights(model))
+    for name, module in model.named_modules():
+        dense += [f"{name}.{one}" for one in module.sizes] if isinstance(module, SketchedExperts) else []
+    for target in targets:
+        found = [name for name in dense if f".{name}".endswith(f".{target}")]
+        if found:
+            raise ConfigError(
+                f"target_parameters={target!r} is {found[0]}, of which the sketch has only factors: wanted "
+                "its layer in target_modules if that is linear, or exclude= for it when the model is sketched"
+            )
+
+
 def _inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **options: Any) -> None:
     """PEFT's, to which a sketched layer is one layer: "all-linear" is it, and no factor in it is a target."""
     names = {id(module): name for name, module in model.named_modules()}
     sketched = [layer for layer in outermost(model) if id(layer) in names]
     inside = {names[id(part)] for layer in sketched for part in layer.modules() if part is not layer}
     config = self.peft_config[adapter_name]
+    _check_parameters(model, getattr(config, "target_parameters", None) or ())
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         found = _helpers._maybe_include_all_linear_layers(config, model).target_modules
         head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -22,7 +22,7 @@ from panther_compile.layers import (
     SketchedMultiheadAttention,
 )
 from panther_compile.layers.attention import PROJECTIONS
-from panther_compile.layers.base import sketched_layers
+from panther_compile.layers.base import check_factors, sketched_layers
 from panther_compile.planning.sites import check_module
 
 
@@ -46,12 +46,14 @@ def project_state_dict(
         NoTargetError: the model holds no sketched layer.
         CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
             (a narrow layer, a convolution, experts); it is named.
+        WeightError: the factors are quantized or sharded.
     """
     check_module(model)
     _check_state(dense, "dense")
     if base is not None:
         _check_state(base, "base")
     layers = sketched_layers(model, "load the state dict as it is")
+    check_factors(model, "project a state dict onto the model")
     names = {module: name for name, module in model.named_modules()}
     state = dict(model.state_dict())
     inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)

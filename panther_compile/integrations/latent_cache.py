@@ -31,7 +31,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from panther_compile.errors import ConfigTypeError, NoTargetError
 from panther_compile.integrations.latent_layer import Angles, LatentLayer
-from panther_compile.integrations.latent_spans import Span, find_sources
+from panther_compile.integrations.latent_spans import Span, cache_layer, find_sources
 from panther_compile.reporting.tables import render_table
 
 
@@ -55,7 +55,8 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
 
     Raises:
         ConfigTypeError: it is no transformers model.
-        NoTargetError: no attention of it has a sketched layer.
+        NoTargetError: no attention of it has a sketched layer, or no layer of its cache holds keys and values
+            alone, without states of linear attention.
     """
 
     layers: list[Any]  # of the DynamicCache
@@ -79,7 +80,8 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
         modules, sources = find_sources(model)
         if not any(sources.values()):
             raise NoTargetError(
-                f"no attention of {type(model).__name__} has a sketched layer: call sketchify"
+                f"no attention of {type(model).__name__} has a sketched layer, those aside that are on disk, "
+                "packed by a quantizer, or under an adapter: call sketchify"
             )
         super().__init__(config=model.config)
         self.groups: list[Angles] = []
@@ -89,6 +91,11 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
             else layer
             for number, layer in enumerate(self.layers)
         ]
+        if not any(isinstance(layer, LatentLayer) for layer in self.layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers})) or "not known yet"
+            raise NoTargetError(
+                f"the cache of {type(model).__name__} has no layer that holds keys and values alone: {kinds}"
+            )
         self._hooks = _Hooks(modules)
 
     def update(
@@ -239,7 +246,8 @@ def _tell_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     for value in kwargs.values():
         cache = getattr(value, "self_attention_cache", value)
         if isinstance(cache, LatentCache):
-            layer = cache.layers[module.layer_idx]  # type: ignore[index]
+            number = cache_layer(module)
+            layer = None if number is None else cache.layers[number]
             if isinstance(layer, LatentLayer):
                 layer.rotation = angles
 

@@ -15,8 +15,37 @@ TOKENS_TO_DECIDE = 2  # a first token may be at position 0, where nothing is tur
 # What may be lost between a tensor and what reads back, relative; rounding in these types, and some.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 Rotation = tuple[Tensor, Tensor]
-Rotate = Callable[..., tuple[Tensor, Tensor]]
-_Way = tuple[Rotate | None, Tensor]  # what turned the keys, and the keys as they were before it
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """How a model turns its keys.
+
+    Attributes:
+        function: of the model's own code.
+        width: dimensions of a head that it turns, the first ones.
+    """
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    width: int
+
+    def turn(self, keys: Tensor, angles: Rotation | None) -> Tensor:
+        """Keys (B, H, S, D) as the model turns them."""
+        assert angles is not None
+        # The function wants queries too: one head of keys stands for them.
+        part, rest = keys[..., : self.width], keys[..., self.width :]
+        turned: Tensor = self.function(part[:, :1], part, *angles)[1]
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+    def turn_back(self, keys: Tensor, angles: Rotation | None) -> Tensor:
+        """What `turn` was given."""
+        assert angles is not None
+        cos, sin = angles
+        length = cos.square() + sin.square()  # not 1 where the model also scales
+        return self.turn(keys, (cos / length, -sin / length))
+
+
+_Way = tuple[Turning | None, Tensor]  # what turned the keys, and the keys as they were before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +65,7 @@ class CachedForm:
     keys: Span | None
     values: Span | None
     joint: bool
-    rotate: Rotate | None
+    rotate: Turning | None
     heads: int
     why_keys: str
     why_values: str
@@ -50,7 +79,7 @@ class CachedForm:
         """(B, H, S, D) each to what is kept."""
         if self.keys is None:
             return keys, values if self.values is None else self.values.encode(flat(values))
-        plain = flat(keys if self.rotate is None else turn_back(keys, self.rotate, angles))
+        plain = flat(keys if self.rotate is None else self.rotate.turn_back(keys, angles))
         if self.joint:
             kept = self.keys.encode(torch.cat([plain, flat(values)], dim=-1))
             return kept, kept[..., :0]
@@ -62,7 +91,7 @@ class CachedForm:
             return keys
         span = self.keys.part(slice(len(self.keys.basis) // 2)) if self.joint else self.keys
         heads = self._heads(span.decode(keys))
-        return heads if self.rotate is None else _turn(heads, self.rotate, angles)
+        return heads if self.rotate is None else self.rotate.turn(heads, angles)
 
     def decode_values(self, keys: Tensor, values: Tensor) -> Tensor:
         """The values (B, H, S, D) of what is kept."""
@@ -92,22 +121,17 @@ def flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _turn(keys: Tensor, rotate: Rotate, angles: Rotation | None) -> Tensor:
-    """Keys (B, H, S, D) turned by the model's own function: as many dimensions as there are angles."""
-    assert angles is not None
-    cos, sin = angles
-    width = cos.shape[-1]
-    # The function wants queries too: one head of keys stands for them.
-    turned: Tensor = rotate(keys[:, :1, :, :width], keys[..., :width], cos, sin)[1]
-    return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
-
-
-def turn_back(keys: Tensor, rotate: Rotate, angles: Rotation | None) -> Tensor:
-    """What `_turn` was given."""
-    assert angles is not None
-    cos, sin = angles
-    length = cos.square() + sin.square()  # not 1 where the model also scales
-    return _turn(keys, rotate, (cos / length, -sin / length))
+def _turning(function: Callable[..., Any], angles: Rotation, width: int) -> Turning | None:
+    """How a function turns heads of a width: one angle is for one dimension, or, as in GPT-OSS, for two."""
+    cos, sin = (part[:1, :1] for part in angles)
+    for turned in (cos.shape[-1], 2 * cos.shape[-1]):
+        probe = cos.new_zeros(1, 1, 1, turned)
+        try:
+            function(probe, probe, cos, sin)
+        except RuntimeError:  # of another number of dimensions
+            continue
+        return Turning(function, turned) if turned <= width else None
+    return None
 
 
 class Angles:
@@ -228,14 +252,16 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
         self.groups.append(Angles(self.inner))
         return self.groups[-1]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks for numbers, once
     def _decide(self, keys: Tensor, values: Tensor, angles: Rotation | None) -> CachedForm:
         """What reads back exactly on the tokens so far."""
         heads, width = keys.shape[1], keys.shape[-1]
         limit = _TOLERANCE.get(keys.dtype, 0.0)
         rotate = next((source.rotate for source in self.sources if source.rotate is not None), None)
+        turning = None if rotate is None or angles is None else _turning(rotate, angles, width)
         ways: list[_Way] = [(None, flat(keys))]
-        if rotate is not None and angles is not None and angles[0].shape[-1] <= width:
-            ways.insert(0, (rotate, flat(turn_back(keys, rotate, angles))))
+        if turning is not None:
+            ways.insert(0, (turning, flat(turning.turn_back(keys, angles))))
         outputs = [(source, rows) for source in self.sources for rows in source.rows(heads, width)]
         spans = [source.span(rows, keys) for source, rows in outputs]
         of_keys, keys_full = _first(spans, ways, limit)
@@ -259,7 +285,7 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _joint(
         self, outputs: Sequence[tuple[Source, Tensor]], ways: Sequence[_Way], values: Tensor, limit: float
-    ) -> tuple[Rotate | None, Span] | None:
+    ) -> tuple[Turning | None, Span] | None:
         """Where keys and values lie together, if they are made of the same z."""
         for one, mine in outputs:
             for other, others in outputs:
@@ -367,7 +393,7 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def _first(
     spans: Sequence[Span], ways: Sequence[_Way], limit: float
-) -> tuple[tuple[Rotate | None, Span] | None, bool]:
+) -> tuple[tuple[Turning | None, Span] | None, bool]:
     """The first span that holds a tensor and saves numbers; and whether one holds it that does not."""
     full = False
     for how, x in ways:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther_compile.layers.base import keeps_numbers_elsewhere
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.residual import matrix_of
 from panther_compile.models.cached import head_outputs
 
 
@@ -86,16 +88,24 @@ class Source:
 def output_factor(layer: LinearReplacement) -> Tensor:
     """A matrix (O, r) whose columns span what the layer writes, its bias aside."""
     if isinstance(layer, SketchedLinear):
-        return layer.factors()[0]
+        return _numbers(layer.up)
     assert isinstance(layer, NarrowLinear)
     inner = layer.narrow
     like = next(inner.parameters())
-    left = inner.factors()[0] if isinstance(inner, SketchedLinear) else torch.eye(inner.out_features).to(like)
+    left = _numbers(inner.up) if isinstance(inner, SketchedLinear) else torch.eye(inner.out_features).to(like)
     if layer.side == "in" or not layer.padded:
         return left
     width = layer.out_features // layer.heads
     written = torch.arange(layer.out_features, device=like.device).view(layer.heads, width)[:, : layer.kept]
     return left.new_zeros(layer.out_features, left.shape[1]).index_copy(0, written.flatten(), left)
+
+
+def _numbers(factor: nn.Linear) -> Tensor:
+    """The weight of a factor, dequantized where it is quantized."""
+    weight = factor.weight
+    if not keeps_numbers_elsewhere(weight):
+        return weight
+    return matrix_of(factor, torch.empty(0, factor.in_features, device=weight.device))
 
 
 def input_factor(layer: LinearReplacement) -> tuple[object, ...]:
@@ -125,13 +135,19 @@ def joint_span(one: Source, mine: Tensor, other: Source, others: Tensor, like: T
     return Span(torch.linalg.qr(left)[0].to(like), offset, name)
 
 
+def cache_layer(module: nn.Module) -> int | None:
+    """The number of the cache layer that a module writes into, as it knows it; None if it does not."""
+    numbers = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))  # GPT-Neo has the latter
+    return next((number for number in numbers if isinstance(number, int)), None)
+
+
 def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Source]]]:
     """The modules that write into a cache; the sketched layers within, by the number of the cache layer."""
     modules: list[nn.Module] = []
     sources: dict[int, list[Source]] = defaultdict(list)
     for name, module in model.named_modules():
-        number = getattr(module, "layer_idx", None)
-        if not isinstance(number, int):
+        number = cache_layer(module)
+        if number is None:
             continue
         adapted = {id(m.base_layer) for m in module.modules() if _adds_to_its_layer(m)}
         layers = {
@@ -139,7 +155,7 @@ def find_sources(model: nn.Module) -> tuple[list[nn.Module], dict[int, list[Sour
             for n, m in module.named_modules()
             if isinstance(m, LinearReplacement) and id(m) not in adapted and not _is_elsewhere(m)
         }
-        inside = [n for n, m in module.named_modules() if m is not module and hasattr(m, "layer_idx")]
+        inside = [n for n, m in module.named_modules() if m is not module and cache_layer(m) is not None]
         if not layers or inside:
             continue
         modules.append(module)
@@ -158,8 +174,9 @@ def _adds_to_its_layer(module: Any) -> bool:
 
 
 def _is_elsewhere(layer: nn.Module) -> bool:
-    """Whether its numbers are on disk, until it is called."""
-    return any(parameter.is_meta for parameter in layer.parameters())
+    """Whether its numbers are on disk, until it is called, or packed, as by `torch.ao`."""
+    packed = any(inspect.ismethod(getattr(part, "weight", None)) for part in layer.modules())
+    return packed or any(parameter.is_meta for parameter in layer.parameters())
 
 
 def _rotation_of(module: nn.Module) -> Callable[..., Any] | None:

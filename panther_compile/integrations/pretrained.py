@@ -18,7 +18,7 @@ of each dense weight.
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         new = empty_layers(model, saved, sketch.model, where)
         _check_factors_are_there(dict(zip(here, new.values(), strict=True)), checkpoint_files, where)
         new |= _tied_to(model, new)
+        _skip_initial_values(new.values())
         replace_inside(model, new)
         lower_own_weights(model)
         turn_off_nested_tensors(model)
@@ -317,6 +318,14 @@ def empty_weights(model: nn.Module) -> dict[str, Tensor]:
             dense = f"{name}.{module.dense_weight}" if name else module.dense_weight
             found[dense] = torch.empty(module.empty_shape)
     return found
+
+
+def _skip_initial_values(layers: Iterable[nn.Module]) -> None:
+    """Keep transformers from writing into biases that factors have not: some classes want them everywhere."""
+    for layer in layers:
+        for part in layer.modules():
+            if getattr(part, "bias", part) is None:
+                part._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _check_factors_are_there(

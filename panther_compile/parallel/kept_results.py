@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from panther_compile.errors import ParallelError
@@ -32,12 +33,14 @@ class Policy(ABC):
     Attributes:
         holds: whether kept results are given back; otherwise the unit is computed again as a whole.
         asked_again: operations of the recomputation so far.
+        early: what runs an operation that torch asks about first.
     """
 
     def __init__(self) -> None:
         self.holds = True
         self.asked_again = 0
         self._decided: list[bool] = []
+        self.early = _Early()
         self._given_back: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -47,10 +50,11 @@ class Policy(ABC):
             keeps = self._decided[self.asked_again]
             self.asked_again += 1
         else:
-            keeps = self.decide(op, args, kwargs, ctx.op_output)
+            result = ctx.op_output if hasattr(ctx, "op_output") else self.early.run(op, args, kwargs)
+            keeps = self.decide(op, args, kwargs, result)
             self._decided.append(keeps)
             if keeps:
-                tensors = (one for one in pytree.tree_leaves(ctx.op_output) if isinstance(one, Tensor))
+                tensors = (one for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
                 self._given_back += map(_detached, tensors)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -112,6 +116,26 @@ class KeptByKind(Policy):
         return keeps
 
 
+class _Early(TorchDispatchMode):
+    """Runs operations of which torch asks what to keep before it runs them, as it does before 2.13.
+
+    It lies under torch's own mode, which is then given the result that there is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Any, Any] = {}  # the operation that torch runs next, and its result
+
+    def run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operation, which torch asks for next."""
+        result = op(*args, **kwargs)
+        self._made[op] = result
+        return result
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._made.pop(op) if op in self._made else op(*args, **(kwargs or {}))
+
+
 class _Forward:
     """The context of a forward."""
 
@@ -119,11 +143,14 @@ class _Forward:
         self._policy, self._forward = policy, forward
 
     def __enter__(self) -> None:
+        self._policy.early.__enter__()
         self._forward.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         self._policy.end()
-        return self._forward.__exit__(*error)
+        handled = self._forward.__exit__(*error)
+        self._policy.early.__exit__(*error)
+        return handled
 
 
 class _Recomputation:

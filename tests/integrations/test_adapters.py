@@ -97,6 +97,22 @@ def test_merged_models_are_saved_and_loaded(tmp_path):
     assert torch.equal(logits(again), logits(merged))
 
 
+def test_parameters_that_are_factors_now_are_refused(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**WIDTHS, num_key_value_heads=2, num_local_experts=2)
+    model = transformers.MixtralForCausalLM(config).eval()
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapt(model, target_parameters=experts).save_pretrained(tmp_path)
+    small = sketch(model, synthetic=False)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.\w+_proj, of which .* only factors"):
+        peft.PeftModel.from_pretrained(small, tmp_path)
+    with pytest.raises(ConfigError, match=r"experts\.down_proj"):
+        adapt(small, target_parameters=["experts.down_proj"])
+    apart = sketch(model, exclude="*.experts", synthetic=False)  # dense experts take adapters as they did
+    tuned = peft.PeftModel.from_pretrained(apart, tmp_path)
+    assert any(".experts." in name and "lora_A" in name for name, _ in tuned.named_parameters())
+
+
 @pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
 def test_adapters_are_saved_and_loaded(way, tmp_path):
     small = sketch(llama())
@@ -256,6 +272,13 @@ def test_factors_are_no_targets():
     tuned = adapt(small, ("up", "down", "q_proj"))
     assert {name.rpartition(".")[2] for name in adapted(tuned)} == {"q_proj"}
     assert "_check_target_module_exists" not in vars(tuned.base_model)
+
+
+def test_orthogonal_adapters_start_as_the_sketch():
+    small = sketch(llama())
+    tuned = adapt(small, init_lora_weights="orthogonal")
+    assert all(bool(p.any()) for name, p in tuned.named_parameters() if "lora_" in name)
+    assert error(logits(tuned), logits(small)) < 1e-5
 
 
 def test_what_cannot_be_is_refused():

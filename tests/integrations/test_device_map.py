@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
-from panther_compile.errors import WeightError
+from panther_compile.errors import NoTargetError, WeightError
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.integrations
 
 IDS = torch.arange(20).reshape(2, 10)
@@ -51,3 +51,12 @@ def test_a_device_map_gives_the_same_model(device_map, tmp_path):
         again.save_pretrained(tmp_path / "saved again")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved again")
         assert torch.equal(loaded(IDS).logits, small(IDS).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"synthetic": False}, {"data": [IDS]}], ids=str)
+def test_what_accelerate_hooks_is_said_before_the_model_is_run(options):
+    config = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(NoTargetError, match=r"accelerate .* hooks it"):
+        pc.sketchify(model, 0.5, min_params=0, progress=False, **options)

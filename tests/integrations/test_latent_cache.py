@@ -43,6 +43,14 @@ SPEECH = dict(
 T5 = dict(vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=1)
 GPT2 = dict(vocab_size=99, n_embd=64, n_layer=2, n_head=4, initializer_range=0.15)
 NEOX = WIDTHS | {"rotary_pct": 0.5}
+NEO = WIDTHS | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+OSS = WIDTHS | {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 # What is built, from what, and how keys and values of it are kept.
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", WIDTHS | HALF, "latent"),
@@ -59,6 +67,8 @@ MODELS = {
         "latent",
     ),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, "together"),
+    "gpt-neo": ("GPTNeoForCausalLM", "GPTNeoConfig", NEO | {"window_size": 8}, "latent"),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", OSS, "latent"),  # one angle for two dimensions
     "t5": ("T5ForConditionalGeneration", "T5Config", T5, "latent"),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", SPEECH, "latent"),
 }
@@ -274,6 +284,14 @@ def test_a_layer_that_is_dense_is_whole_and_says_so():
         pc.LatentCache(torch.nn.Linear(3, 3))
 
 
+def test_a_cache_of_other_states_alone_is_refused():
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=64, state_size=8, num_hidden_layers=2)
+    options = {"synthetic": False, "progress": False, "min_params": 0, "allow_slower": True}
+    small = pc.sketchify(transformers.MambaForCausalLM(config).eval(), 0.5, **options)
+    with pytest.raises(pc.PantherError, match="no layer that holds keys and values alone: LinearAttentionL"):
+        pc.LatentCache(small)
+
+
 def test_a_rank_that_saves_nothing_is_whole_and_says_so():
     dense = pc.densify(small_model("llama"))
     attention = dense.model.layers[0].self_attn
@@ -303,6 +321,16 @@ def test_later_tokens_that_do_not_read_back_are_kept_whole():
     )
     assert "changed later tokens" in str(cache.report())
     assert cache.layers[0].form.keys is not None
+
+
+@pytest.mark.slow  # Dynamo is slow
+def test_a_compiled_model_fills_it(fresh_dynamo):
+    model = small_model("llama")
+    ids = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(4))
+    cache, whole = pc.LatentCache(model), DynamicCache(config=model.config)
+    found = steps(torch.compile(model, backend="eager"), ids, cache, prefix=10)
+    torch.testing.assert_close(found, steps(model, ids, whole, prefix=10), rtol=1e-4, atol=1e-4)
+    assert all(line.keys.startswith("latent") for line in cache.report().layers)
 
 
 def inputs_of(layer, model, ids):

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    DacConfig,
+    DacModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -76,6 +78,16 @@ def test_factors_are_not_merged_as_dense_weights_are(tmp_path):
     dense = pc.densify(small)
     dense.save_pretrained(tmp_path / "dense again")
     assert_same(AutoModel.from_pretrained(tmp_path / "dense again").eval(), dense, {"input_ids": IDS})
+
+
+def test_a_class_that_takes_biases_for_granted(tmp_path):
+    """DAC writes initial values into the bias of each convolution; the first factor of a sketch has none."""
+    sizes = dict(encoder_hidden_size=16, decoder_hidden_size=32, hidden_size=32, codebook_size=16)
+    config = DacConfig(downsampling_ratios=[4, 2], upsampling_ratios=[2, 4], n_codebooks=2, **sizes)
+    small = sketch(DacModel(config).eval())
+    assert "SketchedConv1d" in types(small).values()
+    small.save_pretrained(tmp_path)
+    assert_same(AutoModel.from_pretrained(tmp_path).eval(), small, (torch.randn(1, 1, 320),))
 
 
 def types(model):

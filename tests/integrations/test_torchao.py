@@ -150,6 +150,38 @@ def test_with_transformers(tmp_path):
         )
 
 
+def test_a_latent_cache_of_quantized_factors():
+    """What int8 factors write lies in their span too."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    llama = pc.sketchify(transformers.LlamaForCausalLM(config).eval(), 0.4, synthetic=False, **OPTIONS)
+    low = quantized(llama, quantization.Int8WeightOnlyConfig())
+    ids, options = torch.arange(16)[None], {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    cache = pc.LatentCache(low)
+    assert torch.equal(low.generate(ids, past_key_values=cache, **options), low.generate(ids, **options))
+    assert all(line.keys.startswith("latent") for line in cache.report().layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        packed = torch.ao.quantization.quantize_dynamic(llama, {nn.Linear})
+    with pytest.raises(pc.PantherError, match=r"no attention .* packed by a quantizer"):
+        pc.LatentCache(packed)
+
+
+def test_what_needs_the_numbers_of_quantized_factors_is_refused(model, small):
+    peft = pytest.importorskip("peft")
+    adapters = pytest.importorskip("panther_compile.integrations.adapters")
+    low = quantized(small, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(pc.PantherError, match=r"project a state dict onto the model before it is quantized"):
+        pc.project_state_dict(low, model.state_dict())
+    tuned = peft.get_peft_model(low, peft.LoraConfig(r=4, target_modules=["0"]))
+    with pytest.raises(pc.PantherError, match=r"start adapters from .* before it is quantized"):
+        adapters.init_lora_from_dense(tuned, model)
+    with pytest.raises(pc.PantherError, match="merge adapters into the model before it is quantized"):
+        tuned.merge_and_unload()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
 def test_fp8_products(small, rows):

@@ -6,17 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from parallel.kept import kept_bytes
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
 
 from panther_compile.parallel.activation_checkpointing import checkpoint_unit, selective_contexts
 from panther_compile.partition.graph.capture import capture, example_arguments
-from panther_compile.partition.graph.narrowing import is_narrowing, storage
+from panther_compile.partition.graph.narrowing import is_narrowing
 from panther_compile.partition.graph.observe import observe
 
 aten = torch.ops.aten
@@ -191,29 +186,16 @@ def test_what_is_written_in_place_is_written_once(then):
 
 def test_sums_in_place_of_a_sketched_layer_are_kept_with_it():
     """z = C x2, z += x1: neither runs again."""
-    policy = selective_contexts()[1]._policy
-    x1, x2 = torch.randn(5, 4), torch.randn(5, 8)
-    z = x2 @ torch.randn(8, 4)
-    ctx = SelectiveCheckpointContext(is_recompute=False, op_output=z)
-    assert policy(ctx, aten.mm.default, x2, torch.empty(8, 4)) is CheckpointPolicy.MUST_SAVE
-    assert policy(ctx, aten.add_.Tensor, z, x1) is CheckpointPolicy.MUST_SAVE
-    assert policy.holds
-
-
-def kept_bytes(model, inputs):
-    """What a forward keeps under the selective policy."""
-    policy, kept = selective_contexts()[1]._policy, {}
-
-    def watch(ctx, op, *args, **kwargs):
-        decision = policy(ctx, op, *args, **kwargs)
-        if decision is CheckpointPolicy.MUST_SAVE:
-            for one in pytree.tree_leaves(ctx.op_output):
-                kept.setdefault(storage(one), one)  # which is held, so that no address comes back
-        return decision
-
-    with create_selective_checkpoint_contexts(watch)[0]:
-        zoo.call(model, inputs)
-    return sum(one.numel() * one.element_size() for one in kept.values())
+    x1, x2, c = torch.randn(5, 4), torch.randn(5, 8), torch.randn(8, 4)
+    forward, again = selective_contexts()
+    with forward:
+        z = x2 @ c
+        z += x1
+    others = torch.zeros_like(x2)  # of which nothing is to come
+    with again:
+        found = others @ c
+        found += x1
+    assert torch.equal(found, z)
 
 
 class Lean(nn.Module):
@@ -237,7 +219,8 @@ def test_the_plan_counts_what_is_kept(name):
     notes = observe(capture(model, *example_arguments(inputs)))
     planned = sum(one.kept or 0 for note in notes.values() for one in note.operations)
     # The kernel of a CPU also gives the logarithms of sums, one number a query.
-    assert planned == pytest.approx(kept_bytes(model, inputs), rel=0.07)
+    kept = kept_bytes(selective_contexts(), zoo.call, model, inputs)
+    assert planned == pytest.approx(kept, rel=0.07)
 
 
 def test_the_plan_counts_no_product_that_widens_and_no_attention_that_drops_out():

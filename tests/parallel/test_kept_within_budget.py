@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from parallel.kept import kept_bytes
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from panther_compile.errors import ConfigError
@@ -73,21 +73,6 @@ def saved_bytes(model, x):
     return sum(sizes.values())
 
 
-def kept_bytes(unit, x):
-    """What a forward that is checkpointed holds of its results, without what its inputs take."""
-    budgeted = unit.budgeted
-    forward, again = budgeted.contexts()
-    with forward:
-        unit.block(x)
-    tensors = [
-        one.get_val(True)
-        for results in again._again.storage.values()
-        for one in itertools.chain.from_iterable(map(pytree.tree_leaves, results.values()))
-        if hasattr(one, "get_val")
-    ]
-    return sum({storage(one): one.untyped_storage().nbytes() for one in tensors}.values())
-
-
 class Budgeted(nn.Module):
     """A block in `torch.utils.checkpoint` with the contexts of a budget."""
 
@@ -121,7 +106,7 @@ def test_bytes_are_within_the_budget_and_grow_with_it():
     for budget in BUDGETS:
         unit = Budgeted(block, budget)
         unit(x.requires_grad_()).sum().backward()
-        kept.append(kept_bytes(unit, x))
+        kept.append(kept_bytes(unit.budgeted.contexts(), unit.block, x))
         assert 0 < kept[-1] <= budget * whole
     assert kept == sorted(set(kept))
     assert kept[-1] > 0.6 * whole
