@@ -283,7 +283,7 @@ def launch_sets(
         I,
         sum(one.outputs for one in sets),
         B.bit_length(),
-        any(one.pivot >= 0 for one in sets),
+        int(any(one.pivot >= 0 for one in sets)),  # Triton 3.6 interprets no bool
         *x_BI.stride(),
         packed(sets),
         SETS=len(sets),

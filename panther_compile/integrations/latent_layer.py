@@ -371,6 +371,8 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the layer, and decide again."""
+        self.inner.keys = self.inner.values = None  # transformers before 5.20 keeps them, as zeros
+        self.inner.is_initialized = False
         self.inner.reset()
         self.form = self.group = self.rotation = None
 

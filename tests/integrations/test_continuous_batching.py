@@ -1,5 +1,7 @@
 """Continuous batching of transformers on sketched decoders: the tokens of `generate`, one text at a time."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -34,12 +36,14 @@ def small(request):
 
 def batched(model, prompts, **options):
     """What continuous batching adds to each prompt, in a cache of a few pages."""
+    names = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    page = "page_size" if "page_size" in names else "block_size"  # before transformers 5.20
     found = model.generate_batch(
         prompts,
         generation_config=transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False),
         # Without num_blocks it takes 60 % of the machine's memory.
         continuous_batching_config=transformers.ContinuousBatchingConfig(
-            num_blocks=16, page_size=16, max_batch_tokens=64
+            num_blocks=16, max_batch_tokens=64, **{page: 16}
         ),
         **options,
     )
