@@ -37,6 +37,8 @@ def fake_compiler(monkeypatch):
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("fp8", 0.06)])
 def test_factors_in_low_precision(kind, most, rows):
     """Close to plain torch, for few rows and for many, of one layer and of several."""
+    if kind == "fp8" and torch.__version__ < (2, 13):
+        pytest.skip("torch 2.11 has no products of fp8 with a scale for each row on a CPU")
     draw = kernel_cases.Draw(torch.device("cpu"), torch.bfloat16)
     for case in (
         linear_case("m", 128, 128, rows, 0.5, "pair"),

@@ -280,6 +280,8 @@ def test_traces_and_exports(scheme):
     wanted = sketched(x)
     assert_same(torch.fx.symbolic_trace(sketched)(x), wanted, 1e-6)
     assert_same(torch.jit.trace(sketched, (x,))(x), wanted, 1e-6)
+    if scheme == "basis" and torch.__version__ < (2, 13):
+        pytest.skip("torch 2.11 sets conditions of its own on a free height")
     height = torch.export.Dim("height", min=5, max=64)
     exported = torch.export.export(sketched, (x,), dynamic_shapes=({2: height},))
     taller = torch.randn(2, 16, 12, 7)
