@@ -1,5 +1,6 @@
 """Results of a unit that are kept from its forward, and given back where it is computed again."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,10 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from panther_compile.errors import ParallelError
 from panther_compile.partition.graph.narrowing import storages, written_storages
+
+# Whether torch asks what to keep of an operation before it runs it, as it does before 2.13.
+_ASKS_FIRST = "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters
 
 
 def contexts_keeping(policy: "Policy") -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -33,7 +41,7 @@ class Policy(ABC):
     Attributes:
         holds: whether kept results are given back; otherwise the unit is computed again as a whole.
         asked_again: operations of the recomputation so far.
-        early: what runs an operation that torch asks about first.
+        early: runs operations that torch asks about first.
     """
 
     def __init__(self) -> None:
@@ -50,7 +58,7 @@ class Policy(ABC):
             keeps = self._decided[self.asked_again]
             self.asked_again += 1
         else:
-            result = ctx.op_output if hasattr(ctx, "op_output") else self.early.run(op, args, kwargs)
+            result = self.early.run(op, args, kwargs) if _ASKS_FIRST else ctx.op_output
             keeps = self.decide(op, args, kwargs, result)
             self._decided.append(keeps)
             if keeps:
@@ -117,9 +125,9 @@ class KeptByKind(Policy):
 
 
 class _Early(TorchDispatchMode):
-    """Runs operations of which torch asks what to keep before it runs them, as it does before 2.13.
+    """Runs an operation where torch asks what to keep of it first, and gives torch the result then.
 
-    It lies under torch's own mode, which is then given the result that there is.
+    It lies under torch's own mode.
     """
 
     def __init__(self) -> None:
@@ -141,15 +149,16 @@ class _Forward:
 
     def __init__(self, policy: Policy, forward: AbstractContextManager[Any]) -> None:
         self._policy, self._forward = policy, forward
+        self._early: AbstractContextManager[Any] = policy.early if _ASKS_FIRST else nullcontext()
 
     def __enter__(self) -> None:
-        self._policy.early.__enter__()
+        self._early.__enter__()
         self._forward.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         self._policy.end()
         handled = self._forward.__exit__(*error)
-        self._policy.early.__exit__(*error)
+        self._early.__exit__(*error)
         return handled
 
 

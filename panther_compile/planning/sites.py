@@ -384,7 +384,7 @@ def _unsafe_tie(
 
 
 def _numbers(module: nn.Module) -> int:
-    """Of the weights of a dense layer, without biases."""
+    """How many numbers the weights of a dense layer hold, its biases aside."""
     named = _filled_parameters(module)
     return sum(named[name].numel() for name in weight_names(module))
 
