@@ -11,9 +11,10 @@ from torch.export import ExportedProgram
 
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.few_data import MADE_UP, has_few
+from panther_compile.calibration.first_look import FirstLook, look_at
 from panther_compile.calibration.held_out import Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_texts_beside
-from panther_compile.calibration.unlike import UNLIKE, off_batch_norms
+from panther_compile.calibration.unlike import UNLIKE
 from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
 from panther_compile.config import Selector, SketchConfig, check_has_data
@@ -27,6 +28,7 @@ from panther_compile.healing.refine import refine
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
+from panther_compile.kinds.targets import find_targets
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
@@ -204,10 +206,12 @@ def learn(
     """
     inputs, calls = _read(prepared, config, data)
     first = calls[:1]
-    unused = _why_unused(prepared, calls) if inputs.source == "data" and prepared.recipe is None else ""
+    look = _look(prepared, calls)
+    unused = _why_unused(look) if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
         (inputs, calls), resume = _read(prepared, config, None, "the data is not used"), None
+        look = _look(prepared, calls)
     if inputs.doubt:
         warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
@@ -217,7 +221,7 @@ def learn(
         fitted, beside = with_texts_beside(prepared.model, prepared.found, calls, config)
         inputs = replace(inputs, what=inputs.what + beside)
     if calls:
-        studied = _study(prepared, config, fitted, resume, doubted=doubted)
+        studied = _study(prepared, config, fitted, look, resume, doubted=doubted)
         prepared = replace(prepared, found=studied.found)
     elif config.objective == "cache":
         raise ConfigError("objective='cache' needs data that the layers can be fitted to")
@@ -238,27 +242,34 @@ def _read(
     return inputs, () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
 
 
-def _why_unused(prepared: Prepared, calls: Sequence[Call]) -> str:
+def _look(prepared: Prepared, calls: Sequence[Call]) -> FirstLook:
+    targets, _ = find_targets([site for site, _ in prepared.found.sites])
+    return look_at(prepared.model, targets, calls)
+
+
+def _why_unused(look: FirstLook) -> str:
     """Why data is left out: the model's batch norms say that it is of another kind; empty if it is not."""
-    off = off_batch_norms(copy_sharing(prepared.model, {}), calls)
-    if not off > UNLIKE:
+    if not look.off > UNLIKE:
         return ""
     return (
         f"the data is unlike what the model was trained on: it is off the statistics of its batch norms by "
-        f"{off:.2g}, where {UNLIKE} is much, and is not used"
+        f"{look.off:.2g}, where {UNLIKE} is much, and is not used"
     )
 
 
 def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
     """What the fit without data would go by, if there is one."""
     inputs, calls = _read(prepared, config, None)
-    return None if inputs.fit is None else _study(prepared, config, calls, None, doubted=False)
+    if inputs.fit is None:
+        return None
+    return _study(prepared, config, calls, _look(prepared, calls), None, doubted=False)
 
 
 def _study(
     prepared: Prepared,
     config: SketchConfig,
     calls: Sequence[Call],
+    look: FirstLook,
     resume: str | PathLike[str] | None,
     *,
     doubted: bool,
@@ -278,6 +289,7 @@ def _study(
         config,
         prepared.route,
         calls,
+        look,
         resume,
         doubted=doubted,
         shelf=prepared.shelf,

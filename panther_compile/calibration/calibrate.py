@@ -12,6 +12,7 @@ from torch import nn
 from panther_compile.calibration.choose import choose_plan
 from panther_compile.calibration.couplings import find_couplings
 from panther_compile.calibration.few_data import best_study, without_data
+from panther_compile.calibration.first_look import FirstLook
 from panther_compile.calibration.held_out import (
     TRIAL,
     Calibrated,
@@ -23,8 +24,7 @@ from panther_compile.calibration.held_out import (
 from panther_compile.calibration.inputs import LEAST
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
-from panther_compile.calibration.study import Study, check_batches, study_layers
-from panther_compile.calibration.unlike import off_batch_norms
+from panther_compile.calibration.study import Study, study_layers
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, some_names
 from panther_compile.factorization.moments import RIDGE
@@ -51,6 +51,7 @@ def study_model(
     config: SketchConfig,
     route: str,
     calls: Sequence[Call],
+    look: FirstLook,
     resume: str | PathLike[str] | None = None,
     *,
     doubted: bool = True,
@@ -64,6 +65,7 @@ def study_model(
         config: the options.
         route: how the sites were found.
         calls: the data.
+        look: of the data, at these sites and maybe others.
         resume: a folder to keep the work in, and to take up what an earlier call has kept there.
         doubted: whether it is tried how far the data is to be believed, if it is few; the least doubt is how
             far it is off the statistics of batch norms.
@@ -72,7 +74,6 @@ def study_model(
     Raises:
         ConfigError: `objective="cache"`, and no layer writes what the model keeps of a token.
         ConfigTypeError: the model cannot be copied.
-        DataError: NaN or Inf reaches a layer.
         ResumeError: the folder is of another run, or cannot be used.
     """
     targets, left_alone = find_targets([site for site, _ in found.sites])
@@ -81,7 +82,7 @@ def study_model(
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         kept = folder.study(device_of(model) or torch.device("cpu"), shelf)
-    repeated = check_batches(watch(model, targets), targets, calls)
+    repeated = look.repeated.intersection(targets)
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
@@ -93,7 +94,7 @@ def study_model(
         coupled = find_couplings(watch(model, targets), targets, looked_at)
         couplings = [one for one in coupled if writers.isdisjoint(one.names)]
 
-    def study_with(ridge: float, like: Study | None = None) -> Study:
+    def study_with(ridges: Sequence[float], like: Study | None = None) -> list[Study]:
         return study_layers(
             watch(model, targets),
             targets,
@@ -102,7 +103,7 @@ def study_model(
             seed=config.seed,
             logits=config.logits,
             progress=config.progress,
-            ridge=ridge,
+            ridges=ridges,
             stacks=[one.names for one in cached if len(one.names) > 1],
             shelf=shelf,
             like=like,
@@ -110,7 +111,7 @@ def study_model(
         )
 
     # Inputs show the moments of those in training no nearer than what batch norms know of them.
-    study = kept or study_with(max(RIDGE, off_batch_norms(watch(model, {}).model, calls)))
+    study = kept or study_with([max(RIDGE, look.off)])[0]
     studied = Studied(
         model=model,
         found=found,

@@ -8,7 +8,7 @@ Both are judged by held-out batches.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -38,19 +38,21 @@ MADE_UP = "made-up inputs"
 TOO_FEW = "data too few: on held-out batches the sketch of the {} is closer"
 
 
-def best_study(studied: Studied, config: SketchConfig, study: Callable[[float], Study]) -> Study:
+def best_study(
+    studied: Studied, config: SketchConfig, study: Callable[[Sequence[float]], list[Study]]
+) -> Study:
     """The study whose ridge brings results closest on held-out batches; the one there is if data is many.
 
     Args:
         studied: with the usual ridge.
         config: the options; ranks are those of half the numbers, whatever the ratio.
-        study: gives another one, by its ridge.
+        study: gives others, by their ridges.
     """
     if not has_few(studied):
         return studied.study
     config = replace(config, ratio=0.5)
     found = {}
-    for one in (studied.study, *map(study, RIDGES)):
+    for one in (studied.study, *study(RIDGES)):
         tried = replace(studied, study=one)
         plan = make_plan(
             tried.found,

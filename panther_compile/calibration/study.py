@@ -111,13 +111,13 @@ def study_layers(
     seed: int,
     logits: bool | None,
     progress: bool | None,
-    ridge: float = RIDGE,
+    ridges: Sequence[float] = (RIDGE,),
     stacks: Sequence[Sequence[str]] = (),
     shelf: Shelf | None = None,
     like: Study | None = None,
     repeated: Container[str] = (),
-) -> Study:
-    """Run the dense model over the data.
+) -> list[Study]:
+    """Run the dense model over the data; a study for each ridge, of the same runs.
 
     Args:
         side: a copy of it that watches the targets.
@@ -127,31 +127,43 @@ def study_layers(
         seed: of random projections.
         logits: see `outputs.distance`.
         progress: whether to show bars; None shows them on a terminal.
-        ridge: see `Study`.
+        ridges: see `Study`.
         stacks: sets of layers of one input that will share an input factor.
         shelf: see `Study`.
-        like: a study of the same with another ridge, whose gradients are taken; they take half of the time.
+        like: a study of the same with another ridge, whose gradients are taken.
         repeated: layers that a batch calls more than once, whose moments no other layer has.
 
     Raises:
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
-    study = Study(ridge=ridge, shelf=shelf)
     by_reader = {coupling.reader: coupling for coupling in couplings}
     if like is None:
-        _study_gradients(study, side, targets, calls, seed=seed, logits=logits, progress=progress)
-    else:
-        study.weights.update(like.weights)
-        study.sensitivity.update(like.sensitivity)
-    parts = PartSums(targets)
+        like = Study(shelf=shelf)
+        _study_gradients(like, side, targets, calls, seed=seed, logits=logits, progress=progress)
+    reached: dict[str, int] = {}
+    power: dict[str, float] = {}
+    studies = [
+        Study(
+            weights=like.weights,
+            sensitivity=like.sensitivity,
+            reached=reached,
+            power=power,
+            ridge=ridge,
+            shelf=shelf,
+        )
+        for ridge in ridges
+    ]
+    parts = [PartSums(targets) for _ in ridges]
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        _study_group(study, side, group, calls, by_reader, stacks, parts, repeated, progress=progress)
-        for together, total in parts.complete(names):
-            _study_parts(study, together, total)
-    for coupling in couplings:
-        _study_writers(study, coupling)
-    return study
+        _study_group(studies, side, group, calls, by_reader, stacks, parts, repeated, progress=progress)
+        for study, sums in zip(studies, parts, strict=True):
+            for together, total in sums.complete(names):
+                _study_parts(study, together, total)
+    for study in studies:
+        for coupling in couplings:
+            _study_writers(study, coupling)
+    return studies
 
 
 def _study_gradients(
@@ -182,13 +194,13 @@ def _study_gradients(
 
 
 def _study_group(
-    study: Study,
+    studies: Sequence[Study],
     side: Side,
     group: Mapping[str, Target],
     calls: Sequence[Call],
     by_reader: Mapping[str, Coupling],
     stacks: Sequence[Sequence[str]],
-    parts: PartSums,
+    parts: Sequence[PartSums],
     repeated: Container[str],
     *,
     progress: bool | None,
@@ -198,18 +210,21 @@ def _study_group(
     known: dict[str, MomentSums] = {}
     views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
     kernels = {name: made for name, view in views.items() if (made := view.kernel_sums()) is not None}
-    for name, sums in _moments(side, group, calls, study, inputs, kernels, repeated, progress):
+    for name, sums in _moments(side, group, calls, studies[0], inputs, kernels, repeated, progress):
         known[name] = sums
-        _study_layer(study, group[name], sums, parts, by_reader.get(name))
-    for name, added in kernels.items():
-        if name in study.reached:
-            gradient = study.weights[name].double() if name in study.weights else None
-            study.energies[name] = added.energies(gradient, study.ridge)
-    for sets in inputs.found(group):
-        _study_stacks(study, group, sets, known[sets[0][0]])
-    for stack in stacks:
-        if set(stack) <= set(known) and stack_name(stack) not in study.values:
-            _study_stacks(study, group, [stack], known[stack[0]])
+        for study, part in zip(studies, parts, strict=True):
+            _study_layer(study, group[name], sums, part, by_reader.get(name))
+    sets = list(inputs.found(group))
+    for study in studies:
+        for name, added in kernels.items():
+            if name in study.reached:
+                gradient = study.weights[name].double() if name in study.weights else None
+                study.energies[name] = added.energies(gradient, study.ridge)
+        for found in sets:
+            _study_stacks(study, group, found, known[found[0][0]])
+        for stack in stacks:
+            if set(stack) <= set(known) and stack_name(stack) not in study.values:
+                _study_stacks(study, group, [stack], known[stack[0]])
 
 
 def _study_layer(
@@ -227,41 +242,6 @@ def _study_layer(
     parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
     if coupling is not None:
         _study_reader(study, coupling, weight, moments, gradient)
-
-
-def check_batches(side: Side, targets: Mapping[str, Target], calls: Sequence[Call]) -> frozenset[str]:
-    """Run the dense model over all batches, before any of them is learnt from.
-
-    Those that were made up beside them are of a form that the model is known to run on.
-
-    Args:
-        side: a copy of it that watches the targets.
-        targets: by name.
-        calls: the data.
-
-    Returns:
-        The names of the layers that one of the batches calls more than once.
-
-    Raises:
-        DataError: the model raises on one, or NaN or Inf reaches a layer.
-    """
-    repeated: set[str] = set()
-    for call in [call for call in calls if call.place is not None] or calls:
-        kept, called = kept_positions(side.model, call), set[str]()
-
-        def see(
-            name: str,
-            x: Tensor,
-            kept: Tensor | None = kept,
-            call: Call = call,
-            called: set[str] = called,
-        ) -> None:
-            (repeated if name in called else called).add(name)
-            check_rows(targets[name].rows(x, kept), name, call)
-
-        with side.seen_by(see), torch.no_grad():
-            run_dense(side.model, call)
-    return frozenset(repeated)
 
 
 def _study_stacks(
@@ -382,7 +362,7 @@ def _moments(
 ) -> Iterator[tuple[str, MomentSums]]:
     """Second moments of the inputs of matrices; layers that are given the same tensor share them.
 
-    What reaches kernels is added to their sums.
+    What reaches kernels is added to their sums, and what no ridge changes to the study.
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}

@@ -10,6 +10,7 @@ white noise, images that were not normalised and the like by .3 to 50.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +24,31 @@ UNLIKE = 0.3  # off by more, data tells less of the model's use than no data
 MADE_UP_UNLIKE = 0.7  # likewise of images that were made up: without them there is nothing to go by
 
 
-def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
-    """How far data is off the statistics of a model's batch norms; 0 if it has none that were trained.
+class NormSums:
+    """Adds up what reaches the batch norms of a model that were trained.
 
     Args:
-        model: in eval mode; runs once on each batch.
-        calls: the data.
-
-    Raises:
-        DataError: the model raises on a batch.
+        model: in eval mode.
     """
-    norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and _was_trained(one)]
-    sums = {norm: (torch.zeros((), dtype=torch.float64),) * 3 for norm in norms}
 
-    def see(norm: nn.Module, given: Tensor) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and _was_trained(one)]
+        self._sums = {norm: (torch.zeros((), dtype=torch.float64),) * 3 for norm in norms}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def seen(self) -> AbstractContextManager[None]:
+        """While it is open, what reaches them is added."""
+        return inputs_seen(self._sums, self._see)
+
+    def off(self) -> float:
+        """How far that is off their statistics; 0 if nothing reached any."""
+        parts = [_off(norm, *found) for norm, found in self._sums.items() if float(found[0])]
+        return sum(parts) / len(parts) if parts else 0.0
+
+    def _see(self, norm: nn.Module, given: Tensor) -> None:
+        assert isinstance(norm, _BatchNorm)
         x = given.double()
         own = [place for place in range(x.dim()) if place != 1]
         new = (
@@ -44,16 +56,26 @@ def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
             x.sum(own),
             x.square().sum(own),
         )
-        count, total, power = (a.to(b) + b for a, b in zip(sums[norm], new, strict=True))  # type: ignore[index]
-        sums[norm] = count, total, power  # type: ignore[index]
+        count, total, power = (a.to(b) + b for a, b in zip(self._sums[norm], new, strict=True))
+        self._sums[norm] = count, total, power
 
-    if not norms:
-        return 0.0
-    with inputs_seen(norms, see), torch.no_grad():
-        for call in calls:
-            run_dense(model, call)
-    parts = [_off(norm, *found) for norm, found in sums.items() if float(found[0])]
-    return sum(parts) / len(parts) if parts else 0.0
+
+def off_batch_norms(model: nn.Module, calls: Sequence[Call]) -> float:
+    """How far data is off the statistics of a model's batch norms; 0 if it has none that were trained.
+
+    Args:
+        model: in eval mode; runs once on each batch, if it has any.
+        calls: the data.
+
+    Raises:
+        DataError: the model raises on a batch.
+    """
+    norms = NormSums(model)
+    if norms:
+        with norms.seen(), torch.no_grad():
+            for call in calls:
+                run_dense(model, call)
+    return norms.off()
 
 
 def _was_trained(norm: _BatchNorm) -> bool:

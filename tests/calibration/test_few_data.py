@@ -101,18 +101,21 @@ def test_gradients_are_taken_once_whatever_ridges_are_tried(monkeypatch):
         return output_gradients(*args, **kwargs)
 
     def best(studied, config, study_with):
-        studies.extend((studied.study, study_with(0.5)))
+        studies.extend((studied.study, *study_with([0.5, 0.7]), *study_with([0.7])))
         return best_study(studied, config, study_with)
 
     output_gradients, best_study = study.output_gradients, calibrate.best_study
     monkeypatch.setattr(study, "output_gradients", gradients)
     monkeypatch.setattr(calibrate, "best_study", best)
     pc.sketchify(model, 0.4, data=[torch.randn(1, *shape) for _ in range(6)], **OPTIONS)
-    first, other = studies
+    first, other, last, alone = studies
     assert len(taken) == 1
     assert other.ridge == 0.5
     assert first.weights.keys() == other.weights.keys() != set()
     assert not torch.equal(first.values["0"], other.values["0"])
+    assert last.ridge == alone.ridge == 0.7
+    assert last.reached == alone.reached
+    assert all(torch.equal(last.values[name], alone.values[name]) for name in first.values)
 
 
 class Normed(nn.Module):

@@ -1,0 +1,60 @@
+"""One run of the dense model over all batches, before any of them is learnt from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from panther_compile.calibration.unlike import NormSums
+from panther_compile.kinds.targets import Target, watch
+from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What a run over all batches shows.
+
+    Attributes:
+        repeated: names of the layers that one of the batches calls more than once.
+        off: how far they are off the statistics of batch norms, see `off_batch_norms`.
+    """
+
+    repeated: frozenset[str] = frozenset()
+    off: float = 0.0
+
+
+def look_at(model: nn.Module, targets: Mapping[str, Target], calls: Sequence[Call]) -> FirstLook:
+    """Run the dense model over all batches.
+
+    Those that were made up beside them are of a form that the model is known to run on.
+
+    Args:
+        model: the dense model; is not changed, nor is its mode.
+        targets: that are to be fitted, by name.
+        calls: the data.
+
+    Raises:
+        ConfigTypeError: the model cannot be copied.
+        DataError: the model raises on a batch, or NaN or Inf reaches a layer.
+    """
+    if not calls:
+        return FirstLook()
+    side, repeated = watch(model, targets), set[str]()
+    norms = NormSums(side.model)
+    for call in [call for call in calls if call.place is not None] or calls:
+        kept, called = kept_positions(side.model, call), set[str]()
+
+        def see(
+            name: str,
+            x: Tensor,
+            kept: Tensor | None = kept,
+            call: Call = call,
+            called: set[str] = called,
+        ) -> None:
+            (repeated if name in called else called).add(name)
+            check_rows(targets[name].rows(x, kept), name, call)
+
+        with norms.seen(), side.seen_by(see), torch.no_grad():
+            run_dense(side.model, call)
+    return FirstLook(frozenset(repeated), norms.off())
