@@ -12,9 +12,8 @@ from torch.export import ExportedProgram
 from panther_compile.calibration.calibrate import fit_model, study_model
 from panther_compile.calibration.few_data import MADE_UP, has_few
 from panther_compile.calibration.first_look import FirstLook, look_at
-from panther_compile.calibration.held_out import Studied
+from panther_compile.calibration.held_out import HeldOut, Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_texts_beside
-from panther_compile.calibration.unlike import UNLIKE
 from panther_compile.calibration.unseen import unseen_closeness
 from panther_compile.calibration.verdict import keep_verdict
 from panther_compile.config import Selector, SketchConfig, check_has_data
@@ -28,7 +27,6 @@ from panther_compile.healing.refine import refine
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
 from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
-from panther_compile.kinds.targets import find_targets
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
@@ -91,6 +89,7 @@ class Made:
         small: a copy of the model that holds them, if one was made to be evaluated.
         curve: of the search for the ratio.
         note: why data that was given is not used; empty if it is.
+        held_out: batches that judged the plan, if it was fitted to data.
     """
 
     new: dict[nn.Module, nn.Module]
@@ -102,6 +101,7 @@ class Made:
     small: nn.Module | None = None
     curve: RatioCurve | None = None
     note: str = ""
+    held_out: HeldOut | None = None
 
 
 def read_config(
@@ -206,12 +206,12 @@ def learn(
     """
     inputs, calls = _read(prepared, config, data)
     first = calls[:1]
-    look = _look(prepared, calls)
-    unused = _why_unused(look) if inputs.source == "data" and prepared.recipe is None else ""
+    look = look_at(prepared.model, prepared.found.sites, calls)
+    unused = look.unlike if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
         (inputs, calls), resume = _read(prepared, config, None, "the data is not used"), None
-        look = _look(prepared, calls)
+        look = look_at(prepared.model, prepared.found.sites, calls)
     if inputs.doubt:
         warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
@@ -242,27 +242,13 @@ def _read(
     return inputs, () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
 
 
-def _look(prepared: Prepared, calls: Sequence[Call]) -> FirstLook:
-    targets, _ = find_targets([site for site, _ in prepared.found.sites])
-    return look_at(prepared.model, targets, calls)
-
-
-def _why_unused(look: FirstLook) -> str:
-    """Why data is left out: the model's batch norms say that it is of another kind; empty if it is not."""
-    if not look.off > UNLIKE:
-        return ""
-    return (
-        f"the data is unlike what the model was trained on: it is off the statistics of its batch norms by "
-        f"{look.off:.2g}, where {UNLIKE} is much, and is not used"
-    )
-
-
 def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
     """What the fit without data would go by, if there is one."""
     inputs, calls = _read(prepared, config, None)
     if inputs.fit is None:
         return None
-    return _study(prepared, config, calls, _look(prepared, calls), None, doubted=False)
+    look = look_at(prepared.model, prepared.found.sites, calls)
+    return _study(prepared, config, calls, look, None, doubted=False)
 
 
 def _study(
@@ -351,7 +337,9 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     new, fitted = _sketch(prepared.found, done.plan, config, done.ready, studied.study.put_module)
     notes = done.notes(studied)
     fitted = {name: replace(one, note=notes.get(name, done.note or one.note)) for name, one in fitted.items()}
-    return Made(new, done.plan, fitted, done.unreached, calibrated=True, note=done.note)
+    return Made(
+        new, done.plan, fitted, done.unreached, calibrated=True, note=done.note, held_out=done.held_out
+    )
 
 
 def search(learnt: Learnt, wanted: RatioCurve, evaluate: Evaluate) -> Made:
@@ -467,7 +455,7 @@ def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
     found = closeness(made)
     if studied is not None and learnt.inputs.source == "data":
         healed = made.healed is not None and not made.healed.reverted
-        found = unseen_closeness(studied, config, made.plan, found, healed=healed)
+        found = unseen_closeness(studied, config, made.plan, found, made.held_out, healed=healed)
     judged = [(found, made)]
     if learnt.inputs.optional and made.curve is None:
         plain = make(prepared, config, None)

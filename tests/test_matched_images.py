@@ -11,7 +11,6 @@ from panther_compile.calibration.calibrate import study_model
 from panther_compile.calibration.first_look import look_at
 from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.config import SketchConfig
-from panther_compile.kinds.targets import find_targets
 from panther_compile.models.batches import Call
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import natural_images
@@ -134,7 +133,7 @@ def test_images_made_up_are_believed_the_less_the_further_they_are_off(model, do
     found, calls = find_sites(model, config, read_graph(model)), [call(one) for one in start().split(4)]
     off = off_batch_norms(model, calls)
     assert off > 0.1
-    look = look_at(model, find_targets([site for site, _ in found.sites])[0], calls)
+    look = look_at(model, found.sites, calls)
     studied = study_model(model, found, config, "", calls, look, doubted=doubted)
     ridges = [off, 0.1, 1.0] if doubted else [off]  # of data that is few, what held-out batches ask for
     assert min(abs(studied.study.ridge - ridge) for ridge in ridges) < 1e-9

@@ -161,10 +161,11 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
         RankError: a rank of a narrow layer is out of range.
         ResumeError: the folder cannot be read or written.
     """
+    held_out = HeldOut(studied, config, studied.held_out)
     if plan is None:
         plan = choose_plan(studied, config)
         made_up = None if studied.made_up is None else fit_model(studied.made_up, config)
-        better = None if studied.cached else without_data(studied, plan, config, made_up)
+        better = None if studied.cached else without_data(studied, plan, config, held_out, made_up)
         if better is not None:
             return better
         plan = _share(studied, plan, config)
@@ -174,7 +175,7 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
     fit, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
     unreached = tuple(name for name in fit.targets if name not in fit.ready)
     fit.cut(unreached)
-    return Calibrated(plan, fit.ready, unreached)
+    return Calibrated(plan, fit.ready, unreached, held_out=held_out)
 
 
 def _check_sharing(studied: Studied, plan: SketchPlan) -> None:

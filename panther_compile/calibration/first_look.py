@@ -1,14 +1,16 @@
 """One run of the dense model over all batches, before any of them is learnt from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from panther_compile.calibration.unlike import NormSums
-from panther_compile.kinds.targets import Target, watch
+from panther_compile.calibration.unlike import UNLIKE, NormSums
+from panther_compile.kinds.base import Kind
+from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
+from panther_compile.records import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,25 @@ class FirstLook:
     repeated: frozenset[str] = frozenset()
     off: float = 0.0
 
+    @property
+    def unlike(self) -> str:
+        """What is said of data of another kind than the model was trained on; empty if it is not."""
+        if not self.off > UNLIKE:
+            return ""
+        return (
+            "the data is unlike what the model was trained on: it is off the statistics of its batch norms "
+            f"by {self.off:.2g}, where {UNLIKE} is much, and is not used"
+        )
 
-def look_at(model: nn.Module, targets: Mapping[str, Target], calls: Sequence[Call]) -> FirstLook:
+
+def look_at(model: nn.Module, sites: Iterable[tuple[Site, Kind]], calls: Sequence[Call]) -> FirstLook:
     """Run the dense model over all batches.
 
     Those that were made up beside them are of a form that the model is known to run on.
 
     Args:
         model: the dense model; is not changed, nor is its mode.
-        targets: that are to be fitted, by name.
+        sites: layers to be sketched, with their kinds.
         calls: the data.
 
     Raises:
@@ -40,6 +52,7 @@ def look_at(model: nn.Module, targets: Mapping[str, Target], calls: Sequence[Cal
     """
     if not calls:
         return FirstLook()
+    targets, _ = find_targets([site for site, _ in sites])
     side, repeated = watch(model, targets), set[str]()
     norms = NormSums(side.model)
     for call in [call for call in calls if call.place is not None] or calls:

@@ -90,12 +90,14 @@ class Calibrated:
         ready: fitted layers, by the name of the unit.
         unreached: units that the plan sketches, and that no batch reached.
         note: why the layers are to be sketched from the weights alone; empty if they are fitted.
+        held_out: batches that judged the plan, if it was fitted to data.
     """
 
     plan: SketchPlan
     ready: Mapping[str, tuple[SketchedLayer, Fitted]]
     unreached: tuple[str, ...]
     note: str = ""
+    held_out: "HeldOut | None" = None
 
     def notes(self, studied: Studied) -> dict[str, str]:
         """What is to be said of weights that data did not fit, by the name of their units."""
@@ -150,6 +152,7 @@ class HeldOut:
         self, studied: Studied, config: SketchConfig, batches: Sequence[tuple[Call, Tensor | None]]
     ) -> None:
         self._studied, self._config, self._batches = studied, config, batches
+        self._last: tuple[SketchPlan, Side] | None = None
 
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
@@ -178,8 +181,14 @@ class HeldOut:
         return self._fitted_to(plan, self._studied.learnt[: self._enough])
 
     def fitted_to_all(self, plan: SketchPlan) -> Side:
-        """The same, to all of them."""
-        return self._fitted_to(plan, self._studied.learnt)
+        """The same, to all of them; kept until that of another plan is asked for."""
+        if self._last is None or not self.is_fitted_to_all(plan):
+            self._last = plan, self._fitted_to(plan, self._studied.learnt)
+        return self._last[1]
+
+    def is_fitted_to_all(self, plan: SketchPlan) -> bool:
+        """Whether that is there already."""
+        return self._last is not None and self._last[0].choices == plan.choices
 
     def _fitted_to(self, plan: SketchPlan, calls: Sequence[Call]) -> Side:
         return fit_plan(self._studied, self._config, plan, calls, None, stored=False)[1]

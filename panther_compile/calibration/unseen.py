@@ -6,7 +6,7 @@ batches that were learnt from, and judged by those held out.
 """
 
 from panther_compile.calibration.closeness import GRADES, compare_models
-from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
+from panther_compile.calibration.few_data import has_few
 from panther_compile.calibration.held_out import HeldOut, Studied
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import watch
@@ -16,21 +16,28 @@ from panther_compile.reporting.tables import counted
 
 
 def unseen_closeness(
-    studied: Studied, config: SketchConfig, plan: SketchPlan, seen: Closeness, *, healed: bool
+    studied: Studied,
+    config: SketchConfig,
+    plan: SketchPlan,
+    seen: Closeness,
+    held_out: HeldOut | None,
+    *,
+    healed: bool,
 ) -> Closeness:
     """The closeness on held-out batches of what the other batches make of a plan, if it is of a worse grade.
 
-    The layers are fitted again only if ranks cut as the study left them are of a worse grade there, which
-    costs next to nothing to see.
+    Where they were not yet, and ranks can be cut as the study left them, which costs next to nothing, the
+    layers are fitted again only if those are of a worse grade there.
 
     Args:
         studied: the model.
         config: the options.
         plan: that the sketch carries out.
         seen: of the sketch, on what it was fitted to; comes back if data is many or the grade is the same.
+        held_out: that judged the plan; None if no data was fitted to.
         healed: whether the sketch was healed since, which the other fit is not.
     """
-    if not seen.grade or plan.allocation in (WEIGHTS_ALONE, MADE_UP) or not has_few(studied):
+    if not seen.grade or held_out is None or not has_few(studied):
         return seen
 
     def judged(side: Side) -> Closeness:
@@ -46,8 +53,8 @@ def unseen_closeness(
     def is_worse(one: Closeness) -> bool:
         return GRADES.index(one.grade) > GRADES.index(seen.grade)
 
-    held_out = HeldOut(studied, config, [])
-    if not is_worse(judged(held_out.cut(plan))):
+    cheap = studied.cut_by_study and not held_out.is_fitted_to_all(plan)
+    if cheap and not is_worse(judged(held_out.cut(plan))):
         return seen
     found = judged(held_out.fitted_to_all(plan))
     return found if is_worse(found) else seen

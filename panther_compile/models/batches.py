@@ -5,6 +5,7 @@ import inspect
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeAlias, TypeVar
@@ -106,6 +107,16 @@ def copy_object(value: Any) -> Any:
         return copy.deepcopy(value)
     except (TypeError, RuntimeError):
         return value
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether a value of a class of its own holds tensors, where no structure of arguments shows them."""
+    if value is None or isinstance(value, Tensor | nn.Module):
+        return False
+    copies: dict[int, Any] = {}
+    with suppress(TypeError, RuntimeError):  # of what cannot be copied; what was copied before is there
+        copy.deepcopy(value, copies)
+    return any(isinstance(one, Tensor) for one in copies.values())
 
 
 def with_tensors(

@@ -16,17 +16,26 @@ def divided(model: nn.Module, calls: Sequence[Call], wanted: int) -> list[Call]:
     """At least so many calls, if samples allow: the first dimension of all tensors is divided.
 
     A call is left whole where a tensor has another first dimension, or where the results of the parts are
-    not those of the whole.
+    not those of the whole, which is tried on the first call of each form.
 
     Args:
-        model: in eval mode; runs twice on each sample.
+        model: in eval mode; runs twice on the calls that are tried.
         calls: of it.
         wanted: number of calls; if there are as many, nothing is done.
     """
     if len(calls) >= wanted:
         return list(calls)
     parts = -(-wanted // len(calls))
-    return [part for call in calls for part in _parts_of(model, call, parts)]
+    tried: list[tuple[object, bool]] = []
+    found: list[Call] = []
+    for call in calls:
+        cut, form = _parts_of(call, parts), (_form_of(call), _samples_of(call))
+        known = next((alike for one, alike in tried if one == form), None)
+        if known is None:
+            known = len(cut) > 1 and _are_alike(model, call, cut, _samples_of(call))
+            tried.append((form, known))
+        found += cut if known else [call]
+    return found
 
 
 def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
@@ -49,13 +58,11 @@ def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
     return [first, *(_cut(call, [1])[0] if one else call for call, one in zip(others, alone, strict=True))]
 
 
-def _parts_of(model: nn.Module, call: Call, parts: int) -> list[Call]:
+def _parts_of(call: Call, parts: int) -> list[Call]:
     samples = _samples_of(call)
     if samples < 2:
         return [call]
-    sizes = [len(places) for places in torch.arange(samples).tensor_split(min(parts, samples))]
-    found = _cut(call, sizes)
-    return found if _are_alike(model, call, found, samples) else [call]
+    return _cut(call, [len(places) for places in torch.arange(samples).tensor_split(min(parts, samples))])
 
 
 def _samples_of(call: Call) -> int:

@@ -20,7 +20,6 @@ from panther_compile.config import SketchConfig
 from panther_compile.healing.refine import refine
 from panther_compile.healing.report import HealReport
 from panther_compile.kinds.parts import sketch_site
-from panther_compile.kinds.targets import find_targets
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.output_kind import recognize_output
@@ -121,7 +120,7 @@ def fit_in_torch(
         calls = list(interleaved(calls, texts))
     taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output
     config = replace(config, narrow=False, output=taken)
-    look = look_at(module, find_targets([site for site, _ in layers])[0], calls)
+    look = look_at(module, layers, calls)
     studied = study_model(module, replace(found, sites=layers), config, route, calls, look)
     studied = replace(studied, found=found)  # biases are not counted
     plan = form(choose_plan(studied, config))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import panther_compile
 from panther_compile.calibration.first_look import look_at
 from panther_compile.errors import ConfigTypeError, DataError
-from panther_compile.kinds.targets import find_targets
+from panther_compile.kinds.registry import kind_of
 from panther_compile.models.batches import Call, kept_positions, record_calls, with_tensors
 from panther_compile.records import Site
 
@@ -173,12 +173,11 @@ def test_no_mask():
 
 def test_what_was_made_up_beside_data_is_not_run_to_be_checked():
     model = nn.Sequential(nn.Linear(4, 4)).eval()
-    targets, _ = find_targets([Site("0", model[0], "Linear")])
-    ran = []
+    sites, ran = [(Site("0", model[0], "Linear"), kind_of(model[0]))], []
     model.register_forward_pre_hook(lambda _, args: ran.append(float(args[0][0, 0])))
     given, made_up = Call((torch.ones(2, 4),), {}, 0), Call((torch.zeros(2, 4),), {})
     for calls in ([given, made_up], [made_up, made_up]):
-        look_at(model, targets, calls)
+        look_at(model, sites, calls)
     assert ran == [1.0, 0.0, 0.0]
 
 

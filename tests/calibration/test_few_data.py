@@ -207,6 +207,12 @@ def test_batches_are_divided_where_samples_are_independent():
     assert len(divided(norm.train(), [Call((x,), {})], 5)) == 1  # samples see one another
     assert len(divided(linear, [Call((x[:1],), {})], 5)) == 1
     assert len(divided(linear, [Call((x,), {})] * 5, 5)) == 5
+    rows = []
+    linear.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    parts = divided(linear, [Call((x,), {}), Call((x + 1,), {}), Call((x[:3],), {})], 6)
+    assert rows == [10, 5, 5, 3, 2, 1]  # each form once
+    assert [len(part.args[0]) for part in parts] == [5, 5, 5, 5, 2, 1]
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), torch.cat([x, x + 1, x[:3]]))
     attention = nn.MultiheadAttention(8, 2).eval()  # the length comes first
     sequence = torch.randn(6, 2, 8)
     assert len(divided(attention, [Call((sequence,) * 3, {})], 5)) == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,8 +218,34 @@ def test_a_model_that_writes_into_its_example():
     given, held = x.clone(), SimpleNamespace(x=x)
     partition_model(Centred(), given, mesh={"dp": 2}, hardware="cpu", profile=True)
     assert torch.equal(given, x)
-    partition_model(Centred(), held, mesh={"dp": 2}, hardware="cpu")
+    with pytest.raises(CaptureError, match="Centred is given a SimpleNamespace, which holds tensors"):
+        partition_model(Centred(), held, mesh={"dp": 2}, hardware="cpu")  # each batch would be the example
     assert held.x is x
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, pair):
+        return self.body(pair.x * pair.scale)
+
+
+def test_objects_that_hold_tensors_are_inputs_once_they_are_registered():
+    """They were part of the graph by torch.fx: whatever was given, stages ran the example."""
+    pair = Pair(torch.randn(4, 8), torch.randn(4, 8))
+    with pytest.raises(CaptureError, match=r"a Pair, which holds tensors.*register_dataclass"):
+        partition_model(Scaled(), (pair,), mesh={"pp": 2}, hardware="cpu")
+    torch.export.register_dataclass(Pair)
+    part = partition_model(Scaled(), (pair,), mesh={"pp": 2}, hardware="cpu")
+    assert len(part.captured.example) == 2
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from panther_compile.errors import CaptureError, first_line
+from panther_compile.models.batches import hides_tensors
 from panther_compile.models.surroundings import unwritten
 from panther_compile.names import attribute
 from panther_compile.partition.graph.recomputed import checkpoints_marked, checkpoints_refused
@@ -172,6 +173,9 @@ def capture(
         args: example inputs of one microbatch.
         kwargs: likewise.
         boundaries: names of modules to keep whole.
+
+    Raises:
+        CaptureError: no route reads it, the example does not fit, or hides tensors in objects.
     """
     names = dict(model.named_modules())
     unknown = [name for name in boundaries if name not in names]
@@ -183,6 +187,7 @@ def capture(
         bound = _bind(signature, args, {**kwargs, **extra})
     except TypeError as error:
         raise CaptureError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+    _check_shown(model, bound)
     with unwritten(model):
         if boundaries:
             graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
@@ -242,6 +247,17 @@ def _export(
         return None, None, error
     assert isinstance(graph_module, fx.GraphModule)
     return graph_module, program.call_spec.out_spec, None
+
+
+def _check_shown(model: nn.Module, bound: Any) -> None:
+    """Raise CaptureError if tensors are in objects: they would be part of the graph, and of every batch."""
+    hiding = next((leaf for leaf in pytree.tree_leaves(bound) if hides_tensors(leaf)), None)
+    if hiding is not None:
+        kind = type(hiding).__name__
+        raise CaptureError(
+            f"{type(model).__name__} is given a {kind}, which holds tensors out of a graph's sight: give it "
+            f"tensors, in tuples, lists or dictionaries, or show them by torch.export.register_dataclass"
+        )
 
 
 def _trace(
