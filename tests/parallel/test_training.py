@@ -135,7 +135,8 @@ def test_nothing_is_left_but_rounding(ranks, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layout", "name", "sketched"), ALL)
 def test_every_model_on_every_layout(ranks, count, layout, name, sketched):
-    ranks(count).run(train_and_compare, name=name, sketched=sketched, **LAYOUTS[count][layout])
+    options = LAYOUTS[count][layout]
+    ranks(count).run(train_and_compare, name=name, sketched=sketched, double=in_double(name), **options)
 
 
 @prepares(plan_training, lambda: {**planned(2, "pp2-1f1b", "odd_convnet"), "training": False})
