@@ -91,6 +91,28 @@ def test_nan_is_destroyed():
         assert compare_outputs(model, broken, calls, logits=logits, inputs="noise").grade == "destroyed"
 
 
+class Sampling(nn.Module):
+    """Answers a mean and noise of its own, as a policy or an autoencoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        mean = self.body(x + torch.randn_like(x))
+        return mean + torch.randn_like(mean)
+
+
+def test_models_that_draw_numbers_are_compared_on_the_same_ones():
+    torch.manual_seed(0)
+    model, data = Sampling(), batches()
+    small = pc.sketchify(model, 0.9, data=data, min_params=0, allow_slower=True, progress=False)
+    found = pc.sketch_report(small).closeness
+    assert (found.grade, found.share < 0.01) == ("good", True)
+    healed = pc.heal(small, teacher=model, data=data, steps=1, progress=False)
+    assert dict(pc.heal_report(healed).before)["output"] < 0.05
+
+
 def test_report_opens_with_the_outputs():
     small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True, narrow=False)
     assert first_line(small).startswith("outputs: good: relative error ")
