@@ -132,6 +132,27 @@ def test_a_sketch_that_fits_few_rows_alone_is_judged_by_rows_held_out():
     assert found.grade == unseen.grade != "good"
 
 
+class Chosen(nn.Module):
+    """Gives the rows that it chooses, as a matcher or a detector does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.chance = mlp(256), nn.Linear(10, 1, bias=False)
+
+    def forward(self, x):
+        rows = self.body(x)
+        return rows[self.chance(rows - rows.mean(0))[:, 0] > 0]
+
+
+def test_rows_held_out_may_all_be_of_another_shape():
+    torch.manual_seed(0)
+    model, data = Chosen(), [torch.randn(24, 256) for _ in range(5)]
+    small = pc.sketchify(model, 0.3, data=data, min_params=0, allow_slower=True, progress=False)
+    found = str(pc.sketch_report(small).closeness)
+    assert found.startswith("outputs: destroyed")
+    assert found.endswith("but for 3 of 5 results, of another shape")
+
+
 def test_of_a_healed_sketch_the_fit_that_judges_it_is_said_not_to_be_healed(monkeypatch):
     losses = {"output": 1.0}
     better = HealReport(losses, losses, steps=1, kept_step=1, stopped="", batches=(4, 1), lr=0.1)
