@@ -14,6 +14,7 @@ from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numb
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import holder_of
+from panther_compile.planning.other_weights import other_weights, others_text
 from panther_compile.records import (
     RECORD_ATTRIBUTE,
     Closeness,
@@ -143,8 +144,8 @@ class SketchReport:
 
     @property
     def _others_text(self) -> str:
-        counts = ", ".join(f"{numbers:,} of {kind}" for kind, numbers in self.others.items())
-        return f"left as they are, weights of other kinds of module: {counts}" if counts else ""
+        counts = others_text(self.others)
+        return f"left as they are, {counts}" if counts else ""
 
     @property
     def _cache_text(self) -> str:
@@ -339,7 +340,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         undecided="" if record is None else record.plan.undecided,
         curve=None if record is None else record.curve,
         seconds={} if record is None else record.plan.seconds,
-        others=_others(model, known | set(layers)),
+        others=other_weights(model, known | set(layers)),
         closeness=None if record is None else record.closeness,
         plan=None if record is None else record.plan,
         output="" if record is None else record.output,
@@ -417,25 +418,6 @@ def _counted_once(rows: list[ReportRow], layers: Mapping[str, SketchedLayer]) ->
         shared = row.shared or (f"weight of {owners[0]}" if owners else "")
         first |= {id(one): row.name for one in new}
         yield replace(row, dense_numbers=dense[row.name], stored_numbers=_numbers(new), shared=shared)
-
-
-def _others(model: nn.Module, named: set[str]) -> dict[str, int]:
-    """Numbers of the parameters of two or more dimensions that no layer of these names holds; most first."""
-    seen: set[int] = set()
-    rest: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if name in named or isinstance(module, SketchedLayer):
-            seen.update(id(parameter) for parameter in module.parameters())
-        else:
-            rest.append(module)
-    numbers: dict[str, int] = {}
-    for module in rest:
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.dim() > 1 and id(parameter) not in seen:
-                seen.add(id(parameter))
-                kind = type(module).__name__
-                numbers[kind] = numbers.get(kind, 0) + parameter.numel()
-    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
 def _recorded_rows(

@@ -33,6 +33,7 @@ from panther_compile.models.substitute import copied, copy_with, replace_inside
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.fastest import fastest
+from panther_compile.planning.other_weights import other_weights, others_text
 from panther_compile.planning.own_weights import lift_in_place, lifted, lower_own_weights
 from panther_compile.planning.plan import TIMED, TimedSites, reasons_text
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
@@ -386,7 +387,8 @@ def _check_plan(prepared: Prepared, plan: SketchPlan, config: SketchConfig) -> N
     if not found.sites or not (plan.sketched or dense_on_purpose):
         slow = tuple(line for line in plan.layers if line.reason.startswith(TIMED))
         reasons = reasons_text(plan, slow)
-        sought = f"wanted {wanted()}"
+        others = others_text(other_weights(prepared.model, {line.name for line in plan.layers}))
+        sought = f"wanted {wanted()}" + f"; there are {others}" * bool(others)
         if slow:
             sought = "no layer has a sketch of this ratio that is faster here"
         elif prepared.reads_weights and not isinstance(prepared.model, fx.GraphModule):

@@ -91,6 +91,28 @@ def test_nan_is_destroyed():
         assert compare_outputs(model, broken, calls, logits=logits, inputs="noise").grade == "destroyed"
 
 
+class Sampling(nn.Module):
+    """Answers a mean and noise of its own, as a policy or an autoencoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        mean = self.body(x + torch.randn_like(x))
+        return mean + torch.randn_like(mean)
+
+
+def test_models_that_draw_numbers_are_compared_on_the_same_ones():
+    torch.manual_seed(0)
+    model, data = Sampling(), batches()
+    small = pc.sketchify(model, 0.9, data=data, min_params=0, allow_slower=True, progress=False)
+    found = pc.sketch_report(small).closeness
+    assert (found.grade, found.share < 0.01) == ("good", True)
+    healed = pc.heal(small, teacher=model, data=data, steps=1, progress=False)
+    assert dict(pc.heal_report(healed).before)["output"] < 0.05
+
+
 def test_report_opens_with_the_outputs():
     small = pc.sketchify(mlp(), 0.9, data=batches(), allow_slower=True, narrow=False)
     assert first_line(small).startswith("outputs: good: relative error ")
@@ -108,6 +130,27 @@ def test_a_sketch_that_fits_few_rows_alone_is_judged_by_rows_held_out():
     unseen = compare_outputs(model, {model: small}, others, logits=False, inputs="others")
     assert found.distance == pytest.approx(unseen.distance, rel=0.35)
     assert found.grade == unseen.grade != "good"
+
+
+class Chosen(nn.Module):
+    """Gives the rows that it chooses, as a matcher or a detector does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.chance = mlp(256), nn.Linear(10, 1, bias=False)
+
+    def forward(self, x):
+        rows = self.body(x)
+        return rows[self.chance(rows - rows.mean(0))[:, 0] > 0]
+
+
+def test_rows_held_out_may_all_be_of_another_shape():
+    torch.manual_seed(0)
+    model, data = Chosen(), [torch.randn(24, 256) for _ in range(5)]
+    small = pc.sketchify(model, 0.3, data=data, min_params=0, allow_slower=True, progress=False)
+    found = str(pc.sketch_report(small).closeness)
+    assert found.startswith("outputs: destroyed")
+    assert found.endswith("but for 3 of 5 results, of another shape")
 
 
 def test_of_a_healed_sketch_the_fit_that_judges_it_is_said_not_to_be_healed(monkeypatch):

@@ -376,6 +376,26 @@ def test_weights_of_other_kinds_of_module_are_told():
     assert (plain.others, "other kinds" in str(plain)) == ({}, False)
 
 
+def test_classes_of_the_name_of_one_of_torch_are_named_in_full():
+    class Linear(nn.Module):
+        """As PyTorch Geometric has its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(40, 40))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    report = pc.sketch_report(pc.sketchify(nn.Sequential(nn.Linear(40, 40), Linear()), 0.5, **OPTIONS))
+    assert report.others == {f"{__name__}.Linear": 1600}
+    wanted = (
+        rf"wanted .*nn\.Linear.*; there are weights of other kinds of module: 1,600 of {__name__}\.Linear"
+    )
+    with pytest.raises(pc.PantherError, match=wanted):
+        pc.sketchify(nn.Sequential(Linear()), 0.5, **OPTIONS)
+
+
 def test_layers_that_are_read_and_never_called_stay_dense(recwarn):
     small = pc.sketchify(Multiplies(), 0.5, data=batches(), include="*", **OPTIONS)
     assert not recwarn.list

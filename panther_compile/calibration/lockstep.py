@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from panther_compile.calibration.residuals import Passage, Residuals, observe
 from panther_compile.freed_memory import FreedMemory
 from panther_compile.models.batches import Call
+from panther_compile.models.surroundings import generator_states, swap_generators
 from panther_compile.models.watched import Arrival, Side
 from panther_compile.reporting.progress import ProgressBar
 
@@ -54,6 +55,7 @@ class _Runner:
         self.error: BaseException | None = None
         self.through = False
         self._stop = False
+        self._generators = generator_states()
         self._go = threading.Semaphore(0)
         self._came = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(model, call), daemon=True)
@@ -65,10 +67,12 @@ class _Runner:
             whatever the model raised.
         """
         self.at = self.value = self.residual = None
+        others = swap_generators(self._generators)  # a model that draws numbers goes on where it paused
         self._go.release()
         if self._thread.ident is None:
             self._thread.start()
         self._came.acquire()
+        self._generators = swap_generators(others)
         if self.error is not None:
             raise self.error
 

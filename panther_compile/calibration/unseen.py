@@ -51,6 +51,8 @@ def unseen_closeness(
         return compare_models(dense, side.model, calls, logits=config.logits, inputs=what)
 
     def is_worse(one: Closeness) -> bool:
+        if not one.grade:  # nothing to compare; results of another shape are as far as can be
+            return one.is_of_other_shapes and seen.grade != GRADES[-1]
         return GRADES.index(one.grade) > GRADES.index(seen.grade)
 
     cheap = studied.cut_by_study and not held_out.is_fitted_to_all(plan)

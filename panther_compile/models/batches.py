@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.half_products import half_products
-from panther_compile.models.surroundings import eval_mode
+from panther_compile.models.surroundings import eval_mode, same_draws
 from panther_compile.reporting.tables import counted
 
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
@@ -74,15 +75,23 @@ class Call:
         """How the arguments hold it."""
         return tree_flatten((self.args, self.kwargs))[1]
 
+    @property
+    def _seed(self) -> int:
+        return zlib.crc32(repr((self.place, *map(_sum, self.tensors))).encode())
+
     def with_leaves(self, leaves: Iterable[Any]) -> Self:
         """The same call with other leaves, as many."""
         args, kwargs = tree_unflatten(leaves, self.form)
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model, on copies: some write into what they are given, as `x.sub_(mean)`."""
+        """Call the model, on copies: some write into what they are given, as `x.sub_(mean)`.
+
+        Some draw numbers, as policies that sample an action, autoencoders and the losses of diffusion models:
+        a call draws the same in each run, so that two models can be compared, and no two calls alike.
+        """
         args, kwargs = _duplicated(self.args, self.kwargs)
-        with half_products(model):
+        with half_products(model), same_draws(self._seed):
             return model(*args, **kwargs)
 
 
@@ -94,6 +103,14 @@ def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
         return made.setdefault(id(tensor), tensor.clone())
 
     return with_tensors((args, kwargs), duplicate, copy_object)  # type: ignore[no-any-return]
+
+
+def _sum(tensor: Tensor) -> float:
+    """Of what a tensor holds; 0 of one without numbers, or in a layout that has no sum."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        return 0.0
+    real = tensor.detach().real if tensor.is_complex() else tensor.detach()
+    return float(real.float().sum())
 
 
 def copy_object(value: Any) -> Any:

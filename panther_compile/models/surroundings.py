@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,6 +64,41 @@ def without_fast_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """The states of the global generators: Python's, torch's, and those of the GPUs that are in use."""
+    return random.getstate(), torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus())
+
+
+def swap_generators(states: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the global generators go on from other states; gives those that they were in.
+
+    Args:
+        states: of `generator_states`.
+    """
+    before, (python, cpu, *others) = generator_states(), states
+    random.setstate(python)
+    torch.set_rng_state(cpu)
+    for device, state in enumerate(others):
+        torch.cuda.set_rng_state(state, device)
+    return before
+
+
+@contextmanager
+def same_draws(seed: int) -> Iterator[None]:
+    """Whatever is drawn from the global generators is the same for a seed; they are put back afterwards."""
+    with ExitStack() as stack:
+        stack.callback(swap_generators, generator_states())
+        random.seed(seed)
+        # Not torch.manual_seed, which leaves a seed behind for GPUs that are not in use yet.
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[one] for one in _gpus())):
+            generator.manual_seed(seed)
+        yield
+
+
+def _gpus() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
 @contextmanager
 def undisturbed(*, grad: bool = False) -> Iterator[None]:
     """Put the global generators back afterwards; within, the caller's autograd, autocast and device are off.
@@ -70,11 +106,8 @@ def undisturbed(*, grad: bool = False) -> Iterator[None]:
     Args:
         grad: whether gradients are recorded within.
     """
-    state = random.getstate()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with ExitStack() as stack:
-        stack.callback(random.setstate, state)
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.callback(swap_generators, generator_states())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
         for kind in ("cpu", "cuda"):

@@ -1,5 +1,6 @@
 """Layers are fitted in the order in which the model calls them, on what the fitted ones before give."""
 
+import random
 import threading
 
 import pytest
@@ -180,3 +181,39 @@ def test_an_interrupt_while_threads_are_ended_leaves_none(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit_in_lockstep(dense, sketched, calls, fit, residuals={}, progress=False)
     assert threading.active_count() == before
+
+
+class Noisy(nn.Module):
+    """Draws numbers before each layer, as the loss of a diffusion model, a policy or an autoencoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x + torch.randn_like(x))
+        return self.last(x + torch.randn_like(x) * random.random())
+
+
+def test_both_models_draw_the_same_numbers():
+    torch.manual_seed(0)
+    model = Noisy()
+    before = torch.get_rng_state(), random.getstate()
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(place)) for place in range(3)]
+    dense, sketched = sides(model)
+    came = []
+
+    def fit(name, arrivals):
+        came.extend(arrivals)
+        return sketched.watched[name].layer
+
+    calls = [Call((batch,), {}, place) for place, batch in enumerate(batches)]
+    fit_in_lockstep(dense, sketched, calls, fit, residuals={}, progress=False)
+    assert len(came) == 6
+    assert all(torch.equal(one.x, one.z) for one in came)
+    noises = [one.x - batch for one, batch in zip(came[:3], batches, strict=True)]
+    assert not any(torch.allclose(one, noises[0]) for one in noises[1:])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert torch.equal(calls[0].run(model), calls[0].run(model))
+    assert not torch.equal(calls[0].run(model), model(batches[0]))
