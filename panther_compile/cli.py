@@ -9,6 +9,7 @@ needs the extra `onnx`. Options are those of `SketchConfig` (`arguments.py`).
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -312,6 +313,10 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
     build = _function(source)
     if not callable(build):
         raise ModelSourceError(f"{source} is a {type(build).__name__}, wanted a function that makes a model")
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ModelSourceError(f"{source}: {error}; wanted a function of no arguments") from error
     model = build()
     if not isinstance(model, nn.Module):
         raise ModelSourceError(f"{source} gave a {type(model).__name__}, wanted an nn.Module")

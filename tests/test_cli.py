@@ -214,6 +214,12 @@ def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
     assert "is a str, wanted a function" in capsys.readouterr().err
 
 
+def test_a_function_that_asks_for_arguments_is_told_of(capsys):
+    assert main(["plan", "torch.nn:Linear"]) == 2
+    said = capsys.readouterr().err
+    assert "torch.nn:Linear: missing a required argument: 'in_features'; wanted a function of no" in said
+
+
 def test_a_folder_that_lacks_a_weight_is_not_sketched(folder, tmp_path, capsys):
     place = tmp_path / "partial"
     shutil.copytree(folder, place)

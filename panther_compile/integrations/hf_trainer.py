@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from panther_compile.errors import CheckpointError, ConfigTypeError, ParallelError
+from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, ParallelError
 from panther_compile.integrations.accelerated import PantherAccelerator
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
 from panther_compile.partition import Partition
@@ -62,6 +62,7 @@ class PantherTrainer(Trainer):
         Raises:
             ParallelError: the mesh has a pipeline, or the Trainer is to wrap the model by itself.
             ConfigTypeError: there is no model, or no partition.
+            ConfigError: the best of checkpoints that hold the model alone is to be loaded.
         """
         if not isinstance(model, nn.Module) or not isinstance(part, Partition):
             raise ConfigTypeError(
@@ -77,6 +78,11 @@ class PantherTrainer(Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(
                 "fsdp= and deepspeed= of TrainingArguments shard the model a second time; leave them out"
+            )
+        if self.args.load_best_model_at_end and self.args.save_only_model:
+            raise ConfigError(
+                "load_best_model_at_end=True reads the training state of a checkpoint, which "
+                "save_only_model=True leaves out; leave one of the two out"
             )
         # Trainer's names of what weight decay is for, before modules are wrapped.
         self._decayed = super().get_decay_parameter_names(model)

@@ -16,19 +16,25 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from panther_compile.config import check_type
 from panther_compile.errors import ConfigError, ParallelError
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
+from panther_compile.parallel.checkpoint_folder import remove_later
+from panther_compile.parallel.model_state import laid_out_like
 from panther_compile.partition import partition_model
 from panther_compile.partition.records import RUN_AXES
 
 
 class PantherStrategy(DDPStrategy):
-    """Lightning's strategy for a mesh: `Trainer(strategy=pc.PantherStrategy({"dp": 2, "tp": 2}), devices=4)`.
+    """Lightning's strategy for a mesh: `Trainer(strategy=pc.PantherStrategy({"tp": 4}), devices=4)`.
 
     One module of the LightningModule is divided when `fit` begins; all that is trained has to be in it.
     Without a pipeline the LightningModule stays as it is. With one, whose schedule owns the backward,
@@ -66,13 +72,14 @@ class PantherStrategy(DDPStrategy):
             example_inputs: one microbatch for `partition_model`; the LightningModule's `example_input_array`
                 if None.
             partition: options of `partition_model`; one microbatch a step, unless there is a pipeline.
-            parallel: options of `parallelize_model`, as `data_parallel`.
+            parallel: options of `parallelize_model`; with dp over 1 it needs `data_parallel`.
             **options: of `DDPStrategy` that are not of DDP itself, as `timeout`.
 
         Raises:
-            ConfigError: an axis is unknown.
+            ConfigError, ConfigTypeError: an axis is unknown, or the mesh no mapping.
         """
         super().__init__(**options)
+        check_type("mesh", mesh, Mapping)
         if set(mesh) - set(RUN_AXES):
             raise ConfigError(f"mesh={dict(mesh)}; its axes are {', '.join(RUN_AXES)}")
         self._mesh = {axis: int(mesh.get(axis, 1)) for axis in RUN_AXES}
@@ -105,12 +112,23 @@ class PantherStrategy(DDPStrategy):
 
         Raises:
             ParallelError: something outside of the model is trained; several optimizers; a pipeline with
-                automatic optimization.
+                automatic optimization; a model in shards of an earlier `fit`; a callback that averages
+                weights, where ranks have parts of them.
             ConfigError: there is no such module or no example; fp16 over a tp axis.
         """
+        module = self.lightning_module
+        sharded = [name for name, one in module.named_parameters() if isinstance(one, DTensor)]
+        if sharded and trainer.state.fn == TrainerFn.FITTING:
+            raise ParallelError(
+                f"{sharded[0]} of {type(module).__name__} is in shards already, of an earlier fit: make a "
+                f"new {type(module).__name__}; fit(..., ckpt_path=...) goes on from a checkpoint"
+            )
+        if sharded:  # each rank has its own, which those of the first would be written over
+            module._ddp_params_and_buffers_to_ignore = sharded
         super().setup(trainer)
         if self.engine is None:
             return
+        self._check_averages(trainer)
         if len(self.optimizers) != 1:
             raise ParallelError(
                 f"configure_optimizers gives {len(self.optimizers)} optimizers; "
@@ -123,6 +141,20 @@ class PantherStrategy(DDPStrategy):
 
         # torch's own norm, which the plugin would take, is that of this rank's shards.
         self.precision_plugin.clip_grad_by_norm = clip_grad_by_norm
+
+    @property
+    def _trains_whole(self) -> bool:
+        """Whether each rank has all parameters, and not shards or stages."""
+        return self._mesh["tp"] * self._mesh["pp"] == 1 and self._parallel.get("data_parallel") != "fsdp"
+
+    def _check_averages(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and not self._trains_whole:
+                raise ParallelError(
+                    f"{type(callback).__name__} averages a whole model, of which a rank has a part here; "
+                    f"keep averages of self.{self._name}.named_parameters(), or use dp alone and "
+                    "data_parallel='ddp'"
+                )
 
     def configure_ddp(self) -> None:
         """Put the engine in the place of the model."""
@@ -141,6 +173,7 @@ class PantherStrategy(DDPStrategy):
                 "example_inputs"
             )
         example = pytree.tree_map_only(Tensor, lambda value: value.to(self.root_device), example)
+        example = self.precision_plugin.convert_input(example)
         example = (example,) if isinstance(example, Tensor) else example
         options = {"microbatches": self._mesh["pp"], **self._partition}
         part = partition_model(found, example, mesh=self._mesh, **options)
@@ -201,7 +234,7 @@ class PantherStrategy(DDPStrategy):
         """The whole LightningModule's parameters and buffers; every rank has to call this."""
         module = self.lightning_module
         if self.engine is None:
-            return dict(module.state_dict())
+            return {name: _joined(value) for name, value in module.state_dict().items()}
         state: dict[str, Any] = {}
         module._save_to_state_dict(state, "", False)
         for name, child in module.named_children():
@@ -217,12 +250,13 @@ class PantherStrategy(DDPStrategy):
         Args:
             optimizer: of the engine.
         """
-        return super().optimizer_state(optimizer) if self.engine is None else {}
+        is_alone = self.engine is None and self._trains_whole
+        return super().optimizer_state(optimizer) if is_alone else {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file, and the folder beside it; every rank has to call this.
+        """Write Lightning's file, and while `fit` runs the folder beside it; every rank has to call this.
 
         Args:
             checkpoint: of Lightning.
@@ -231,10 +265,14 @@ class PantherStrategy(DDPStrategy):
         """
         path = Path(self.broadcast(str(filepath)))
         super().save_checkpoint(checkpoint, path, storage_options)
-        if self.engine is not None:
-            written = TrainingCheckpoints(_folder(path), keep=1)
-            written.save(self.engine, self.optimizers[0], step=checkpoint["global_step"])
-            written.wait()
+        if self.engine is None or "optimizer_states" not in checkpoint:  # weights alone
+            return
+        folder, step = _folder(path), checkpoint["global_step"]
+        if self.is_global_zero:
+            remove_later(folder, step)  # of another training, under the same name, they would be the newest
+        written = TrainingCheckpoints(folder, keep=1)
+        written.save(self.engine, self.optimizers[0], step=step)
+        written.wait()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file and the folder beside it.
@@ -265,10 +303,12 @@ class PantherStrategy(DDPStrategy):
             checkpoint: that was read.
             strict: whether every name has to be there.
         """
-        if self.engine is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
         state, prefix = checkpoint["state_dict"], f"{self._name}."
+        if self.engine is None:
+            held = self.lightning_module.state_dict()
+            state = {name: laid_out_like(value, held.get(name)) for name, value in state.items()}
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+            return
         self.engine.load_state_dict(
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
@@ -302,6 +342,11 @@ class PantherStrategy(DDPStrategy):
 def _folder(path: Path) -> Path:
     """What is beside a file of Lightning."""
     return path.with_name(f"{path.name}.training")
+
+
+def _joined(value: Any) -> Any:
+    """A tensor on the CPU, where it is in shards."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def _own_tensors(module: nn.Module, without: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -34,7 +34,7 @@ LARGEST = 1e15  # of what reaches a layer
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _HELD_OUT = 0.2  # of the batches, to judge by
 _KEEPS = ("attention_mask",)
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")
 _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
 
 
@@ -385,7 +385,7 @@ def _without_cache(model: nn.Module, call: Call) -> Call:
     """
     given = _bound(model, call)
     for name in _CACHES:
-        if not isinstance(given.get(name), Tensor | tuple | list | None):
+        if _is_cache(name, given.get(name)):
             raise DataError(
                 f"data calls the model with {name}, a {type(given[name]).__name__}, as generate() does: call "
                 "it on whole texts in its place"
@@ -394,6 +394,13 @@ def _without_cache(model: nn.Module, call: Call) -> Call:
     if not takes or given.get("use_cache") is not None:
         return call
     return replace(call, kwargs=call.kwargs | {"use_cache": False})
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    """Whether an argument is a cache; what models beside transformers' call so may be a flag, or a dict."""
+    if name == "cache":
+        return hasattr(value, "get_seq_length")
+    return not isinstance(value, Tensor | tuple | list | None)
 
 
 def _bound(model: nn.Module, call: Call) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def find_cached(side: Side, call: Call) -> tuple[Cached, ...]:
         result = run_dense(side.model, replace(call, kwargs=call.kwargs | asked))
     found: list[Cached] = []
     free = dict(outputs)
-    for keys, values in _layers_of(getattr(result, "past_key_values", None)):
+    name = "cache" if hasattr(result, "cache") else "past_key_values"  # before transformers 5.24
+    for keys, values in _layers_of(getattr(result, name, None)):
         for cached in _writers(free, inputs, keys, values):
             found.append(cached)
             free = {name: out for name, out in free.items() if name not in cached.names}

@@ -139,6 +139,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in found]
 
 
+def remove_later(folder: Path, step: int) -> None:
+    """Remove the checkpoints of a folder whose steps are later than one.
+
+    Args:
+        folder: of all checkpoints.
+        step: that stays, with all before it.
+    """
+    for path in list_checkpoints(folder):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            shutil.rmtree(path)
+
+
 def put_in_place(scratch: Path, folder: Path, document: dict[str, Any]) -> Path:
     """Complete a checkpoint: write its manifest, then give it its name.
 

@@ -119,7 +119,7 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
         copies += [*held_parameters(stage), *held_buffers(stage)]
     for first, tensor in copies:
         if first in values:
-            tensor.copy_(_like(values[first], tensor))
+            tensor.copy_(laid_out_like(values[first], tensor))
 
 
 def _check_names(holder: Holder, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -157,8 +157,13 @@ def _own_tensors(holder: Holder) -> dict[str, Tensor]:
     return own
 
 
-def _like(value: Tensor, tensor: Tensor) -> Tensor:
-    """A value in the layout of a tensor."""
+def laid_out_like(value: Tensor, tensor: Tensor | None) -> Tensor:
+    """A value in the layout of a tensor: in shards where that is.
+
+    Args:
+        value: whole, or in shards already.
+        tensor: that takes it; None if there is none.
+    """
     if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
         value = value.to(tensor.device)
         return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)

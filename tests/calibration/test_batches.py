@@ -91,6 +91,17 @@ def test_calls_with_a_cache_are_refused():
     assert len(record_calls(Cached(), [{"x": X, "past_key_values": ((X, X),)}])) == 1
 
 
+def test_generation_is_refused_whatever_its_cache_is_called():
+    class Renamed(Masked):
+        def forward(self, x, cache=None):
+            return self.fc(x)
+
+    cache = pytest.importorskip("transformers").DynamicCache()
+    with pytest.raises(DataError, match="data calls the model with cache, a DynamicCache, as generate"):
+        record_calls(Renamed(), [{"x": X, "cache": cache}])
+    assert len(record_calls(Renamed(), [{"x": X, "cache": {}}, {"x": X, "cache": True}])) == 2
+
+
 def test_calls_are_taken_as_they_are():
     calls = [Call((X,), {})]
     assert record_calls(Masked(), calls)[0].args[0].shape == X.shape

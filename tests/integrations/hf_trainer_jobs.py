@@ -10,7 +10,7 @@ from parallel.training import EAGER
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import panther_compile as pc
-from panther_compile.errors import ParallelError
+from panther_compile.errors import ConfigError, ParallelError
 
 ROWS = 2
 
@@ -94,8 +94,12 @@ def train(rank, *, folder, mesh, parallel, wanted):
 
 
 def refusals(rank, *, folder):
-    with as_of_torchrun(rank), pytest.raises(ParallelError, match=r"write the loop with engine\.step"):
-        make_trainer(folder, {"pp": 2}, {})
+    with as_of_torchrun(rank):
+        with pytest.raises(ParallelError, match=r"write the loop with engine\.step"):
+            make_trainer(folder, {"pp": 2}, {})
+        alone = {"load_best_model_at_end": True, "save_only_model": True, "eval_strategy": "steps"}
+        with pytest.raises(ConfigError, match="load_best_model_at_end=True reads the training state"):
+            make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"}, **alone)
 
 
 def best(rank, *, folder):

@@ -1,11 +1,13 @@
 """Lightning's Trainer over an engine; each function runs on every rank."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from integrations.launched import as_of_torchrun
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from parallel.training import EAGER, whole
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -56,6 +58,11 @@ class Classifier(LightningModule):
     def on_validation_epoch_end(self):
         self.checked.append(float(self.trainer.callback_metrics["checked"]))
 
+    test_step = validation_step
+
+    def predict_step(self, batch, _):
+        return self.net(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -92,14 +99,37 @@ def rows(count, seed):
     return TensorDataset(x, x[:, :4].argmax(1))
 
 
+class SaveAt(Callback):
+    """Writes a file under one name at a step."""
+
+    def __init__(self, step, file):
+        self.step, self.file = step, file
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.file)
+
+
 def fit(
-    module, strategy, folder, *, batch, epochs=2, resume=None, devices=1, accumulate=1, keep=True, **options
+    module,
+    strategy,
+    folder,
+    *,
+    batch,
+    epochs=2,
+    resume=None,
+    devices=1,
+    accumulate=1,
+    keep=True,
+    callbacks=(),
+    **options,
 ):
     if module.automatic_optimization:
         options |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": accumulate}
     data = rows(64, 1)
     # Lightning shuffles what it divides over ranks; one process gets the same order.
     sampler = DistributedSampler(data, 1, 0) if devices == 1 else None
+    options.setdefault("enable_checkpointing", keep)
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
@@ -107,8 +137,7 @@ def fit(
         strategy=strategy,
         max_epochs=epochs,
         logger=False,
-        callbacks=[saving] if keep else None,
-        enable_checkpointing=keep,
+        callbacks=[saving, *callbacks] if keep else list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
@@ -173,8 +202,62 @@ def other_mesh(rank, *, folder):
         torch.testing.assert_close(again.checked[-1], module.checked[-1], rtol=1e-4, atol=1e-5)
 
 
+def after_shards(rank, *, folder):
+    """What FSDP has trained is tested, loaded into, predicts, and is saved whole; and not fitted again."""
+    fsdp = {"data_parallel": "fsdp"}
+    with as_of_torchrun(rank):
+        module = Classifier()
+        trainer = fit(module, strategy_of({"dp": 2}, fsdp), folder, batch=ROWS, devices=2)
+        loader, wanted = DataLoader(rows(8, 2), batch_size=ROWS), module.checked[-1]
+        trainer.save_checkpoint(f"{folder}/after.ckpt")
+        assert trainer.test(module, loader, verbose=False)[0]["checked"] == pytest.approx(wanted, rel=1e-5)
+        (first,) = trainer.test(
+            module, loader, ckpt_path=f"{folder}/epoch=0.ckpt", verbose=False, weights_only=False
+        )
+        assert first["checked"] == pytest.approx(module.checked[1], rel=1e-5)
+        alone = Classifier.load_from_checkpoint(f"{folder}/epoch=0.ckpt", weights_only=False)
+        (shown,) = trainer.predict(module, loader)
+        torch.testing.assert_close(shown, alone.net(rows(8, 2).tensors[0][rank::2]), rtol=1e-4, atol=1e-5)
+        last, after = (
+            Classifier.load_from_checkpoint(f"{folder}/{name}.ckpt", weights_only=False).state_dict()
+            for name in ("epoch=1", "after")
+        )
+        assert all(torch.equal(after[name], value) for name, value in last.items())
+        with pytest.raises(ParallelError, match=r"net\.embed\.weight of Classifier is in shards already"):
+            trainer.fit(module, loader)
+
+
+def one_name(rank, *, folder):
+    """A file over that of a training which had come further has its own state beside it."""
+    ddp, file = {"data_parallel": "ddp"}, f"{folder}/one.ckpt"
+    with as_of_torchrun(rank):
+        same = {"batch": ROWS, "devices": 2, "keep": False}
+        first, second = Classifier(), Classifier()
+        fit(first, strategy_of({"dp": 2}, ddp), folder, callbacks=[SaveAt(6, file)], **same)
+        second.net.head.bias.data += 1.0
+        fit(second, strategy_of({"dp": 2}, ddp), folder, callbacks=[SaveAt(3, file)], **same)
+        written = torch.load(file, weights_only=False)["state_dict"]
+        for name, value in pc.read_state_dict(f"{file}.training").items():
+            assert torch.equal(value, written[f"net.{name}"])
+        light = ModelCheckpoint(dirpath=f"{folder}/light", save_weights_only=True)
+        fit(first, strategy_of({"dp": 2}, ddp), folder, callbacks=[light], enable_checkpointing=True, **same)
+        assert not list(Path(folder, "light").glob("*.training"))
+
+
+def half_types(rank, *, folder):
+    """The example is converted as batches are."""
+    with as_of_torchrun(rank):
+        module, strategy = Classifier(), strategy_of({"dp": 2}, {"data_parallel": "ddp"})
+        fit(module, strategy, folder, batch=ROWS, devices=2, keep=False, precision="bf16-true")
+        assert module.net.head.weight.dtype == torch.bfloat16
+        assert module.losses[-1] < module.losses[0]
+
+
 def refusals(rank, *, folder):
     with as_of_torchrun(rank):
+        strategy = strategy_of({"dp": 2}, {"data_parallel": "fsdp"})
+        with pytest.raises(ParallelError, match="EMAWeightAveraging averages a whole model, of which a rank"):
+            fit(Classifier(), strategy, folder, batch=ROWS, devices=2, callbacks=[EMAWeightAveraging()])
         with pytest.raises(
             ParallelError, match=r"set automatic_optimization = False, and call self\.net\.step"
         ):

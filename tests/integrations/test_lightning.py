@@ -2,6 +2,9 @@
 
 import pytest
 
+import panther_compile as pc
+from panther_compile.errors import ConfigTypeError
+
 pytest.importorskip("lightning")
 
 pytestmark = pytest.mark.integrations
@@ -40,7 +43,30 @@ def test_a_checkpoint_on_another_mesh(ranks, tmp_path):
     ranks(2).run(lightning_jobs.other_mesh, folder=str(tmp_path))
 
 
+def test_a_model_in_shards_after_its_fit(ranks, tmp_path):
+    from integrations import lightning_jobs
+
+    ranks(2).run(lightning_jobs.after_shards, folder=str(tmp_path))
+
+
+def test_a_file_over_that_of_another_training(ranks, tmp_path):
+    from integrations import lightning_jobs
+
+    ranks(2).run(lightning_jobs.one_name, folder=str(tmp_path))
+
+
+def test_a_model_in_half_types(ranks, tmp_path):
+    from integrations import lightning_jobs
+
+    ranks(2).run(lightning_jobs.half_types, folder=str(tmp_path))
+
+
 def test_what_it_cannot_take_is_refused_by_name(ranks, tmp_path):
     from integrations import lightning_jobs
 
     ranks(2).run(lightning_jobs.refusals, folder=str(tmp_path))
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(ConfigTypeError, match="mesh=2 is a int, wanted Mapping"):
+        pc.PantherStrategy(2, model="net")
