@@ -4,10 +4,11 @@
     return self._conv_forward(self.pad(x), self.weight, self.bias)
     return F.conv2d(same(x), self.weight, self.bias, self.stride)
     return conv2d_same(x, self.weight, self.bias, self.stride)    a function that does one of these
+    return super()._conv_forward(x, weight.to(x.dtype), bias)     a `_conv_forward` that casts them
 
 So do the convolutions of video autoencoders, which pad in time on one side and keep frames for the next
-chunk, those of streaming speech encoders, and TensorFlow's in timm. The text of the forward is read, and of
-functions that it hands the weight to; nothing is run.
+chunk, those of streaming speech encoders, TensorFlow's in timm, and OpenAI's Whisper. The text of the
+forward is read, and of functions that it hands the weight to; nothing is run.
 """
 
 import ast
@@ -16,9 +17,11 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from panther_compile.kinds.match import casts_alone
 from panther_compile.kinds.source import is_question, is_self, own_functions, parse_function
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,9 +37,12 @@ def convolution_called(module: nn.Module) -> Any:
     """
     cls: Any = type(module)
     base = next((one for one in cls.__mro__ if one in _BASES), None)
-    if base is None or cls.forward is base.forward or cls._conv_forward is not base._conv_forward:
+    if base is None or "_conv_forward" in vars(module) or not _has_its_sizes(module):
         return None
-    if "_conv_forward" in vars(module) or not _has_its_sizes(module):
+    own = [name for name in ("forward", "_conv_forward") if getattr(cls, name) is not getattr(base, name)]
+    if own == ["_conv_forward"]:
+        return base if casts_alone(module, getattr(F, _CALLS[_BASES.index(base)])) else None
+    if own != ["forward"]:
         return None
     return base if _only_calls(cls, base, module._parameters.get("bias") is not None) else None
 

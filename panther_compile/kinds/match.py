@@ -101,6 +101,44 @@ def computes_linear(module: nn.Linear) -> bool:
     return _gives(graph, held, x, F.linear(x, weight, bias))
 
 
+def casts_linear(module: nn.Module) -> bool:
+    """Whether a subclass of `nn.Linear` computes x Wᵀ + b with weight and bias in the dtype of x.
+
+    So do the layers of OpenAI's Whisper, whose weights stay in float32 where it runs in half types. The
+    forward is read as a graph: one `F.linear`, casts of the parameters, and nothing else.
+    """
+    cls = type(module)
+    if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward or "forward" in vars(module):
+        return False
+    return casts_alone(module, F.linear)
+
+
+def casts_alone(module: nn.Module, function: Any) -> bool:
+    """Whether a forward is one call of a function on x and on weight and bias, cast to the dtype of x."""
+    in_training, graph = (read_forward(module, training=training) for training in (True, False))
+    if graph is None or str(in_training) != str(graph):
+        return False
+    x, product = next(iter(graph.nodes)), graph.output_node().args[0]
+    dtypes = {node for node in x.users if node.args == (x, "dtype")}
+
+    def cast(node: Any) -> str | None:
+        """The name of the parameter that a node casts."""
+        known = isinstance(node, fx.Node) and not node.kwargs and len(node.args) == 2
+        by = {"to": dtypes, "type_as": {x}}.get(str(node.target)) if known else None
+        return str(node.args[0].target) if by and node.args[1] in by else None
+
+    if not isinstance(product, fx.Node) or product.target is not function:
+        return False
+    given = dict(zip(("input", "weight", "bias"), product.args, strict=False)) | dict(product.kwargs)
+    casts = [given.get("weight")] if module.bias is None else [given.get("weight"), given.get("bias")]
+    known = {x, product, graph.output_node(), *dtypes, *casts}
+    return (
+        given["input"] is x
+        and [cast(node) for node in casts] == ["weight", "bias"][: len(casts)]
+        and all(node in known or node.op == "get_attr" for node in graph.nodes)
+    )
+
+
 class _BufferTracer(fx.Tracer):
     """Buffers too are read as nodes, so that what a forward writes into them is not written."""
 

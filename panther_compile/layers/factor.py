@@ -4,12 +4,14 @@ Anything else is asked of the values, which are multiplied out then. They are no
 to them raises.
 """
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from panther_compile.errors import FactoredWeightError
@@ -36,6 +38,8 @@ class Factor(StandsForWeight):
     Attributes:
         shape: of the parameter.
         ndim: its number of dimensions.
+        given_bias: of a layer, in whose place it has a bias of its own, if it has one.
+        cast: the dtype that parameters of layers are cast to for a product; None for their own.
         products: functions of a weight that are calls of layers, by torch's own; None from one says that this
             use of it is not.
     """
@@ -44,6 +48,8 @@ class Factor(StandsForWeight):
 
     shape: torch.Size
     ndim: int
+    given_bias: nn.Parameter | None = None
+    cast: torch.dtype | None = None
 
     def factor(self) -> "Factor":
         """Itself."""
@@ -59,12 +65,26 @@ class Factor(StandsForWeight):
 
     def lazy(self) -> Tensor:
         """The weight, multiplied out where its values are read; it refuses to be written to."""
-        return lazy_weight(tuple(self.shape), self.like(), self.values)
+        found = lazy_weight(tuple(self.shape), self.like(), self.values)
+        return found if self.cast is None else found.to(self.cast)
+
+    def product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """What a layer makes of rows, in the dtype asked for."""
+        if self.cast is None:
+            out: Tensor = layer(x)
+            return out
+        held = {name: one.to(self.cast) for name, one in layer.named_parameters() if one.is_floating_point()}
+        out = functional_call(layer, held, (x,))
+        return out
+
+    def stands_for(self, bias: Tensor | None, layer: Any) -> bool:
+        """Whether a product with this bias is one of the layer, which may have the bias already."""
+        return layer.bias is None or (bias is not None and (bias is self.given_bias or self.cast is not None))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameter."""
-        return self.like().dtype
+        """The dtype of the parameter, or that asked for."""
+        return self.cast or self.like().dtype
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +104,12 @@ class Factor(StandsForWeight):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself, if it is of that dtype, on that device."""
+        """Itself, if it is of that dtype, on that device; of another dtype it is a factor too."""
+        dtype = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != self.dtype:
+            found = copy.copy(self)
+            found.cast = dtype
+            return found
         asked = [*args, *kwargs.values()]
         here = all(one == self.dtype or one == self.device for one in asked)
         return self if here else self.lazy().to(*args, **kwargs)

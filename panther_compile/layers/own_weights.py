@@ -3,6 +3,7 @@
     torch.bmm(x, self.w1)            w1 (n, I, O) as n linear layers: `Matrices`
     F.linear(x[rows], self.w2[e])    w2 (n, O, I) likewise
     super().forward(pad(x))          the weight of a convolution as one: `Kernel`
+    F.linear(x, self.weight.to(x.dtype))    that of a linear layer: `Matrix`
 
 The module keeps its class and its forward. Products with what it finds under the name of the parameter are
 calls of the layers, whatever they have been replaced by.
@@ -25,7 +26,7 @@ from panther_compile.layers.matrix_stacks import parts_of_stack, stack_of_parts
 from panther_compile.layers.weight_products import KernelFactor, MatrixFactor
 
 _WRITTEN = ("data", "grad", "requires_grad")
-_DENSE = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,32 +163,26 @@ class Matrices(OwnWeight):
         }
 
 
-class Kernel(OwnWeight):
-    """The weight of a convolution, as one without padding, which has the bias too while it is fitted.
+class OneLayer(OwnWeight):
+    """The weight of a layer, as a layer, which has the bias too while it is fitted.
 
     Args:
-        conv: a subclass of nn.Conv1d, nn.Conv2d or nn.Conv3d.
-        base: which of them.
+        module: whose parameter "weight" it stands for, and which adds its bias itself.
+        layer: of the same sizes, on the meta device.
 
     Attributes:
-        layer: the convolution.
+        layer: that one, with the module's parameters.
         given_bias: the parameter that the module passes as its bias, in whose place the layer has another
             while it is fitted; None before and after.
     """
 
-    def __init__(self, conv: nn.Module, base: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
+    def __init__(self, module: nn.Module, layer: nn.Module) -> None:
         super().__init__()
-        bias = conv._parameters.get("bias")
-        sizes = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation)
-        self.layer = base(*sizes, conv.groups, bias is not None, device="meta")  # type: ignore[arg-type]
-        setattr(self.layer, OF_CLASS, type(conv))
-        self.layer._parameters["weight"] = conv._parameters["weight"]
-        self.layer._parameters["bias"] = bias
+        self.layer = layer
+        setattr(self.layer, OF_CLASS, type(module))
+        self.layer._parameters["weight"] = module._parameters["weight"]
+        self.layer._parameters["bias"] = bias = module._parameters.get("bias")
         self.__dict__["given_bias"] = bias  # not registered: it is the module's
-
-    def factor(self) -> Factor:
-        """See `OwnWeight`."""
-        return KernelFactor(self.layer, self.given_bias)
 
     def dense(self) -> nn.Parameter | None:
         """See `OwnWeight`."""
@@ -213,6 +208,43 @@ class Kernel(OwnWeight):
         return (parameter, parameter.rpartition(".")[0])
 
 
+class Kernel(OneLayer):
+    """The weight of a convolution, as one without padding.
+
+    Args:
+        conv: a subclass of nn.Conv1d, nn.Conv2d or nn.Conv3d.
+        base: which of them.
+    """
+
+    def __init__(self, conv: nn.Module, base: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
+        sizes = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation)
+        has_bias = conv._parameters.get("bias") is not None
+        super().__init__(conv, base(*sizes, conv.groups, has_bias, device="meta"))  # type: ignore[arg-type]
+
+    def factor(self) -> Factor:
+        """See `OwnWeight`."""
+        return KernelFactor(self.layer, self.given_bias)
+
+
+class Matrix(OneLayer):
+    """The weight (O, I) of a linear layer, as one.
+
+    Args:
+        linear: a subclass of nn.Linear.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        weight = linear._parameters["weight"]
+        assert weight is not None
+        has_bias = linear._parameters.get("bias") is not None
+        super().__init__(linear, nn.Linear(weight.shape[1], weight.shape[0], has_bias, device="meta"))
+        self.sizes = (weight.shape[1], weight.shape[0])
+
+    def factor(self) -> Factor:
+        """See `OwnWeight`."""
+        return MatrixFactor([self.layer], self.sizes, False, True, given_bias=self.given_bias)
+
+
 def _is_alone(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory as it is, and there is nothing else."""
     whole = tensor.numel() * tensor.element_size()
@@ -224,14 +256,14 @@ def _factor_of(own: OwnWeight) -> Factor:
 
 
 def own_biases(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
-    """The biases of convolutions of a model for whose weight one of the layers stands."""
-    held = (one._parameters.get("bias") for one in model.modules() if _has_kernel(one, layers))
+    """The biases of modules of a model for whose weight one of the layers stands."""
+    held = (one._parameters.get("bias") for one in model.modules() if _has_layer(one, layers))
     return [bias for bias in held if bias is not None]
 
 
-def _has_kernel(module: nn.Module, layers: Collection[nn.Module]) -> bool:
-    kernels = (child for child in module._modules.values() if isinstance(child, Kernel))
-    return any(part in layers for kernel in kernels for part in kernel.modules())
+def _has_layer(module: nn.Module, layers: Collection[nn.Module]) -> bool:
+    held = (child for child in module._modules.values() if isinstance(child, OneLayer))
+    return any(part in layers for one in held for part in one.modules())
 
 
 def holds_own_weights(module: nn.Module) -> bool:

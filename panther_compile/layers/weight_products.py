@@ -22,12 +22,19 @@ class MatrixFactor(Factor):
         sizes: I and O.
         multiplies_rows: whether a matrix is (I, O), as in `x @ P`, not (O, I), as in `F.linear(x, P)`.
         is_one: whether it is one matrix, not a stack.
+        given_bias: of one layer, in whose place it has a bias of its own, if it has one.
     """
 
     def __init__(
-        self, layers: Sequence[Any], sizes: tuple[int, int], multiplies_rows: bool, is_one: bool = False
+        self,
+        layers: Sequence[Any],
+        sizes: tuple[int, int],
+        multiplies_rows: bool,
+        is_one: bool = False,
+        given_bias: nn.Parameter | None = None,
     ) -> None:
         self.layers, self.sizes, self.multiplies_rows, self.is_one = layers, sizes, multiplies_rows, is_one
+        self.given_bias = given_bias
         shape = sizes if multiplies_rows else sizes[::-1]
         self.shape = torch.Size(shape if is_one else (len(layers), *shape))
         self.ndim = len(self.shape)
@@ -36,6 +43,12 @@ class MatrixFactor(Factor):
         """See `Factor`."""
         weight: Tensor = self.layers[0].weight
         return weight
+
+    def _changed(self, **changes: Any) -> "MatrixFactor":
+        names = ("layers", "sizes", "multiplies_rows", "is_one", "given_bias")
+        found = MatrixFactor(**{name: getattr(self, name) for name in names} | changes)
+        found.cast = self.cast
+        return found
 
     def values(self) -> Tensor:
         """See `Factor`."""
@@ -48,13 +61,13 @@ class MatrixFactor(Factor):
             return self.lazy()[key]
         for place in range(len(self)):  # to a compiler the key may be a symbol, which is no index of a list
             if key in (place, place - len(self)):
-                return MatrixFactor(self.layers[place : place + 1], self.sizes, self.multiplies_rows, True)
+                return self._changed(layers=self.layers[place : place + 1], is_one=True)
         raise IndexError(f"matrix {int(key)}, wanted one of {len(self)}")
 
     @property
     def mT(self) -> "MatrixFactor":  # noqa: N802
         """The matrices transposed."""
-        return MatrixFactor(self.layers, self.sizes, not self.multiplies_rows, self.is_one)
+        return self._changed(multiplies_rows=not self.multiplies_rows)
 
     @property
     def T(self) -> Any:  # noqa: N802
@@ -109,20 +122,22 @@ def _matmul(x: Any, other: Any) -> Tensor | None:
         return None
     layers = other.layers
     if other.is_one:
-        out: Tensor = layers[0](x)
-        return out
+        return None if layers[0].bias is not None else other.product(layers[0], x)
     if x.dim() < 2 or (x.dim() > 2 and x.shape[-3] not in (1, len(layers))):
         return None
     rows = (x,) if x.dim() == 2 else x.unbind(-3)
     rows = rows if len(rows) == len(layers) else rows * len(layers)
-    return torch.stack([layer(one) for layer, one in zip(layers, rows, strict=True)], -3)
+    return torch.stack([other.product(layer, one) for layer, one in zip(layers, rows, strict=True)], -3)
 
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     if not isinstance(weight, MatrixFactor) or not weight.is_one or weight.multiplies_rows:
         return None
-    out: Tensor = weight.layers[0](input)
-    return out if bias is None else out + bias.to(out.dtype)
+    layer = weight.layers[0]
+    if not weight.stands_for(bias, layer):
+        return None
+    out = weight.product(layer, input)
+    return out if bias is None or layer.bias is not None else out + bias.to(out.dtype)
 
 
 def _added(added: Any, x: Any, other: Any, **scales: Any) -> Tensor | None:
@@ -147,7 +162,7 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
         letters = letters.replace(read.stack, "")
     if len(every) != len(layers):
         return None
-    found = torch.stack([layer(one) for layer, one in zip(layers, every, strict=True)])
+    found = torch.stack([stack.product(layer, one) for layer, one in zip(layers, every, strict=True)])
     return torch.einsum(f"{read.stack}{letters[:-1]}{read.outputs}->{read.result}", found).contiguous()
 
 
@@ -163,13 +178,13 @@ def _convolution(
     if not isinstance(weight, KernelFactor):
         return None
     layer: Any = weight.layer
-    if layer.bias is not None and (bias is None or bias is not weight.given_bias):
+    if not weight.stands_for(bias, layer):
         return None
     axes = weight.ndim - 2
     if (_each(stride, axes), _each(dilation, axes), groups) != (layer.stride, layer.dilation, layer.groups):
         return None
     pads = _pads(padding, layer.kernel_size, layer.dilation)
-    out: Tensor = layer(F.pad(input, pads) if any(pads) else input)
+    out = weight.product(layer, F.pad(input, pads) if any(pads) else input)
     if layer.bias is not None or bias is None:
         return out
     return out + bias.to(out.dtype).view(-1, *(1,) * axes)

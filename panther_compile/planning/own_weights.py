@@ -3,9 +3,11 @@
 Before:
     experts: Llama4TextExperts      gate_up_proj: Parameter (E, H, 2 F)
     conv_in: WanCausalConv3d        weight: Parameter (O, I, 3, 3, 3), bias: Parameter (O,)
+    query: whisper.model.Linear     weight: Parameter (O, I), bias: Parameter (O,)
 After, exact:
     experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
     conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
+    query: whisper.model.Linear     weight: Matrix(Linear(I, O))
 
 The modules keep their class and their forward, whose text says what it does with the parameters
 (`kinds/stack_uses.py`, `kinds/conv_uses.py`); what is used otherwise stays as it is.
@@ -19,11 +21,11 @@ from torch.nn.utils import parametrize
 
 from panther_compile.errors import ConfigTypeError
 from panther_compile.kinds.conv_uses import convolution_called
-from panther_compile.kinds.match import is_adapter, why_not_tensor
+from panther_compile.kinds.match import casts_linear, is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
 from panther_compile.kinds.stack_uses import stacks_of
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight
 from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
@@ -125,12 +127,14 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
-        base, stacks = convolution_called(module), stacks_of(module)
-        if not (base or stacks) or _is_changed(module) or not _is_left_alone(module):
+        base, stacks, casts = convolution_called(module), stacks_of(module), casts_linear(module)
+        if not (base or stacks or casts) or _is_changed(module) or not _is_left_alone(module):
             continue
         prefix = f"{name}." if name else ""
         if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
+        if casts and _may_lift(module, ("weight", "bias"), held):
+            yield module, prefix, "weight", Matrix(module)
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
                 parameter = module._parameters[stack]

@@ -17,7 +17,7 @@ import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
-from panther_compile.layers.own_weights import Kernel, Matrices, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight
 from panther_compile.layers.stack_product import read_product
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.sites import find_sites
@@ -155,6 +155,17 @@ class Frames(nn.Conv3d):
         return self._conv_forward(x, self.weight, self.bias).mean((2, 3, 4))
 
 
+class Casting(nn.Linear):
+    """As of OpenAI's Whisper: weights stay in float32 where the rest is in half types."""
+
+    def __init__(self):
+        super().__init__(D, D)
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
 STACKS = {
     Ensemble: {"w1": True, "w2": True},
     Broadcast: {"first": True, "last": True},
@@ -164,7 +175,8 @@ STACKS = {
     Mixture: {"first": True, "last": True},
 }
 KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
-CLASSES = [*STACKS, *KERNELS]
+MATRICES = {Casting: SketchedLinear}
+CLASSES = [*STACKS, *KERNELS, *MATRICES]
 
 
 def build(cls):
@@ -183,8 +195,9 @@ def module(request):
 
 def test_what_the_forward_does_is_read(module):
     found = layers_of(lifted(module))
-    if type(module) in KERNELS:
-        assert [(name, type(one)) for name, one in found.items()] == [("weight", Kernel)]
+    if type(module) not in STACKS:
+        wanted = Kernel if type(module) in KERNELS else Matrix
+        assert [(name, type(one)) for name, one in found.items()] == [("weight", wanted)]
         return
     assert {name: one.transposed for name, one in found.items()} == STACKS[type(module)]
     for name, one in found.items():
@@ -344,7 +357,7 @@ def test_anything_else_is_asked_of_the_values():
         lambda one: one.sum(),
         lambda one: one * 2 - 1,
         lambda one: one.double(),
-        lambda one: one.to(torch.float64),
+        lambda one: one.to(torch.float64) + 0,
         torch.linalg.vector_norm,
         lambda one: one.transpose(0, 1),
         lambda one: torch.bmm(torch.ones(N, 2, H), one),
@@ -366,6 +379,80 @@ def test_autocast_and_half_precision():
         with torch.autocast("cpu", torch.bfloat16):
             assert small(x).dtype == block(x).dtype
         assert small.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+class CastingConv(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class Speech(nn.Module):
+    """As OpenAI's Whisper starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = CastingConv(D, H, 3, padding=1), Casting()
+        self.last = nn.Linear(H, D, bias=False)
+
+    def forward(self, x):
+        x = self.conv(self.up(x).mT[None])[0].mT
+        return F.linear(x, self.last.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("data", [None, BATCHES])
+def test_weights_that_are_cast_to_the_input(data, monkeypatch):
+    torch.manual_seed(0)
+    model, x = Speech().eval(), BATCHES[0]
+    small = pc.sketchify(model, 0.5, data=data, include=["conv*", "up*"], **routes.OPTIONS)
+    assert isinstance(small.conv.weight.layer, SketchedConv1d)
+    assert isinstance(small.up.weight.layer, SketchedLinear)
+    wanted = small(x)
+    assert relative(wanted, model(x)) < (1.0 if data is None else 0.1)
+    with monkeypatch.context() as patch:
+        for cls, method in ((SketchedLinear, "_dense_weight"), (SketchedConv1d, "_product")):
+            patch.setattr(cls, method, lambda _: pytest.fail("the factors were multiplied out"))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            found = small(x.to(dtype))
+            assert found.dtype == dtype
+            assert relative(found.to(wanted.dtype), wanted) < (1e-6 if dtype == torch.float64 else 0.02)
+    assert {one.dtype for one in small.parameters()} == {torch.float32}
+    small(x.bfloat16()).float().square().mean().backward()
+    assert all(one.grad is not None for one in small.parameters())
+    dense = pc.densify(small)
+    assert type(dense.conv) is CastingConv
+    assert relative(dense(x), small(x)) < 1e-5
+    assert dense(x.bfloat16()).dtype == torch.bfloat16
+
+
+class CastsToHalf(Casting):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(torch.float64).to(x.dtype), self.bias.to(x.dtype))
+
+
+class CastsAndBends(Casting):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)).relu()
+
+
+class CastsTheInput(Casting):
+    def forward(self, x):
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class CastsInTraining(Casting):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.training else self.bias.to(x.dtype))
+
+
+class CastsConvPadded(CastingConv):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(F.pad(x, (1, 0)), weight.to(x.dtype), bias.to(x.dtype))
+
+
+@pytest.mark.parametrize("cls", [CastsToHalf, CastsAndBends, CastsTheInput, CastsInTraining])
+def test_other_casts_are_no_such_layer(cls):
+    assert not layers_of(lifted(nn.Sequential(cls())))
+    assert not layers_of(lifted(nn.Sequential(CastsConvPadded(D, D, 3))))
 
 
 class Scaled(Turned):
