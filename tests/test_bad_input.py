@@ -279,7 +279,7 @@ def test_forward_that_uses_its_own_parameters_is_pointed_to_a_trace(verb):
             self.w = nn.Parameter(torch.randn(32, 32))
 
         def forward(self, x):
-            return nn.functional.linear(x, self.w)
+            return nn.functional.linear(x, next(self.parameters()))
 
     with pytest.raises(NoTargetError, match=r"torch\.fx\.symbolic_trace"):
         verb(Functional(), 0.5, **OPTIONS)

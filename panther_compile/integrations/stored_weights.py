@@ -74,10 +74,13 @@ class StoredWeights:
         """A tensor of the model, mapped from its file."""
         lifted, stored = self._lifted.get(name), self._stored[self._dense(name)]
         if lifted is None or lifted.place is None:
-            return self._read(stored)
-        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-            found = self._cast(stream.get_slice(stored)[lifted.place])
-        return found.t().contiguous() if lifted.transposed else found
+            found = self._read(stored)
+        else:
+            with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+                found = self._cast(stream.get_slice(stored)[lifted.place])
+        if lifted is None or not lifted.transposed:
+            return found
+        return found.t().contiguous()
 
     def _dense(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""

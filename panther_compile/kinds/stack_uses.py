@@ -1,8 +1,11 @@
 """How a module's own code uses its 3-D parameters: as stacks of matrices that rows are multiplied by, or not.
 
+And its 2-D parameters, each a matrix.
+
     gate = torch.bmm(x, self.w1)              w1 (n, I, O)
     h = F.linear(x[rows], self.w2[expert])    w2 (n, O, I)
     y = torch.einsum("ebo,ero->ebr", h, self.w3)
+    z = F.linear(x, self.w4)                  w4 (O, I)
     self.w1.shape, self.w1.dtype              either
 
 The text of the forward is read, and that of the methods that it calls; nothing is run.
@@ -24,6 +27,7 @@ _KEEPING = ("to", "contiguous", "type_as")
 _PRODUCTS = ("matmul", "bmm", "mm")
 _WHOLE = ("parameters", "named_parameters", "state_dict", "_parameters")
 _SUMS = ("baddbmm", "addmm")
+_CHOICES = ("topk", "argmax", "argsort", "sort", "multinomial", "gumbel_softmax")  # routers are left alone
 _PLACES = (ast.Name, ast.Constant, ast.UnaryOp, ast.BinOp, ast.Call, ast.Subscript, ast.Attribute)
 
 
@@ -59,6 +63,17 @@ def stacks_of(module: nn.Module) -> dict[str, bool]:
     return _uses_in(module).stacks
 
 
+def matrices_of(module: nn.Module) -> dict[str, bool]:
+    """The 2-D parameters by which a module multiplies, and whether each is (I, O).
+
+    None of a module that chooses by what comes out, as a router does.
+    """
+    names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim=2))
+    if not names or type(module).__module__.startswith("torch."):
+        return {}
+    return read_uses(type(module), names, dim=2).stacks  # type: ignore[arg-type]
+
+
 def why_no_stacks(module: nn.Module) -> str | None:
     """Why the first of a module's 3-D parameters is no stack of matrices that it multiplies by, if so."""
     return next(iter(_uses_in(module).reasons.values()), None)
@@ -73,12 +88,13 @@ def _uses_in(module: nn.Module) -> "StackUses":
 
 
 @cache
-def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
+def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses:
     """What the forward of a class, and the methods that it calls, do with 3-D parameters.
 
     Args:
         cls: of a module.
         names: of its 3-D parameters.
+        dim: 2 for parameters that are one matrix each.
     """
     what = f"the forward of {cls.__name__}"
     functions = own_functions(cls)
@@ -87,11 +103,14 @@ def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
     nodes = [node for function in functions for node in ast.walk(function)]
     if any(isinstance(node, ast.Attribute) and node.attr in _WHOLE and is_self(node.value) for node in nodes):
         return StackUses({}, dict.fromkeys(names, f"{what} reads all of its parameters"))
+    if dim == 2 and any(_name_called(node) in _CHOICES for node in nodes):
+        return StackUses({}, {})
     stacks: dict[str, bool] = {}
     reasons: dict[str, str] = {}
     for name in names:
+        whole = _Stack(name, is_one=dim == 2)
         try:
-            uses = set().union(*(_Reader(name, function).uses() for function in functions))
+            uses = set().union(*(_Reader(whole, function).uses() for function in functions))
         except _UnknownUseError as error:
             reasons[name] = f"{what} uses its 3-D parameter {name} itself: {error}"
             continue
@@ -103,16 +122,22 @@ def read_uses(cls: type[Any], names: tuple[str, ...]) -> StackUses:
     return StackUses(stacks, reasons)
 
 
+def _name_called(node: ast.AST) -> str:
+    """The name of the function or method that a call is of; empty if it is no call, or of no name."""
+    called = getattr(node, "func", None)
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
 class _Reader:
     """One parameter in one function.
 
     Attributes:
-        name: of the parameter.
+        whole: the parameter.
         function: its text.
     """
 
-    def __init__(self, name: str, function: ast.FunctionDef) -> None:
-        self.name, self.function = name, function
+    def __init__(self, whole: _Stack, function: ast.FunctionDef) -> None:
+        self.whole, self.function = whole, function
         self._held: dict[str, _Stack] = {}  # by local name
         self._found: set[bool] = set()
         self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
@@ -180,7 +205,7 @@ class _Reader:
         if isinstance(function, ast.Attribute) and self._stack(node) is not None:
             self._known |= {function, function.value}  # a view
             return
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        name = _name_called(node)
         if isinstance(function, ast.Name) and name == "len" and len(args) == 1:
             self._known.add(args[0])
         elif name in _PRODUCTS and len(args) == 2 and not node.keywords:
@@ -222,7 +247,7 @@ class _Reader:
             return self._held.get(node.id)
         if isinstance(node, ast.Attribute):
             if is_self(node.value):
-                return _Stack(self.name) if node.attr == self.name else None
+                return self.whole if node.attr == self.whole.name else None
             held = self._stack(node.value)
             turns = node.attr == "mT" or (node.attr == "T" and held is not None and held.is_one)
             return replace(held, turned=not held.turned) if held is not None and turns else None

@@ -43,8 +43,8 @@ def stack_of_parts(
     return stack, nn.Parameter(biases, any(one.bias.requires_grad for one in plain))
 
 
-def is_stack(tensor: Tensor | None) -> bool:
-    """Whether a parameter holds several matrices: 3-D, none of its sizes one."""
+def is_stack(tensor: Tensor | None, dim: int = 3) -> bool:
+    """Whether a parameter holds several matrices: 3-D, none of its sizes one; of 2 dimensions it is one."""
     if tensor is None or isinstance(tensor, UninitializedTensorMixin):
         return False
-    return tensor.dim() == 3 and min(tensor.shape) > 1
+    return tensor.dim() == dim and min(tensor.shape) > 1

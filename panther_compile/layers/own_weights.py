@@ -3,7 +3,8 @@
     torch.bmm(x, self.w1)            w1 (n, I, O) as n linear layers: `Matrices`
     F.linear(x[rows], self.w2[e])    w2 (n, O, I) likewise
     super().forward(pad(x))          the weight of a convolution as one: `Kernel`
-    F.linear(x, self.weight.to(x.dtype))    that of a linear layer: `Matrix`
+    F.linear(x, self.weight.to(x.dtype))    that of a linear layer: `Weight`
+    x @ self.w                       w (I, O) as a linear layer: `Matrix`
 
 The module keeps its class and its forward. Products with what it finds under the name of the parameter are
 calls of the layers, whatever they have been replaced by.
@@ -164,24 +165,25 @@ class Matrices(OwnWeight):
 
 
 class OneLayer(OwnWeight):
-    """The weight of a layer, as a layer, which has the bias too while it is fitted.
+    """A parameter as the weight of one layer, which may have the module's bias too while it is fitted.
 
     Args:
-        module: whose parameter "weight" it stands for, and which adds its bias itself.
-        layer: of the same sizes, on the meta device.
+        module: whose parameter it stands for.
+        layer: of its sizes, on the meta device.
+        weight: the parameter, as the layer has it.
 
     Attributes:
-        layer: that one, with the module's parameters.
+        layer: that one, with this weight.
         given_bias: the parameter that the module passes as its bias, in whose place the layer has another
-            while it is fitted; None before and after.
+            while it is fitted; None before and after, and where the module adds what it has itself.
     """
 
-    def __init__(self, module: nn.Module, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module, layer: nn.Module, weight: nn.Parameter | None) -> None:
         super().__init__()
         self.layer = layer
         setattr(self.layer, OF_CLASS, type(module))
-        self.layer._parameters["weight"] = module._parameters["weight"]
-        self.layer._parameters["bias"] = bias = module._parameters.get("bias")
+        bias = module._parameters["bias"] if layer._parameters["bias"] is not None else None
+        self.layer._parameters |= {"weight": weight, "bias": bias}
         self.__dict__["given_bias"] = bias  # not registered: it is the module's
 
     def dense(self) -> nn.Parameter | None:
@@ -219,14 +221,15 @@ class Kernel(OneLayer):
     def __init__(self, conv: nn.Module, base: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> None:
         sizes = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation)
         has_bias = conv._parameters.get("bias") is not None
-        super().__init__(conv, base(*sizes, conv.groups, has_bias, device="meta"))  # type: ignore[arg-type]
+        layer = base(*sizes, conv.groups, has_bias, device="meta")  # type: ignore[arg-type]
+        super().__init__(conv, layer, conv._parameters["weight"])
 
     def factor(self) -> Factor:
         """See `OwnWeight`."""
         return KernelFactor(self.layer, self.given_bias)
 
 
-class Matrix(OneLayer):
+class Weight(OneLayer):
     """The weight (O, I) of a linear layer, as one.
 
     Args:
@@ -237,12 +240,53 @@ class Matrix(OneLayer):
         weight = linear._parameters["weight"]
         assert weight is not None
         has_bias = linear._parameters.get("bias") is not None
-        super().__init__(linear, nn.Linear(weight.shape[1], weight.shape[0], has_bias, device="meta"))
-        self.sizes = (weight.shape[1], weight.shape[0])
+        outputs, inputs = weight.shape
+        super().__init__(linear, nn.Linear(inputs, outputs, has_bias, device="meta"), weight)
+        self.sizes = inputs, outputs
 
     def factor(self) -> Factor:
         """See `OwnWeight`."""
-        return MatrixFactor([self.layer], self.sizes, False, True, given_bias=self.given_bias)
+        return MatrixFactor([self.layer], self.sizes, False, True, self.given_bias)
+
+
+class Matrix(OneLayer):
+    """A 2-D parameter (O, I), or (I, O), as a linear layer without a bias.
+
+    Args:
+        module: that holds it.
+        name: of the parameter.
+        transposed: whether it is (I, O).
+
+    Attributes:
+        sizes: I and O.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, transposed: bool) -> None:
+        matrix = module._parameters[name]
+        assert matrix is not None
+        weight = nn.Parameter(matrix.detach().t(), matrix.requires_grad) if transposed else matrix
+        outputs, inputs = weight.shape
+        super().__init__(module, nn.Linear(inputs, outputs, bias=False, device="meta"), weight)
+        self.sizes, self.transposed = (inputs, outputs), transposed
+
+    def factor(self) -> Factor:
+        """See `OwnWeight`."""
+        return MatrixFactor([self.layer], self.sizes, self.transposed, True)
+
+    def dense(self) -> nn.Parameter | None:
+        """See `OwnWeight`."""
+        weight = super().dense()
+        if weight is None or not self.transposed:
+            return weight
+        return nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+
+    def tensors(self, parameter: str) -> dict[str, Lifted]:
+        """See `OwnWeight`."""
+        return {f"{parameter}.layer.weight": Lifted(parameter, None, self.transposed)}
+
+    def other_names(self, parameter: str) -> tuple[str, ...]:
+        """See `OwnWeight`; the module may have others."""
+        return (parameter,)
 
 
 def _is_alone(tensor: Tensor) -> bool:

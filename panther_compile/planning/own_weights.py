@@ -4,10 +4,12 @@ Before:
     experts: Llama4TextExperts      gate_up_proj: Parameter (E, H, 2 F)
     conv_in: WanCausalConv3d        weight: Parameter (O, I, 3, 3, 3), bias: Parameter (O,)
     query: whisper.model.Linear     weight: Parameter (O, I), bias: Parameter (O,)
+    pooled: OneOfYours              w: Parameter (I, O)
 After, exact:
     experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
     conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
-    query: whisper.model.Linear     weight: Matrix(Linear(I, O))
+    query: whisper.model.Linear     weight: Weight(Linear(I, O))
+    pooled: OneOfYours              w: Matrix(Linear(I, O))
 
 The modules keep their class and their forward, whose text says what it does with the parameters
 (`kinds/stack_uses.py`, `kinds/conv_uses.py`); what is used otherwise stays as it is.
@@ -23,13 +25,14 @@ from panther_compile.errors import ConfigTypeError
 from panther_compile.kinds.conv_uses import convolution_called
 from panther_compile.kinds.match import casts_linear, is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
-from panther_compile.kinds.stack_uses import stacks_of
+from panther_compile.kinds.stack_uses import matrices_of, stacks_of
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight, Weight
 from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
 
+_SAVING = ("state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws initial values
 
 
@@ -128,24 +131,32 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
             inside.update(module.modules())
             continue
         base, stacks, casts = convolution_called(module), stacks_of(module), casts_linear(module)
-        if not (base or stacks or casts) or _is_changed(module) or not _is_left_alone(module):
+        matrices = matrices_of(module) if find_kind(module) is None else {}
+        if not (base or stacks or casts or matrices) or _is_changed(module) or not _is_left_alone(module):
             continue
         prefix = f"{name}." if name else ""
         if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
         if casts and _may_lift(module, ("weight", "bias"), held):
-            yield module, prefix, "weight", Matrix(module)
+            yield module, prefix, "weight", Weight(module)
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
                 parameter = module._parameters[stack]
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
+        for matrix, rows_first in matrices.items():
+            if _may_lift(module, (matrix,), held):
+                yield module, prefix, matrix, Matrix(module, matrix, transposed=rows_first)
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether there is more to a call of a module, or to its parameters, than its class says."""
+    """Whether there is more to a call of a module, or to its parameters, than its class says.
+
+    Or whether the class itself says what is saved of it, as that of PyTorch Geometric's linear layers.
+    """
     replaced = "forward" in vars(module) or parametrize.is_parametrized(module)
-    return replaced or bool(module._forward_pre_hooks)
+    saves = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _SAVING)
+    return replaced or saves or bool(module._forward_pre_hooks)
 
 
 def _order(module: nn.Module) -> tuple[str, ...]:

@@ -153,10 +153,12 @@ def batches():
     return [torch.randn(64, 4) @ mixing + 0.05 * torch.randn(64, 24) for _ in range(4)]
 
 
-def test_unknown_without_its_kind(monkeypatch):
+def test_without_its_kind_it_is_a_module_that_multiplies_by_a_matrix(monkeypatch):
     monkeypatch.setattr(registry, "KINDS", registry.KINDS[:-1])
-    with pytest.raises(pc.PantherError, match="nothing to sketch in Waves"):
-        pc.sketchify(Waves(), 0.5, **routes.OPTIONS)
+    small = pc.sketchify(Waves(), 0.5, **routes.OPTIONS)
+    assert any(isinstance(one, SketchedLinear) for one in small.modules())
+    assert {type(one) for one in small.children()} == {type(one) for one in Waves().children()}
+    assert not any(isinstance(one, SketchedWavy) for one in small.modules())
 
 
 def test_every_route_by_weights(batches, tmp_path):

@@ -17,7 +17,7 @@ import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
-from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight, Weight
 from panther_compile.layers.stack_product import read_product
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.sites import find_sites
@@ -166,6 +166,28 @@ class Casting(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
+class Plain(nn.Module):
+    """A parameter each way round, as before there was nn.Linear; and one that stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_in, self.w_out, self.bias = drawn(D, H), drawn(D, H), drawn(H)
+        self.table = drawn(7, D)
+
+    def forward(self, x):
+        h = torch.addmm(self.bias, x, self.w_in).relu()
+        return F.linear(h, self.w_out.to(h.dtype)) + self.table.mean(0)
+
+
+class Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = drawn(D, D), drawn(D)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
 STACKS = {
     Ensemble: {"w1": True, "w2": True},
     Broadcast: {"first": True, "last": True},
@@ -175,7 +197,11 @@ STACKS = {
     Mixture: {"first": True, "last": True},
 }
 KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
-MATRICES = {Casting: SketchedLinear}
+MATRICES = {
+    Casting: {"weight": Weight},
+    Plain: {"w_in": Matrix, "w_out": Matrix},
+    Biased: {"weight": Matrix},
+}
 CLASSES = [*STACKS, *KERNELS, *MATRICES]
 
 
@@ -196,8 +222,8 @@ def module(request):
 def test_what_the_forward_does_is_read(module):
     found = layers_of(lifted(module))
     if type(module) not in STACKS:
-        wanted = Kernel if type(module) in KERNELS else Matrix
-        assert [(name, type(one)) for name, one in found.items()] == [("weight", wanted)]
+        wanted = MATRICES.get(type(module), {"weight": Kernel})
+        assert {name: type(one) for name, one in found.items()} == wanted
         return
     assert {name: one.transposed for name, one in found.items()} == STACKS[type(module)]
     for name, one in found.items():
@@ -422,6 +448,50 @@ def test_weights_that_are_cast_to_the_input(data, monkeypatch):
     assert type(dense.conv) is CastingConv
     assert relative(dense(x), small(x)) < 1e-5
     assert dense(x.bfloat16()).dtype == torch.bfloat16
+
+
+class Routes(Plain):
+    def forward(self, x):
+        return super().forward(x) * (x @ self.w_in).topk(1).values
+
+
+class MultipliesColumns(Biased):
+    def forward(self, x):
+        return (self.weight @ x.mT).mT + self.bias
+
+
+class SaysWhatIsSaved(Biased):
+    """As PyTorch Geometric's Linear."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.weight.detach()
+        destination[f"{prefix}bias"] = self.bias.detach()
+
+
+class UsesItTwice(Biased):
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) @ self.weight
+
+
+@pytest.mark.parametrize("cls", [Routes, MultipliesColumns, SaysWhatIsSaved, UsesItTwice])
+def test_other_matrices_stay_parameters(cls):
+    assert not layers_of(lifted(nn.Sequential(cls())))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.bias = drawn(D, H), drawn(H, 30), drawn(30)
+
+    def forward(self, x):
+        return torch.relu(x @ self.w1) @ self.w2 + self.bias
+
+
+def test_a_matrix_that_makes_the_output_is_a_head():
+    report = pc.sketch_report(pc.sketchify(Head().eval(), 0.5, **routes.OPTIONS))
+    reasons = {line.name: line.reason for line in report.plan.layers}
+    assert report.plan.sketched
+    assert "output head" in reasons["w2.layer"]
 
 
 class CastsToHalf(Casting):
