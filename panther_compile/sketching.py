@@ -90,7 +90,7 @@ class Made:
         small: a copy of the model that holds them, if one was made to be evaluated.
         curve: of the search for the ratio.
         note: why data that was given is not used; empty if it is.
-        held_out: batches that judged the plan, if it was fitted to data.
+        trials: see `Calibrated`.
     """
 
     new: dict[nn.Module, nn.Module]
@@ -102,7 +102,7 @@ class Made:
     small: nn.Module | None = None
     curve: RatioCurve | None = None
     note: str = ""
-    held_out: HeldOut | None = None
+    trials: HeldOut | None = None
 
 
 def read_config(
@@ -205,14 +205,12 @@ def learn(
 
     Where time counts and no example was given, layers are timed on the first batch.
     """
-    inputs, calls = _read(prepared, config, data)
+    inputs, calls, look = _read(prepared, config, data)
     first = calls[:1]
-    look = look_at(prepared.model, prepared.found.sites, calls)
     unused = look.unlike if inputs.source == "data" and prepared.recipe is None else ""
     if unused:
         warnings.warn(f"{unused}: {_ADVICE}", SketchQualityWarning, stacklevel=4)
-        (inputs, calls), resume = _read(prepared, config, None, "the data is not used"), None
-        look = look_at(prepared.model, prepared.found.sites, calls)
+        (inputs, calls, look), resume = _read(prepared, config, None, "the data is not used"), None
     if inputs.doubt:
         warnings.warn(inputs.doubt, SketchQualityWarning, stacklevel=4)
     output, config, found = read_output(prepared.model, prepared.found, inputs.judge or calls, config)
@@ -237,19 +235,17 @@ def learn(
 
 def _read(
     prepared: Prepared, config: SketchConfig, data: Data | str | None, absent: str = "no data was given"
-) -> tuple[Inputs, Sequence[Call]]:
-    """Data, or inputs that are made up, and the calls of them that layers are fitted to."""
+) -> tuple[Inputs, Sequence[Call], FirstLook]:
+    """Data, or inputs that are made up, the calls of them that layers are fitted to, and a look at these."""
     inputs = read_inputs(prepared.model, prepared.found, data, config, absent)
-    return inputs, () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    calls = () if inputs.fit is None else record_calls(prepared.model, inputs.fit)
+    return inputs, calls, look_at(prepared.model, prepared.found.sites, calls)
 
 
 def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | None:
     """What the fit without data would go by, if there is one."""
-    inputs, calls = _read(prepared, config, None)
-    if inputs.fit is None:
-        return None
-    look = look_at(prepared.model, prepared.found.sites, calls)
-    return _study(prepared, config, calls, look, None, doubted=False)
+    inputs, calls, look = _read(prepared, config, None)
+    return None if inputs.fit is None else _study(prepared, config, calls, look, None, doubted=False)
 
 
 def _study(
@@ -338,9 +334,7 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     new, fitted = _sketch(prepared.found, done.plan, config, done.ready, studied.study.put_module)
     notes = done.notes(studied)
     fitted = {name: replace(one, note=notes.get(name, done.note or one.note)) for name, one in fitted.items()}
-    return Made(
-        new, done.plan, fitted, done.unreached, calibrated=True, note=done.note, held_out=done.held_out
-    )
+    return Made(new, done.plan, fitted, done.unreached, calibrated=True, note=done.note, trials=done.trials)
 
 
 def search(learnt: Learnt, wanted: RatioCurve, evaluate: Evaluate) -> Made:
@@ -457,7 +451,7 @@ def _judge(learnt: Learnt, made: Made) -> tuple[Closeness, Made]:
     found = closeness(made)
     if studied is not None and learnt.inputs.source == "data":
         healed = made.healed is not None and not made.healed.reverted
-        found = unseen_closeness(studied, config, made.plan, found, made.held_out, healed=healed)
+        found = unseen_closeness(studied, config, made.plan, found, made.trials, healed=healed)
     judged = [(found, made)]
     if learnt.inputs.optional and made.curve is None:
         plain = make(prepared, config, None)

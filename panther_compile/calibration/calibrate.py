@@ -161,11 +161,11 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
         RankError: a rank of a narrow layer is out of range.
         ResumeError: the folder cannot be read or written.
     """
-    held_out = HeldOut(studied, config, studied.held_out)
+    trials = HeldOut(studied, config, [])
     if plan is None:
         plan = choose_plan(studied, config)
         made_up = None if studied.made_up is None else fit_model(studied.made_up, config)
-        better = None if studied.cached else without_data(studied, plan, config, held_out, made_up)
+        better = None if studied.cached else without_data(studied, plan, config, trials, made_up)
         if better is not None:
             return better
         plan = _share(studied, plan, config)
@@ -175,7 +175,7 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
     fit, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
     unreached = tuple(name for name in fit.targets if name not in fit.ready)
     fit.cut(unreached)
-    return Calibrated(plan, fit.ready, unreached, held_out=held_out)
+    return Calibrated(plan, fit.ready, unreached, trials=trials)
 
 
 def _check_sharing(studied: Studied, plan: SketchPlan) -> None:

@@ -73,7 +73,7 @@ def without_data(
     studied: Studied,
     plan: SketchPlan,
     config: SketchConfig,
-    held_out: HeldOut,
+    trials: HeldOut,
     made_up: Calibrated | None,
 ) -> Calibrated | None:
     """What is made of the weights alone, or of inputs made up, if data is few and that is closer.
@@ -84,14 +84,14 @@ def without_data(
         studied: of the model.
         plan: the best with data.
         config: the options.
-        held_out: batches to judge by.
+        trials: makes the fit to part of the data, and keeps it.
         made_up: what inputs that were made up give, if there are any.
     """
     chosen = chosen_targets(plan, studied.targets)
     if not has_few(studied, chosen):
         return None
-    tried = dict(plan.tried)
-    lost_by_batch = held_out.tried(plan, "fitted-to-all", held_out.fitted_to_all)  # others may be of less
+    held_out, tried = HeldOut(studied, config, studied.held_out), dict(plan.tried)
+    lost_by_batch = held_out.tried(plan, "fitted-to-all", trials.fitted_to_all)  # others may be of less
     tried[plan.allocation] = sum(lost_by_batch) / len(lost_by_batch)
     alone = plan_by_weights(studied.found, config, studied.route)
     choices = alone.choices
@@ -102,7 +102,7 @@ def without_data(
     others = {WEIGHTS_ALONE: Calibrated(alone, {}, (), TOO_FEW.format(WEIGHTS_ALONE))} if targets else {}
     ready = {WEIGHTS_ALONE: layers}
     if made_up is not None and made_up.ready:
-        others[MADE_UP] = replace(made_up, note=TOO_FEW.format(MADE_UP), held_out=None)
+        others[MADE_UP] = replace(made_up, note=TOO_FEW.format(MADE_UP), trials=None)
         ready[MADE_UP] = {name: layer for name, (layer, _) in made_up.ready.items()}
     for name in others:
         side = watch(studied.model, {one: studied.targets[one] for one in ready[name]})

@@ -90,14 +90,14 @@ class Calibrated:
         ready: fitted layers, by the name of the unit.
         unreached: units that the plan sketches, and that no batch reached.
         note: why the layers are to be sketched from the weights alone; empty if they are fitted.
-        held_out: batches that judged the plan, if it was fitted to data.
+        trials: the fit to part of the data by which the plan was judged, if it was; it holds no results.
     """
 
     plan: SketchPlan
     ready: Mapping[str, tuple[SketchedLayer, Fitted]]
     unreached: tuple[str, ...]
     note: str = ""
-    held_out: "HeldOut | None" = None
+    trials: "HeldOut | None" = None
 
     def notes(self, studied: Studied) -> dict[str, str]:
         """What is to be said of weights that data did not fit, by the name of their units."""

@@ -20,7 +20,7 @@ def unseen_closeness(
     config: SketchConfig,
     plan: SketchPlan,
     seen: Closeness,
-    held_out: HeldOut | None,
+    trials: HeldOut | None,
     *,
     healed: bool,
 ) -> Closeness:
@@ -34,10 +34,10 @@ def unseen_closeness(
         config: the options.
         plan: that the sketch carries out.
         seen: of the sketch, on what it was fitted to; comes back if data is many or the grade is the same.
-        held_out: that judged the plan; None if no data was fitted to.
+        trials: see `Calibrated`; None if no data was fitted to.
         healed: whether the sketch was healed since, which the other fit is not.
     """
-    if not seen.grade or held_out is None or not has_few(studied):
+    if not seen.grade or trials is None or not has_few(studied):
         return seen
 
     def judged(side: Side) -> Closeness:
@@ -55,8 +55,8 @@ def unseen_closeness(
             return one.is_of_other_shapes and seen.grade != GRADES[-1]
         return GRADES.index(one.grade) > GRADES.index(seen.grade)
 
-    cheap = studied.cut_by_study and not held_out.is_fitted_to_all(plan)
-    if cheap and not is_worse(judged(held_out.cut(plan))):
+    cheap = studied.cut_by_study and not trials.is_fitted_to_all(plan)
+    if cheap and not is_worse(judged(trials.cut(plan))):
         return seen
-    found = judged(held_out.fitted_to_all(plan))
+    found = judged(trials.fitted_to_all(plan))
     return found if is_worse(found) else seen

@@ -78,9 +78,7 @@ class StoredWeights:
         else:
             with safe_open(self._folder / self._files[stored], framework="pt") as stream:
                 found = self._cast(stream.get_slice(stored)[lifted.place])
-        if lifted is None or not lifted.transposed:
-            return found
-        return found.t().contiguous()
+        return found.t().contiguous() if lifted is not None and lifted.transposed else found
 
     def _dense(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""

@@ -89,8 +89,8 @@ def computes_linear(module: nn.Linear) -> bool:
     cls = type(module)
     if cls.forward is nn.Linear.forward or "forward" in vars(module):
         return False
-    in_training, graph = (read_forward(module, training=training) for training in (True, False))
-    if graph is None or str(in_training) != str(graph):
+    graph = read_forward_of_both_modes(module)
+    if graph is None:
         return False
     if not all(_is_product_or_sum(node) for node in graph.nodes):
         return False
@@ -115,8 +115,8 @@ def casts_linear(module: nn.Module) -> bool:
 
 def casts_alone(module: nn.Module, function: Any) -> bool:
     """Whether a forward is one call of a function on x and on weight and bias, cast to the dtype of x."""
-    in_training, graph = (read_forward(module, training=training) for training in (True, False))
-    if graph is None or str(in_training) != str(graph):
+    graph = read_forward_of_both_modes(module)
+    if graph is None:
         return False
     x, product = next(iter(graph.nodes)), graph.output_node().args[0]
     dtypes = {node for node in x.users if node.args == (x, "dtype")}
@@ -164,6 +164,12 @@ def read_forward(module: nn.Module, *, training: bool | None = None) -> fx.Graph
     except Exception:
         return None
     return graph if sum(node.op == "placeholder" for node in graph.nodes) == 1 else None
+
+
+def read_forward_of_both_modes(module: nn.Module) -> fx.Graph | None:
+    """The same, of a forward that does the same in training and in eval mode; None if it has no such."""
+    in_training, graph = (read_forward(module, training=training) for training in (True, False))
+    return graph if str(in_training) == str(graph) else None
 
 
 def _gives(graph: fx.Graph, held: dict[str, Any], x: Tensor, wanted: Tensor) -> bool:

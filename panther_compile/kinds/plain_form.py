@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm, _WeightN
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from panther_compile.kinds.match import CALLS, added_by_subclass, identities, read_forward
+from panther_compile.kinds.match import CALLS, added_by_subclass, identities, read_forward_of_both_modes
 from panther_compile.models.surroundings import eval_mode
 
 _CALLS = {nn.Linear: F.linear, nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -99,8 +99,8 @@ def _without_own_forward(module: nn.Module, base: type[nn.Module]) -> nn.Module:
         return module
     if not own or base not in _CALLS or set(methods) & set(vars(module)) or added_by_subclass(cls, base):
         return module
-    in_training, graph = (read_forward(module, training=training) for training in (True, False))
-    if in_training is None or graph is None or str(in_training) != str(graph):
+    graph = read_forward_of_both_modes(module)
+    if graph is None:
         return module
     idle = identities(module)
     made = _made_in(module, graph, base, idle)

@@ -68,10 +68,7 @@ def matrices_of(module: nn.Module) -> dict[str, bool]:
 
     None of a module that chooses by what comes out, as a router does.
     """
-    names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim=2))
-    if not names or type(module).__module__.startswith("torch."):
-        return {}
-    return read_uses(type(module), names, dim=2).stacks  # type: ignore[arg-type]
+    return _uses_in(module, dim=2).stacks
 
 
 def why_no_stacks(module: nn.Module) -> str | None:
@@ -79,12 +76,11 @@ def why_no_stacks(module: nn.Module) -> str | None:
     return next(iter(_uses_in(module).reasons.values()), None)
 
 
-def _uses_in(module: nn.Module) -> "StackUses":
-    own = module._parameters.items()
-    names = tuple(name for name, one in own if is_stack(one))
+def _uses_in(module: nn.Module, dim: int = 3) -> "StackUses":
+    names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim))
     if not names or type(module).__module__.startswith("torch."):
         return StackUses({}, {})
-    return read_uses(type(module), names)  # type: ignore[arg-type]
+    return read_uses(type(module), names, dim)  # type: ignore[arg-type]
 
 
 @cache

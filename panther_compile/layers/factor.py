@@ -7,7 +7,7 @@ to them raises.
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -107,12 +107,16 @@ class Factor(StandsForWeight):
         """Itself, if it is of that dtype, on that device; of another dtype it is a factor too."""
         dtype = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype != self.dtype:
-            found = copy.copy(self)
-            found.cast = dtype
-            return found
+            return self._changed(cast=dtype)
         asked = [*args, *kwargs.values()]
         here = all(one == self.dtype or one == self.device for one in asked)
         return self if here else self.lazy().to(*args, **kwargs)
+
+    def _changed(self, **changes: Any) -> Self:
+        """A copy with other attributes."""
+        found = copy.copy(self)
+        vars(found).update(changes)
+        return found
 
     def type_as(self, other: Tensor) -> Any:
         """See `to`."""

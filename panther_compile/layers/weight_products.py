@@ -3,7 +3,7 @@
 # n matrices, T rows, I in_features, O out_features
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,20 +35,22 @@ class MatrixFactor(Factor):
     ) -> None:
         self.layers, self.sizes, self.multiplies_rows, self.is_one = layers, sizes, multiplies_rows, is_one
         self.given_bias = given_bias
-        shape = sizes if multiplies_rows else sizes[::-1]
-        self.shape = torch.Size(shape if is_one else (len(layers), *shape))
+        self._measure()
+
+    def _measure(self) -> None:
+        shape = self.sizes if self.multiplies_rows else self.sizes[::-1]
+        self.shape = torch.Size(shape if self.is_one else (len(self.layers), *shape))
         self.ndim = len(self.shape)
+
+    def _changed(self, **changes: Any) -> Self:
+        found = super()._changed(**changes)
+        found._measure()
+        return found
 
     def like(self) -> Tensor:
         """See `Factor`."""
         weight: Tensor = self.layers[0].weight
         return weight
-
-    def _changed(self, **changes: Any) -> "MatrixFactor":
-        names = ("layers", "sizes", "multiplies_rows", "is_one", "given_bias")
-        found = MatrixFactor(**{name: getattr(self, name) for name in names} | changes)
-        found.cast = self.cast
-        return found
 
     def values(self) -> Tensor:
         """See `Factor`."""

@@ -106,7 +106,7 @@ def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 def _sum(tensor: Tensor) -> float:
-    """Of what a tensor holds; 0 of one without numbers, or in a layout that has no sum."""
+    """The sum of the numbers in a tensor; 0 where it holds none, or its layout has no sum."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         return 0.0
     real = tensor.detach().real if tensor.is_complex() else tensor.detach()

@@ -130,8 +130,8 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
-        base, stacks, casts = convolution_called(module), stacks_of(module), casts_linear(module)
-        matrices = matrices_of(module) if find_kind(module) is None else {}
+        base, casts = convolution_called(module), casts_linear(module)
+        stacks, matrices = stacks_of(module), matrices_of(module)
         if not (base or stacks or casts or matrices) or _is_changed(module) or not _is_left_alone(module):
             continue
         prefix = f"{name}." if name else ""
@@ -145,7 +145,7 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
         for matrix, rows_first in matrices.items():
-            if _may_lift(module, (matrix,), held):
+            if find_kind(module) is None and _may_lift(module, (matrix,), held):
                 yield module, prefix, matrix, Matrix(module, matrix, transposed=rows_first)
 
 
