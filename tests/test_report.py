@@ -388,7 +388,7 @@ def test_classes_of_the_name_of_one_of_torch_are_named_in_full():
             return nn.functional.linear(x, self.weight)
 
         def _save_to_state_dict(self, destination, prefix, keep_vars):
-            destination[f"{prefix}weight"] = self.weight
+            destination[f"{prefix}turned"] = self.weight.t()
 
     report = pc.sketch_report(pc.sketchify(nn.Sequential(nn.Linear(40, 40), Linear()), 0.5, **OPTIONS))
     assert report.others == {f"{__name__}.Linear": 1600}

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.kinds.match import casts_alone
+from panther_compile.kinds.match import calls_alone
 from panther_compile.kinds.source import is_question, is_self, own_functions, parse_function
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -41,7 +41,7 @@ def convolution_called(module: nn.Module) -> Any:
         return None
     own = [name for name in ("forward", "_conv_forward") if getattr(cls, name) is not getattr(base, name)]
     if own == ["_conv_forward"]:
-        return base if casts_alone(module, getattr(F, _CALLS[_BASES.index(base)])) else None
+        return base if calls_alone(module, getattr(F, _CALLS[_BASES.index(base)])) else None
     if own != ["forward"]:
         return None
     return base if _only_calls(cls, base, module._parameters.get("bias") is not None) else None

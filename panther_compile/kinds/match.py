@@ -101,40 +101,48 @@ def computes_linear(module: nn.Linear) -> bool:
     return _gives(graph, held, x, F.linear(x, weight, bias))
 
 
-def casts_linear(module: nn.Module) -> bool:
-    """Whether a subclass of `nn.Linear` computes x Wᵀ + b with weight and bias in the dtype of x.
+def calls_linear(module: nn.Module) -> bool:
+    """Whether the own forward of a class is x Wᵀ + b of its `weight` and `bias`, each as it is or cast to x.
 
-    So do the layers of OpenAI's Whisper, whose weights stay in float32 where it runs in half types. The
-    forward is read as a graph: one `F.linear`, casts of the parameters, and nothing else.
+    So do the layers of OpenAI's Whisper, whose weights stay in float32 where it runs in half types, and of
+    PyTorch Geometric. The forward is read as a graph: one `F.linear`, casts of the parameters, and nothing
+    else. What `computes_linear` takes is none of these.
     """
-    cls = type(module)
-    if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward or "forward" in vars(module):
+    cls, weight = type(module), module._parameters.get("weight")
+    if weight is None or isinstance(weight, UninitializedTensorMixin) or weight.dim() != 2:
         return False
-    return casts_alone(module, F.linear)
+    if cls.__module__.startswith("torch.") or cls.forward is nn.Linear.forward or "forward" in vars(module):
+        return False
+    return calls_alone(module, F.linear)
 
 
-def casts_alone(module: nn.Module, function: Any) -> bool:
-    """Whether a forward is one call of a function on x and on weight and bias, cast to the dtype of x."""
+def calls_alone(module: nn.Module, function: Any) -> bool:
+    """Whether a forward is one call of a function on x and on weight and bias, as they are or cast to x."""
     graph = read_forward_of_both_modes(module)
     if graph is None:
         return False
     x, product = next(iter(graph.nodes)), graph.output_node().args[0]
     dtypes = {node for node in x.users if node.args == (x, "dtype")}
 
-    def cast(node: Any) -> str | None:
-        """The name of the parameter that a node casts."""
-        known = isinstance(node, fx.Node) and not node.kwargs and len(node.args) == 2
+    def parameter(node: Any) -> str | None:
+        """The name of the parameter that a node is, or casts."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node.op == "get_attr":
+            return str(node.target)
+        known = not node.kwargs and len(node.args) == 2
         by = {"to": dtypes, "type_as": {x}}.get(str(node.target)) if known else None
-        return str(node.args[0].target) if by and node.args[1] in by else None
+        return parameter(node.args[0]) if by and node.args[1] in by else None
 
     if not isinstance(product, fx.Node) or product.target is not function:
         return False
     given = dict(zip(("input", "weight", "bias"), product.args, strict=False)) | dict(product.kwargs)
-    casts = [given.get("weight")] if module.bias is None else [given.get("weight"), given.get("bias")]
-    known = {x, product, graph.output_node(), *dtypes, *casts}
+    has_bias = module._parameters.get("bias") is not None
+    parameters = [given.get(name) for name in ("weight", "bias")[: 1 + has_bias]]
+    known = {x, product, graph.output_node(), *dtypes, *parameters}
     return (
         given["input"] is x
-        and [cast(node) for node in casts] == ["weight", "bias"][: len(casts)]
+        and [parameter(node) for node in parameters] == ["weight", "bias"][: len(parameters)]
         and all(node in known or node.op == "get_attr" for node in graph.nodes)
     )
 

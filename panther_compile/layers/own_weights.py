@@ -95,6 +95,11 @@ class OwnWeight(StandsForWeight, nn.Module):
             raise FactoredWeightError(REFUSED.format(f"Setting {name}"))
         super().__setattr__(name, value)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Leave out what the module around has saved under the name of the parameter, which is nowhere."""
+        destination.pop(prefix.removesuffix("."), None)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     @abstractmethod
     def stay_in(self, module: nn.Module) -> None:
         """Share no tensor with a module, or with what else it held, some layers having been replaced.
@@ -233,7 +238,7 @@ class Weight(OneLayer):
     """The weight (O, I) of a linear layer, as one.
 
     Args:
-        linear: a subclass of nn.Linear.
+        linear: of any class, with a `weight` and perhaps a `bias`.
     """
 
     def __init__(self, linear: nn.Module) -> None:

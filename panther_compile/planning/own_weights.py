@@ -4,11 +4,13 @@ Before:
     experts: Llama4TextExperts      gate_up_proj: Parameter (E, H, 2 F)
     conv_in: WanCausalConv3d        weight: Parameter (O, I, 3, 3, 3), bias: Parameter (O,)
     query: whisper.model.Linear     weight: Parameter (O, I), bias: Parameter (O,)
+    lin: torch_geometric.nn.Linear  weight: Parameter (O, I), bias: Parameter (O,)
     pooled: OneOfYours              w: Parameter (I, O)
 After, exact:
     experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
     conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
     query: whisper.model.Linear     weight: Weight(Linear(I, O))
+    lin: torch_geometric.nn.Linear  weight: Weight(Linear(I, O))
     pooled: OneOfYours              w: Matrix(Linear(I, O))
 
 The modules keep their class and their forward, whose text says what it does with the parameters
@@ -23,8 +25,9 @@ from torch.nn.utils import parametrize
 
 from panther_compile.errors import ConfigTypeError
 from panther_compile.kinds.conv_uses import convolution_called
-from panther_compile.kinds.match import casts_linear, is_adapter, why_not_tensor
+from panther_compile.kinds.match import calls_linear, is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
+from panther_compile.kinds.saving import saves_as_module
 from panther_compile.kinds.stack_uses import matrices_of, stacks_of
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight, Weight
@@ -32,7 +35,6 @@ from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
 
-_SAVING = ("state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _INITIALIZED = "_is_hf_initialized"  # what transformers asks before it draws initial values
 
 
@@ -130,14 +132,14 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
-        base, casts = convolution_called(module), casts_linear(module)
-        stacks, matrices = stacks_of(module), matrices_of(module)
-        if not (base or stacks or casts or matrices) or _is_changed(module) or not _is_left_alone(module):
+        base, linear = convolution_called(module), calls_linear(module)
+        stacks, matrices = stacks_of(module), {} if linear else matrices_of(module)
+        if not (base or linear or stacks or matrices) or _is_changed(module) or not _is_left_alone(module):
             continue
         prefix = f"{name}." if name else ""
         if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
-        if casts and _may_lift(module, ("weight", "bias"), held):
+        if linear and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Weight(module)
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
@@ -152,11 +154,10 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
 def _is_changed(module: nn.Module) -> bool:
     """Whether there is more to a call of a module, or to its parameters, than its class says.
 
-    Or whether the class itself says what is saved of it, as that of PyTorch Geometric's linear layers.
+    Or whether the class saves something else in their place.
     """
     replaced = "forward" in vars(module) or parametrize.is_parametrized(module)
-    saves = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _SAVING)
-    return replaced or saves or bool(module._forward_pre_hooks)
+    return replaced or bool(module._forward_pre_hooks) or not saves_as_module(module)
 
 
 def _order(module: nn.Module) -> tuple[str, ...]:

@@ -172,11 +172,11 @@ class Plain(nn.Module):
     def __init__(self):
         super().__init__()
         self.w_in, self.w_out, self.bias = drawn(D, H), drawn(D, H), drawn(H)
-        self.table = drawn(7, D)
+        self.bias_out, self.table = drawn(D), drawn(7, D)
 
     def forward(self, x):
         h = torch.addmm(self.bias, x, self.w_in).relu()
-        return F.linear(h, self.w_out.to(h.dtype)) + self.table.mean(0)
+        return F.linear(h, self.w_out.to(h.dtype), self.bias_out) + self.table.mean(0)
 
 
 class Biased(nn.Module):
@@ -186,6 +186,20 @@ class Biased(nn.Module):
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
+
+
+class SaysWhatIsSaved(Biased):
+    """As PyTorch Geometric's Linear."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
+        destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.shape != self.weight.shape:
+            self.weight = nn.Parameter(torch.empty_like(weight))
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 STACKS = {
@@ -200,7 +214,8 @@ KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
 MATRICES = {
     Casting: {"weight": Weight},
     Plain: {"w_in": Matrix, "w_out": Matrix},
-    Biased: {"weight": Matrix},
+    Biased: {"weight": Weight},
+    SaysWhatIsSaved: {"weight": Weight},
 }
 CLASSES = [*STACKS, *KERNELS, *MATRICES]
 
@@ -460,12 +475,27 @@ class MultipliesColumns(Biased):
         return (self.weight @ x.mT).mT + self.bias
 
 
-class SaysWhatIsSaved(Biased):
-    """As PyTorch Geometric's Linear."""
-
+class SavesItTurned(Biased):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        destination[f"{prefix}weight"] = self.weight.detach()
+        destination[f"{prefix}weight"] = self.weight.detach().t()
         destination[f"{prefix}bias"] = self.bias.detach()
+
+
+class SavesMore(Biased):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}norm"] = self.weight.detach().norm()
+
+
+class LoadsItTurned(Biased):
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+class SavesItself(Biased):
+    def state_dict(self, *args, **kwargs):
+        return super().state_dict(*args, **kwargs)
 
 
 class UsesItTwice(Biased):
@@ -473,7 +503,10 @@ class UsesItTwice(Biased):
         return F.linear(x, self.weight, self.bias) @ self.weight
 
 
-@pytest.mark.parametrize("cls", [Routes, MultipliesColumns, SaysWhatIsSaved, UsesItTwice])
+@pytest.mark.parametrize(
+    "cls",
+    [Routes, MultipliesColumns, SavesItTurned, SavesMore, LoadsItTurned, SavesItself, UsesItTwice],
+)
 def test_other_matrices_stay_parameters(cls):
     assert not layers_of(lifted(nn.Sequential(cls())))
 
