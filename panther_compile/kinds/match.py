@@ -221,12 +221,14 @@ def _gives_back(module: nn.Module) -> bool:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is an adapter of PEFT around a layer, without an import of peft.
+    """Whether a module is an adapter around a layer, of PEFT or loralib, without an import of them.
 
     Merging it writes to the layer's weight.
     """
     kinds = type(module).__mro__
-    return any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds)
+    return "lora_A" in module._parameters or any(
+        kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds
+    )
 
 
 def added_by_subclass(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:

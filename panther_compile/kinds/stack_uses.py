@@ -13,7 +13,7 @@ The text of the forward is read, and that of the methods that it calls; nothing 
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -52,10 +52,12 @@ class StackUses:
         stacks: names of those that rows are multiplied by, and whether each is (n, I, O), as `x @ P` takes
             it, not (n, O, I).
         reasons: why the others are not.
+        biases: what calls that multiply by them add, by name, if that is an attribute used for nothing else.
     """
 
     stacks: dict[str, bool]
     reasons: dict[str, str]
+    biases: dict[str, str | None] = field(default_factory=dict)
 
 
 def stacks_of(module: nn.Module) -> dict[str, bool]:
@@ -63,12 +65,20 @@ def stacks_of(module: nn.Module) -> dict[str, bool]:
     return _uses_in(module).stacks
 
 
-def matrices_of(module: nn.Module) -> dict[str, bool]:
-    """The 2-D parameters by which a module multiplies, and whether each is (I, O).
+def matrices_of(module: nn.Module) -> dict[str, tuple[bool, str | None]]:
+    """The 2-D parameters by which a module multiplies, whether each is (I, O), and the bias added to it.
 
+    The bias is the name of a parameter that the same call adds, and that the forward uses for nothing else.
     None of a module that chooses by what comes out, as a router does.
     """
-    return _uses_in(module, dim=2).stacks
+    uses = _uses_in(module, dim=2)
+    found: dict[str, tuple[bool, str | None]] = {}
+    for name, turned in uses.stacks.items():
+        matrix, bias = module._parameters[name], module._parameters.get(uses.biases[name] or "")
+        assert matrix is not None
+        fits = bias is not None and bias.shape == matrix.shape[1 if turned else 0 :][:1]
+        found[name] = turned, uses.biases[name] if fits else None
+    return found
 
 
 def why_no_stacks(module: nn.Module) -> str | None:
@@ -99,23 +109,52 @@ def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses
     nodes = [node for function in functions for node in ast.walk(function)]
     if any(isinstance(node, ast.Attribute) and node.attr in _WHOLE and is_self(node.value) for node in nodes):
         return StackUses({}, dict.fromkeys(names, f"{what} reads all of its parameters"))
-    if dim == 2 and any(_name_called(node) in _CHOICES for node in nodes):
+    if dim == 2 and (any(_name_called(node) in _CHOICES for node in nodes) or _is_handed_on(nodes)):
         return StackUses({}, {})
     stacks: dict[str, bool] = {}
     reasons: dict[str, str] = {}
+    biases: dict[str, str | None] = {}
     for name in names:
-        whole = _Stack(name, is_one=dim == 2)
+        readers = [_Reader(_Stack(name, is_one=dim == 2), function) for function in functions]
         try:
-            uses = set().union(*(_Reader(whole, function).uses() for function in functions))
+            uses = set().union(*(reader.uses() for reader in readers))
         except _UnknownUseError as error:
             reasons[name] = f"{what} uses its 3-D parameter {name} itself: {error}"
             continue
         if len(uses) == 1:
             stacks[name] = uses.pop()
+            biases[name] = _bias_of(nodes, [one for reader in readers for one in reader.added])
         else:
             by = f"by {name} and by its transpose" if uses else f"nothing by its 3-D parameter {name}"
             reasons[name] = f"{what} multiplies {by}"
-    return StackUses(stacks, reasons)
+    return StackUses(stacks, reasons, biases)
+
+
+def _bias_of(nodes: Sequence[ast.AST], added: Sequence[ast.expr | None]) -> str | None:
+    """The attribute that is all that is ever added to a product, and is used for nothing else."""
+    names = {one.attr if isinstance(one, ast.Attribute) and is_self(one.value) else None for one in added}
+    name = names.pop() if len(names) == 1 else None
+    if name is None:
+        return None
+    known: set[ast.AST | None] = set(added)
+    for node in nodes:
+        if is_question(node):
+            known.add(node.value)  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Compare) and _is_of_identity(node):
+            known |= {node.left, *node.comparators}
+    read = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr == name)
+    return name if known.issuperset(read) else None
+
+
+def _is_of_identity(node: ast.Compare) -> bool:
+    return all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+
+
+def _is_handed_on(nodes: Sequence[ast.AST]) -> bool:
+    """Whether the module itself is given to something, which may use what it holds."""
+    known: set[ast.AST] = {node.value for node in nodes if isinstance(node, ast.Attribute)}
+    known |= {one for node in nodes if _name_called(node) == "super" for one in getattr(node, "args", ())}
+    return any(is_self(node) and node not in known for node in nodes)
 
 
 def _name_called(node: ast.AST) -> str:
@@ -130,10 +169,12 @@ class _Reader:
     Attributes:
         whole: the parameter.
         function: its text.
+        added: what each product adds in the same call; None for nothing.
     """
 
     def __init__(self, whole: _Stack, function: ast.FunctionDef) -> None:
         self.whole, self.function = whole, function
+        self.added: list[ast.expr | None] = []
         self._held: dict[str, _Stack] = {}  # by local name
         self._found: set[bool] = set()
         self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
@@ -182,7 +223,7 @@ class _Reader:
         if isinstance(node, ast.Attribute | ast.Subscript):
             self._passes_on(node)
         elif isinstance(node, ast.Compare):
-            if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+            if _is_of_identity(node):
                 self._known |= {node.left, *node.comparators}
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             self._product(node.left, node.right, matrix_only=False)
@@ -209,7 +250,7 @@ class _Reader:
         elif name in _PRODUCTS and len(args) == 1 and isinstance(function, ast.Attribute):
             self._product(function.value, args[0], matrix_only=name == "mm")
         elif name in _SUMS and len(args) == 3 and not node.keywords:
-            self._product(args[1], args[2], matrix_only=name == "addmm")
+            self._product(args[1], args[2], matrix_only=name == "addmm", added=args[0])
         elif name in _SUMS and len(args) == 2 and isinstance(function, ast.Attribute) and not node.keywords:
             self._product(args[0], args[1], matrix_only=name == "addmm")
         elif name == "linear":
@@ -217,19 +258,25 @@ class _Reader:
         elif name == "einsum" and len(args) == 3 and isinstance(args[0], ast.Constant):
             self._einsum(str(args[0].value), args[1], args[2])
 
-    def _product(self, left: ast.expr, right: ast.expr, *, matrix_only: bool) -> None:
+    def _product(
+        self, left: ast.expr, right: ast.expr, *, matrix_only: bool, added: ast.expr | None = None
+    ) -> None:
         stack = self._stack(right)
         if stack is not None and self._stack(left) is None and (stack.is_one or not matrix_only):
             self._known.add(right)
             self._found.add(not stack.turned)
+            self.added.append(added)
 
     def _linear(self, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> None:
-        given = args[1] if len(args) > 1 else next((k.value for k in keywords if k.arg == "weight"), None)
-        stack = None if given is None else self._stack(given)
+        given = dict(zip(("input", "weight", "bias"), args, strict=False))
+        given |= {one.arg: one.value for one in keywords if one.arg is not None}
+        weight = given.get("weight")
+        stack = None if weight is None else self._stack(weight)
         if stack is not None and stack.is_one:
-            assert given is not None
-            self._known.add(given)
+            assert weight is not None
+            self._known.add(weight)
             self._found.add(stack.turned)
+            self.added.append(given.get("bias"))
 
     def _einsum(self, equation: str, rows: ast.expr, matrices: ast.expr) -> None:
         stack, read = self._stack(matrices), read_product(equation)

@@ -3,8 +3,8 @@
     torch.bmm(x, self.w1)            w1 (n, I, O) as n linear layers: `Matrices`
     F.linear(x[rows], self.w2[e])    w2 (n, O, I) likewise
     super().forward(pad(x))          the weight of a convolution as one: `Kernel`
-    F.linear(x, self.weight.to(x.dtype))    that of a linear layer: `Weight`
     x @ self.w                       w (I, O) as a linear layer: `Matrix`
+    F.linear(x, self.w, self.b)      w (O, I) likewise, with its bias
 
 The module keeps its class and its forward. Products with what it finds under the name of the parameter are
 calls of the layers, whatever they have been replaced by.
@@ -176,20 +176,27 @@ class OneLayer(OwnWeight):
         module: whose parameter it stands for.
         layer: of its sizes, on the meta device.
         weight: the parameter, as the layer has it.
+        bias: the name of the parameter that the module adds to the layer's output, None for none.
 
     Attributes:
         layer: that one, with this weight.
-        given_bias: the parameter that the module passes as its bias, in whose place the layer has another
-            while it is fitted; None before and after, and where the module adds what it has itself.
+        bias_name: that name.
+        given_bias: that parameter, in whose place the layer has another while it is fitted; None before and
+            after, and where the module adds what it has itself.
+        transposed: whether the parameter is (I, O).
     """
 
-    def __init__(self, module: nn.Module, layer: nn.Module, weight: nn.Parameter | None) -> None:
+    transposed = False
+
+    def __init__(
+        self, module: nn.Module, layer: nn.Module, weight: nn.Parameter | None, bias: str | None
+    ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.bias_name = layer, bias
         setattr(self.layer, OF_CLASS, type(module))
-        bias = module._parameters["bias"] if layer._parameters["bias"] is not None else None
-        self.layer._parameters |= {"weight": weight, "bias": bias}
-        self.__dict__["given_bias"] = bias  # not registered: it is the module's
+        given = None if bias is None else module._parameters[bias]
+        self.layer._parameters |= {"weight": weight, "bias": given}
+        self.__dict__["given_bias"] = given  # not registered: it is the module's
 
     def dense(self) -> nn.Parameter | None:
         """See `OwnWeight`."""
@@ -199,7 +206,8 @@ class OneLayer(OwnWeight):
         """See `OwnWeight`; the bias, as it was fitted, is the module's again, which passes it."""
         bias: Any = self.layer.bias
         if bias is not None:
-            module._parameters["bias"] = bias
+            assert self.bias_name is not None
+            module._parameters[self.bias_name] = bias
             for part in self.layer.modules():
                 if part._parameters.get("bias") is bias:
                     part._parameters["bias"] = None
@@ -207,12 +215,16 @@ class OneLayer(OwnWeight):
 
     def tensors(self, parameter: str) -> dict[str, Lifted]:
         """See `OwnWeight`."""
-        bias = f"{parameter.removesuffix('weight')}bias"
-        return {f"{parameter}.layer.weight": Lifted(parameter), f"{parameter}.layer.bias": Lifted(bias)}
+        holder, dot, _ = parameter.rpartition(".")
+        found = {f"{parameter}.layer.weight": Lifted(parameter, None, self.transposed)}
+        if self.bias_name is not None:
+            found[f"{parameter}.layer.bias"] = Lifted(f"{holder}{dot}{self.bias_name}")
+        return found
 
     def other_names(self, parameter: str) -> tuple[str, ...]:
-        """See `OwnWeight`; that of the module too, which has no other weight."""
-        return (parameter, parameter.rpartition(".")[0])
+        """See `OwnWeight`; that of the module too, where the parameter is called its weight."""
+        holder, _, name = parameter.rpartition(".")
+        return (parameter, holder) if name == "weight" else (parameter,)
 
 
 class Kernel(OneLayer):
@@ -227,56 +239,37 @@ class Kernel(OneLayer):
         sizes = (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, 0, conv.dilation)
         has_bias = conv._parameters.get("bias") is not None
         layer = base(*sizes, conv.groups, has_bias, device="meta")  # type: ignore[arg-type]
-        super().__init__(conv, layer, conv._parameters["weight"])
+        super().__init__(conv, layer, conv._parameters["weight"], "bias" if has_bias else None)
 
     def factor(self) -> Factor:
         """See `OwnWeight`."""
         return KernelFactor(self.layer, self.given_bias)
 
 
-class Weight(OneLayer):
-    """The weight (O, I) of a linear layer, as one.
-
-    Args:
-        linear: of any class, with a `weight` and perhaps a `bias`.
-    """
-
-    def __init__(self, linear: nn.Module) -> None:
-        weight = linear._parameters["weight"]
-        assert weight is not None
-        has_bias = linear._parameters.get("bias") is not None
-        outputs, inputs = weight.shape
-        super().__init__(linear, nn.Linear(inputs, outputs, has_bias, device="meta"), weight)
-        self.sizes = inputs, outputs
-
-    def factor(self) -> Factor:
-        """See `OwnWeight`."""
-        return MatrixFactor([self.layer], self.sizes, False, True, self.given_bias)
-
-
 class Matrix(OneLayer):
-    """A 2-D parameter (O, I), or (I, O), as a linear layer without a bias.
+    """A 2-D parameter (O, I), or (I, O), as a linear layer.
 
     Args:
         module: that holds it.
         name: of the parameter.
         transposed: whether it is (I, O).
+        bias: the name of the parameter (O,) that is added in the same call, None for none.
 
     Attributes:
         sizes: I and O.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, transposed: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, *, transposed: bool, bias: str | None) -> None:
         matrix = module._parameters[name]
         assert matrix is not None
         weight = nn.Parameter(matrix.detach().t(), matrix.requires_grad) if transposed else matrix
         outputs, inputs = weight.shape
-        super().__init__(module, nn.Linear(inputs, outputs, bias=False, device="meta"), weight)
+        super().__init__(module, nn.Linear(inputs, outputs, bias is not None, device="meta"), weight, bias)
         self.sizes, self.transposed = (inputs, outputs), transposed
 
     def factor(self) -> Factor:
         """See `OwnWeight`."""
-        return MatrixFactor([self.layer], self.sizes, self.transposed, True)
+        return MatrixFactor([self.layer], self.sizes, self.transposed, True, self.given_bias)
 
     def dense(self) -> nn.Parameter | None:
         """See `OwnWeight`."""
@@ -284,14 +277,6 @@ class Matrix(OneLayer):
         if weight is None or not self.transposed:
             return weight
         return nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
-
-    def tensors(self, parameter: str) -> dict[str, Lifted]:
-        """See `OwnWeight`."""
-        return {f"{parameter}.layer.weight": Lifted(parameter, None, self.transposed)}
-
-    def other_names(self, parameter: str) -> tuple[str, ...]:
-        """See `OwnWeight`; the module may have others."""
-        return (parameter,)
 
 
 def _is_alone(tensor: Tensor) -> bool:
@@ -306,13 +291,14 @@ def _factor_of(own: OwnWeight) -> Factor:
 
 def own_biases(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Parameter]:
     """The biases of modules of a model for whose weight one of the layers stands."""
-    held = (one._parameters.get("bias") for one in model.modules() if _has_layer(one, layers))
+    held = [
+        module._parameters.get(child.bias_name)
+        for module in model.modules()
+        for child in module._modules.values()
+        if isinstance(child, OneLayer) and child.bias_name is not None
+        if any(part in layers for part in child.modules())
+    ]
     return [bias for bias in held if bias is not None]
-
-
-def _has_layer(module: nn.Module, layers: Collection[nn.Module]) -> bool:
-    held = (child for child in module._modules.values() if isinstance(child, OneLayer))
-    return any(part in layers for one in held for part in one.modules())
 
 
 def holds_own_weights(module: nn.Module) -> bool:

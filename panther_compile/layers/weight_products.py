@@ -143,7 +143,12 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | Non
 
 
 def _added(added: Any, x: Any, other: Any, **scales: Any) -> Tensor | None:
-    product = None if scales else _matmul(x, other)
+    if scales:
+        return None
+    layer = other.layers[0] if isinstance(other, MatrixFactor) and other.is_one else None
+    if layer is not None and layer.bias is not None and other.multiplies_rows:
+        return other.product(layer, x) if other.stands_for(added, layer) else None
+    product = _matmul(x, other)
     return None if product is None else added.to(product.dtype) + product
 
 

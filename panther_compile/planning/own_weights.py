@@ -9,8 +9,8 @@ Before:
 After, exact:
     experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
     conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
-    query: whisper.model.Linear     weight: Weight(Linear(I, O))
-    lin: torch_geometric.nn.Linear  weight: Weight(Linear(I, O))
+    query: whisper.model.Linear     weight: Matrix(Linear(I, O))
+    lin: torch_geometric.nn.Linear  weight: Matrix(Linear(I, O))
     pooled: OneOfYours              w: Matrix(Linear(I, O))
 
 The modules keep their class and their forward, whose text says what it does with the parameters
@@ -30,7 +30,7 @@ from panther_compile.kinds.registry import find_kind
 from panther_compile.kinds.saving import saves_as_module
 from panther_compile.kinds.stack_uses import matrices_of, stacks_of
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight, Weight
+from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight
 from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
@@ -140,15 +140,17 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
             yield module, prefix, "weight", Kernel(module, base)
         if linear and _may_lift(module, ("weight", "bias"), held):
-            yield module, prefix, "weight", Weight(module)
+            bias = None if module._parameters.get("bias") is None else "bias"
+            yield module, prefix, "weight", Matrix(module, "weight", transposed=False, bias=bias)
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
                 parameter = module._parameters[stack]
                 assert parameter is not None
                 yield module, prefix, stack, Matrices(parameter, transposed=rows_first)
-        for matrix, rows_first in matrices.items():
-            if find_kind(module) is None and _may_lift(module, (matrix,), held):
-                yield module, prefix, matrix, Matrix(module, matrix, transposed=rows_first)
+        for matrix, (rows_first, added) in matrices.items():
+            if _may_lift(module, (matrix,), held):
+                bias = added if added is not None and _may_lift(module, (added,), held) else None
+                yield module, prefix, matrix, Matrix(module, matrix, transposed=rows_first, bias=bias)
 
 
 def _is_changed(module: nn.Module) -> bool:
@@ -156,7 +158,8 @@ def _is_changed(module: nn.Module) -> bool:
 
     Or whether the class saves something else in their place.
     """
-    replaced = "forward" in vars(module) or parametrize.is_parametrized(module)
+    called = type(module).__call__ is not nn.Module.__call__  # type: ignore[comparison-overlap]
+    replaced = called or "forward" in vars(module) or parametrize.is_parametrized(module)
     return replaced or bool(module._forward_pre_hooks) or not saves_as_module(module)
 
 

@@ -18,7 +18,7 @@ class PlainSubclass(nn.Linear):
 
 class Overriding(nn.Linear):
     def forward(self, x):
-        return 2 * super().forward(x)
+        return torch.cdist(x, self.weight) + self.bias
 
 
 class LoraLinear(nn.Linear):

@@ -17,7 +17,7 @@ import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
-from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight, Weight
+from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight
 from panther_compile.layers.stack_product import read_product
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.sites import find_sites
@@ -212,10 +212,10 @@ STACKS = {
 }
 KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
 MATRICES = {
-    Casting: {"weight": Weight},
+    Casting: {"weight": Matrix},
     Plain: {"w_in": Matrix, "w_out": Matrix},
-    Biased: {"weight": Weight},
-    SaysWhatIsSaved: {"weight": Weight},
+    Biased: {"weight": Matrix},
+    SaysWhatIsSaved: {"weight": Matrix},
 }
 CLASSES = [*STACKS, *KERNELS, *MATRICES]
 
@@ -547,13 +547,73 @@ class CastsInTraining(Casting):
         return F.linear(x, self.weight.to(x.dtype), None if self.training else self.bias.to(x.dtype))
 
 
+class Activated(nn.Linear):
+    """As SchNetPack's Dense: more than a linear layer, and its matrix one all the same."""
+
+    def __init__(self):
+        super().__init__(D, D)
+
+    def forward(self, x):
+        return torch.sigmoid(super().forward(x)) * x
+
+
+class AddsItTwice(Activated):
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + self.bias
+
+
+OWN_FORWARDS = {
+    CastsToHalf: None,
+    CastsAndBends: None,
+    CastsTheInput: None,  # the class above adds another
+    CastsInTraining: None,
+    Activated: "bias",
+    AddsItTwice: None,
+}
+
+
+@pytest.mark.parametrize("cls", OWN_FORWARDS)
+def test_subclasses_of_linear_layers_with_more_in_their_forward(cls):
+    module, x = build(cls), torch.randn(14, D)
+    clone = lifted(module)
+    assert layers_of(clone)["weight"].bias_name == OWN_FORWARDS[cls]
+    for training in (True, False):
+        torch.testing.assert_close(clone.train(training)(x), module.train(training)(x))
+    small = pc.sketchify(Block(cls), 0.6, data=BATCHES, **routes.OPTIONS)
+    (layer,) = layers_of(small.inner).values()
+    assert (type(small.inner), layer.layer.bias) == (cls, None)
+    assert isinstance(layer.layer, SketchedLinear)
+    dense = pc.densify(small)
+    assert dense.state_dict().keys() == Block(cls).state_dict().keys()
+    assert relative(dense(BATCHES[0]), small(BATCHES[0])) < 1e-5
+
+
+class Masked(Activated):
+    def forward(self, x):
+        return F.linear(x, self.weight * (self.weight.abs() > 0.01), self.bias)
+
+
+class Rounded(Activated):
+    def forward(self, x):
+        return F.linear(x, torch.round(self.weight * 8) / 8, self.bias)
+
+
+class HandsItselfOn(Activated):
+    def forward(self, x):
+        return hand_on(self, x) + F.linear(x, self.weight)
+
+
+def hand_on(layer, x):
+    return x @ layer.weight.cos()
+
+
 class CastsConvPadded(CastingConv):
     def _conv_forward(self, x, weight, bias):
         return super()._conv_forward(F.pad(x, (1, 0)), weight.to(x.dtype), bias.to(x.dtype))
 
 
-@pytest.mark.parametrize("cls", [CastsToHalf, CastsAndBends, CastsTheInput, CastsInTraining])
-def test_other_casts_are_no_such_layer(cls):
+@pytest.mark.parametrize("cls", [Masked, Rounded, HandsItselfOn])
+def test_subclasses_that_change_their_weight_stay(cls):
     assert not layers_of(lifted(nn.Sequential(cls())))
     assert not layers_of(lifted(nn.Sequential(CastsConvPadded(D, D, 3))))
 
