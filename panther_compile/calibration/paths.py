@@ -21,8 +21,8 @@ from types import FunctionType
 
 from torch import fx, nn
 
-from panther_compile.kinds.source import parse_function
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.models.source import parse_function
 from panther_compile.planning.coupled import Coupling
 
 _TENSORS = ("weight", "bias", "in_features", "out_features")  # of a layer, read without a call of it

@@ -49,7 +49,7 @@ class NormSums:
 
     def _see(self, norm: nn.Module, given: Tensor) -> None:
         assert isinstance(norm, _BatchNorm)
-        x = given.double()
+        x = given.detach().double()
         own = [place for place in range(x.dim()) if place != 1]
         new = (
             torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64),

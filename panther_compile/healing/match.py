@@ -10,7 +10,7 @@ some batches hold silence. What the teacher gives is computed once and kept whil
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -143,7 +143,10 @@ class Match:
         if place in self._answers:
             return self._answers[place]
         with torch.no_grad():
-            answer = self._run(self.teacher, place)
+            found = self._run(self.teacher, place)
+        answer = replace(
+            found, hidden={name: [one.detach() for one in visits] for name, visits in found.hidden.items()}
+        )
         named = [*answer.output, *((name, t) for name, visits in answer.hidden.items() for t in visits)]
         for name, tensor in named:
             if not bool(torch.isfinite(kept_rows(tensor, self._kept[place])).all()):

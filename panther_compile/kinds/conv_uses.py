@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.kinds.match import calls_alone
-from panther_compile.kinds.source import is_question, is_self, own_functions, parse_function
+from panther_compile.models.source import is_question, is_self, own_functions, parse_function
 
 _BASES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CALLS = ("conv1d", "conv2d", "conv3d")

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from panther_compile.kinds.source import in_order, is_question, is_self, own_functions
 from panther_compile.layers.matrix_stacks import is_stack
 from panther_compile.layers.stack_product import read_product
+from panther_compile.models.source import in_order, is_question, is_self, own_functions
 
 _KEEPING = ("to", "contiguous", "type_as")
 _PRODUCTS = ("matmul", "bmm", "mm")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
+from panther_compile.models.derivatives import gradients_for
 from panther_compile.models.half_products import half_products
 from panther_compile.models.surroundings import eval_mode, same_draws
 from panther_compile.reporting.tables import counted
@@ -91,8 +92,8 @@ class Call:
         a call draws the same in each run, so that two models can be compared, and no two calls alike.
         """
         args, kwargs = _duplicated(self.args, self.kwargs)
-        with half_products(model), same_draws(self._seed):
-            return model(*args, **kwargs)
+        with half_products(model), same_draws(self._seed), gradients_for(model) as handed_on:
+            return handed_on(model(*args, **kwargs))
 
 
 def _duplicated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -328,7 +329,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
 
     handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        with eval_mode(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad(), gradients_for(model):
             data(model)
     finally:
         handle.remove()

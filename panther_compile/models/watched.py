@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -50,7 +51,8 @@ class Watched(nn.Module):
         if isinstance(x, Tensor):
             check_dense(x, f"what reaches {self.watched_name or 'the model'}")
         if self.on_input is not None:
-            self.on_input(self.watched_name, x)
+            with torch.no_grad():  # where the model differentiates, gradients are on
+                self.on_input(self.watched_name, x)
         if self.instead is not None:
             return self.instead(self.watched_name, x)
         out: Tensor = self.layer(*args, **kwargs)

@@ -23,6 +23,7 @@ from panther_compile.errors import (
     NoTargetError,
     RatioSearchError,
 )
+from panther_compile.models.derivatives import gradients_for
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.reporting.ratio_curve import RatioCurve
 
@@ -169,7 +170,7 @@ def _for_evaluation(model: nn.Module) -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state = random.getstate()
     try:
-        with eval_mode(model), torch.random.fork_rng(devices), torch.no_grad():
+        with eval_mode(model), torch.random.fork_rng(devices), torch.no_grad(), gradients_for(model):
             yield
     finally:
         random.setstate(state)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from panther_compile.errors import first_line
 from panther_compile.kinds.registry import is_known
-from panther_compile.kinds.source import METADATA, METADATA_CALLS
 from panther_compile.layers.own_weights import holds_own_weights
+from panther_compile.models.source import METADATA, METADATA_CALLS
 from panther_compile.models.substitute import held_tensors
 from panther_compile.passes.lift_functional import liftable_call
 
