@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import LOGITS, named_tensors, shown
+from panther_compile.models.outputs import LOGITS, all_named_tensors, paired, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -81,11 +81,13 @@ class OutputSums:
     def see(self, pairs: Sequence[Pair], kept: Tensor | None = None) -> None:
         """Add the tensors of one result; `kept` is False at positions (batch, length) of padding."""
         for place, (is_logits, wanted, found) in enumerate(pairs):
+            if wanted.numel() == found.numel() == 0:
+                continue
             self._seen += 1
             if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
                 self._other += 1
                 continue
-            if wanted.numel() and not bool(wanted.isfinite().any()):
+            if not bool(wanted.isfinite().any()):
                 self._empty += 1
                 continue
             one = self._sums.setdefault((place, is_logits), _LogitSums() if is_logits else _FeatureSums())
@@ -107,8 +109,8 @@ class OutputSums:
 
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
-    both = zip(named_tensors(wanted), named_tensors(found), strict=False)
-    return [(name == LOGITS if logits is None else logits, one, other) for (name, one), (_, other) in both]
+    both = paired(all_named_tensors(wanted), all_named_tensors(found))
+    return [(name == LOGITS if logits is None else logits, one, other) for name, one, other in both]
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.outputs import LOGITS, all_named_tensors, paired
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -95,11 +95,8 @@ class Match:
             for name, visits in wanted.hidden.items()
             if visits and shapes(theirs := found.hidden[name]) == shapes(visits)
         }
-        pairs = [
-            (name, t, s)
-            for (name, t), (_, s) in zip(wanted.output, found.output, strict=False)
-            if t.shape == s.shape
-        ]
+        both = paired(wanted.output, found.output)
+        pairs = [(name, t, s) for name, t, s in both if t.shape == s.shape and t.numel()]
         if not pairs:
             raise HealingError(
                 f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
@@ -123,6 +120,8 @@ class Match:
             for name, visits in answer.hidden.items():
                 found[name] += [_variance(kept_rows(one.float(), kept)) for one in visits]
             for name, one in answer.output:
+                if not one.numel():
+                    continue
                 found[OUTPUT, name].append(_variance(kept_rows(one.float(), kept)))
                 if (pooled := _pooled(one, kept)) is not None:
                     found[POOLED, name].append(_variance(pooled))
@@ -136,7 +135,7 @@ class Match:
         call = self.calls[place]
         device = next((t.device.type for t in model.parameters()), "cpu")
         with watched(model, self.landmarks) as hidden, torch.autocast(device, torch.bfloat16, self._half):
-            output = list(named_tensors(run_dense(model, call)))
+            output = list(all_named_tensors(run_dense(model, call)))
         return Given(hidden, output)
 
     def _answer(self, place: int) -> Given:

@@ -1,7 +1,8 @@
 """The tensors of a model's result, whatever it is made of, and how far two results are apart."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,23 +22,40 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
     Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
     objects are not, nor the loss of labels that came with the data, if there is something else beside it.
-    Sparse and nested tensors are passed over.
+    Empty, sparse and nested tensors are passed over.
     """
+    return ((key, one) for key, one in all_named_tensors(output, name) if one.numel())
+
+
+def all_named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The same with those that are empty, as the boxes of a picture in which nothing is found."""
     if isinstance(output, Tensor):
-        if is_dense(output) and output.numel():
-            if output.is_complex():
-                yield name, torch.view_as_real(output.resolve_conj()).flatten(max(0, output.dim() - 1))
-            elif output.is_floating_point():
-                yield name, output
+        if is_dense(output) and output.is_complex():
+            yield name, torch.view_as_real(output.resolve_conj()).flatten(max(0, output.dim() - 1))
+        elif is_dense(output) and output.is_floating_point():
+            yield name, output
     elif isinstance(output, Mapping):
-        found = [one for key, value in output.items() for one in named_tensors(value, str(key))]
+        found = [one for key, value in output.items() for one in all_named_tensors(value, str(key))]
         yield from [(key, one) for key, one in found if key != _LOSS or one.dim()] or found
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from named_tensors(value, name)
+            yield from all_named_tensors(value, name)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
-            yield from named_tensors(getattr(output, field.name), field.name)
+            yield from all_named_tensors(getattr(output, field.name), field.name)
+
+
+def paired(
+    wanted: Iterable[tuple[str, Tensor]], found: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The tensors of two results in the same place; one that a result lacks is empty.
+
+    Args:
+        wanted: what `all_named_tensors` gives of the dense model's, whose names are taken.
+        found: of the sketched one's.
+    """
+    for (name, one), (_, other) in zip_longest(wanted, found, fillvalue=("", torch.empty(0))):
+        yield name, one, other
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -66,7 +84,9 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
         logits: whether the tensors are logits; None: those called "logits" are.
     """
     total = 0.0
-    for (name, wanted), (_, found) in zip(named_tensors(dense), named_tensors(sketched), strict=False):
+    for name, wanted, found in paired(all_named_tensors(dense), all_named_tensors(sketched)):
+        if wanted.numel() == found.numel() == 0:
+            continue
         if wanted.shape != found.shape:  # as long as the model says it is, as speech may be
             total += 1.0
             continue

@@ -7,7 +7,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.errors import DataError, WeightError
-from panther_compile.models.outputs import named_tensors
+from panther_compile.models.outputs import distance, named_tensors
 
 
 class OnGraph(nn.Module):
@@ -88,3 +88,38 @@ def test_models_without_numbers_are_not_healed():
     small = sketch(model).to("meta")
     with pytest.raises(WeightError, match="Sequential is on the meta device"):
         pc.heal(small, teacher=model.to("meta"), data=[batch, batch])
+
+
+class Finds(nn.Module):
+    """What is found in each input, which may be nothing, and after it what it was found in."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.score = (
+            nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48)),
+            nn.Linear(48, 1),
+        )
+
+    def forward(self, x):
+        h = self.body(x)
+        kept = self.score(h)[..., 0] > 0.05
+        return [h[kept], h[:1][kept[:1]], h]
+
+
+def test_results_with_empty_tensors_are_compared_place_by_place():
+    one, none = torch.randn(3, 48), torch.empty(0, 48)
+    assert distance([none, one], [none, one], None) == 0
+    assert distance([none, one], [one, one], None) == distance([one, one], [none, one], None) == 1
+    assert distance([one, one], [one], None) == 1
+    torch.manual_seed(0)
+    model = low_rank_(Finds()).eval()
+    data = [0.2 * torch.randn(6, 48) for _ in range(12)]
+    small = sketch(model, data=data, ratio=0.3)
+    counts = [[len(t) for t in each(x)] for each in (model, small) for x in data]
+    assert sorted({found[1] for found in counts}) == [0, 1]
+    closeness = pc.sketch_report(small).closeness
+    wanted, found = (torch.cat([each(x)[2] for x in data]) for each in (model, small))
+    error = float((found - wanted).norm() / (wanted - wanted.mean(0)).norm())
+    assert closeness.distance > 0.9 * error
+    report = pc.heal_report(pc.heal(small, teacher=model, data=data, steps=20))
+    assert 0 <= report.after["output"] <= report.before["output"]
