@@ -77,9 +77,15 @@ class Factor(StandsForWeight):
         out = functional_call(layer, held, (x,))
         return out
 
+    def has_bias(self, layer: Any) -> bool:
+        """Whether a layer has a bias in the place of `given_bias`; otherwise it is not asked for one."""
+        return self.given_bias is not None and layer.bias is not None
+
     def stands_for(self, bias: Tensor | None, layer: Any) -> bool:
         """Whether a product with this bias is one of the layer, which may have the bias already."""
-        return layer.bias is None or (bias is not None and (bias is self.given_bias or self.cast is not None))
+        if not self.has_bias(layer):
+            return True
+        return bias is not None and (bias is self.given_bias or self.cast is not None)
 
     @property
     def dtype(self) -> torch.dtype:

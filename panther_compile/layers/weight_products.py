@@ -97,7 +97,9 @@ class KernelFactor(Factor):
 
     def __init__(self, layer: Any, given_bias: nn.Parameter | None) -> None:
         self.layer, self.given_bias = layer, given_bias
-        self.shape, self.ndim = self.like().shape, self.like().dim()
+        # Not asked of the weight, which torch.jit would note while it traces.
+        self.shape = torch.Size((layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size))
+        self.ndim = len(self.shape)
 
     def like(self) -> Tensor:
         """See `Factor`."""
@@ -124,7 +126,7 @@ def _matmul(x: Any, other: Any) -> Tensor | None:
         return None
     layers = other.layers
     if other.is_one:
-        return None if layers[0].bias is not None else other.product(layers[0], x)
+        return None if other.has_bias(layers[0]) else other.product(layers[0], x)
     if x.dim() < 2 or (x.dim() > 2 and x.shape[-3] not in (1, len(layers))):
         return None
     rows = (x,) if x.dim() == 2 else x.unbind(-3)
@@ -139,14 +141,14 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | Non
     if not weight.stands_for(bias, layer):
         return None
     out = weight.product(layer, input)
-    return out if bias is None or layer.bias is not None else out + bias.to(out.dtype)
+    return out if bias is None or weight.has_bias(layer) else out + bias.to(out.dtype)
 
 
 def _added(added: Any, x: Any, other: Any, **scales: Any) -> Tensor | None:
     if scales:
         return None
     layer = other.layers[0] if isinstance(other, MatrixFactor) and other.is_one else None
-    if layer is not None and layer.bias is not None and other.multiplies_rows:
+    if layer is not None and other.has_bias(layer) and other.multiplies_rows:
         return other.product(layer, x) if other.stands_for(added, layer) else None
     product = _matmul(x, other)
     return None if product is None else added.to(product.dtype) + product
@@ -192,7 +194,7 @@ def _convolution(
         return None
     pads = _pads(padding, layer.kernel_size, layer.dilation)
     out = weight.product(layer, F.pad(input, pads) if any(pads) else input)
-    if layer.bias is not None or bias is None:
+    if weight.has_bias(layer) or bias is None:
         return out
     return out + bias.to(out.dtype).view(-1, *(1,) * axes)
 

@@ -316,6 +316,20 @@ def test_weights_alone_saved_and_skeleton(block, tmp_path):
     routes.as_skeleton(lambda: Block(type(block.inner)), small)
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_traced_by_torch_jit(block):
+    small, x = pc.sketchify(block.eval(), 0.6, **routes.OPTIONS), BATCHES[0]
+    assert relative(torch.jit.trace(small, x)(x), small(x)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("cls", [Biased, SaysWhatIsSaved, Ensemble])
+def test_quantized_by_torch(cls):
+    small, x = pc.sketchify(Block(cls).eval(), 0.6, **routes.OPTIONS), BATCHES[0]
+    rounded = torch.ao.quantization.quantize_dynamic(small, {nn.Linear})
+    assert relative(rounded(x), small(x)) < 0.2  # of so few features
+
+
 def test_inplace(block):
     wanted = pc.sketchify(block, 0.6, **routes.OPTIONS)(BATCHES[0])
     inner = block.inner
