@@ -322,9 +322,8 @@ def test_layers_that_data_leaves_alone():
     data = [torch.randint(40, (64, 4)) for _ in range(3)]
     rows = pc.sketch_report(pc.sketchify(model, 0.5, data=data, include="*", **OPTIONS)).rows
     notes = {row.name: row.note for row in rows}
-    assert notes["0"] == "data leaves it alone: rows of a table are looked up, not multiplied"
     assert notes["4"] == "data leaves it alone: a grouped kernel"
-    assert notes["2"] == ""
+    assert (notes["0"], notes["2"]) == ("", "")
 
 
 def test_layers_that_the_data_never_reached():

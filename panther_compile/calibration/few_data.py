@@ -134,4 +134,4 @@ def can_be_judged(studied: Studied) -> bool:
 def has_few_rows(studied: Studied, target: Target) -> bool:
     """Whether a layer was given few rows for its inputs; those of an image are too much alike to count."""
     rows = studied.study.reached.get(target.name, 0)
-    return not target.view.is_linear or rows < _FEW_ROWS * target.shape[1]
+    return target.view.is_spatial or rows < _FEW_ROWS * target.shape[1]

@@ -228,7 +228,7 @@ class HeldOut:
         Rows of an image are too much alike to count.
         """
         studied = self._studied
-        if most_are(studied.targets.values(), lambda target: not target.view.is_linear):
+        if most_are(studied.targets.values(), lambda target: target.view.is_spatial):
             return TRIAL
         widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)

@@ -113,8 +113,10 @@ class LayerFit:
             layer, error = self._matrix(target, choice, moments, view.metric(weight))
             rows = moments.rows
         else:
-            layer, error = view.fit(name, choice, self._config, arrivals, weight, self._study.ridge)
-            rows = sum(arrival.z.numel() // arrival.z.shape[view.channel_dim] for arrival in arrivals)
+            masks = [self._masks[arrival.batch] for arrival in arrivals]
+            layer, error, rows = view.fit(
+                name, choice, self._config, arrivals, masks, weight, self._study.ridge
+            )
         return {name: (layer, self._fitted(target, layer, error, rows))}
 
     def _fit_shared(self, names: Sequence[str], arrivals: Sequence[Arrival]) -> dict[str, FittedLayer]:

@@ -21,6 +21,7 @@ from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.table import TableSums
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
@@ -209,17 +210,16 @@ def _study_group(
     inputs = InputGroups()
     known: dict[str, MomentSums] = {}
     views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
-    kernels = {name: made for name, view in views.items() if (made := view.kernel_sums()) is not None}
-    for name, sums in _moments(side, group, calls, studies[0], inputs, kernels, repeated, progress):
+    others = {name: made for name, view in views.items() if (made := view.input_sums()) is not None}
+    for name, sums in _moments(side, group, calls, studies[0], inputs, others, repeated, progress):
         known[name] = sums
         for study, part in zip(studies, parts, strict=True):
             _study_layer(study, group[name], sums, part, by_reader.get(name))
     sets = list(inputs.found(group))
     for study in studies:
-        for name, added in kernels.items():
+        for name, added in others.items():
             if name in study.reached:
-                gradient = study.weights[name].double() if name in study.weights else None
-                study.energies[name] = added.energies(gradient, study.ridge)
+                _study_other(study, name, added)
         for found in sets:
             _study_stacks(study, group, found, known[found[0][0]])
         for stack in stacks:
@@ -242,6 +242,16 @@ def _study_layer(
     parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
     if coupling is not None:
         _study_reader(study, coupling, weight, moments, gradient)
+
+
+def _study_other(study: Study, name: str, sums: KernelSums | TableSums) -> None:
+    """Add a layer whose rows no matrix multiplies."""
+    gradient = study.weights[name].double() if name in study.weights else None
+    if isinstance(sums, KernelSums):
+        study.energies[name] = sums.energies(gradient, study.ridge)
+        return
+    left, right, study.values[name] = sums.best(gradient)
+    _keep_factors(study, name, left, right, torch.zeros(right.shape[1]).to(right))
 
 
 def _study_stacks(
@@ -356,13 +366,13 @@ def _moments(
     calls: Sequence[Call],
     study: Study,
     inputs: InputGroups,
-    kernels: Mapping[str, KernelSums],
+    others: Mapping[str, KernelSums | TableSums],
     repeated: Container[str],
     progress: bool | None,
 ) -> Iterator[tuple[str, MomentSums]]:
     """Second moments of the inputs of matrices; layers that are given the same tensor share them.
 
-    What reaches kernels is added to their sums, and what no ridge changes to the study.
+    What reaches kernels and tables is added to their sums, and what no ridge changes to the study.
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
@@ -393,8 +403,11 @@ def _moments(
             study.reached[name] = study.reached.get(name, 0) + len(rows)
             inputs.see(place, name, x)
             if not targets[name].view.is_matrix:
-                if name in kernels:
-                    kernels[name].add(x)
+                sums_of = others.get(name)
+                if isinstance(sums_of, TableSums):
+                    sums_of.add(rows)
+                elif sums_of is not None:
+                    sums_of.add(x)
                 return
             first, _ = (name, x) if name in repeated else seen.setdefault(id(x), (name, x))
             if name not in sums and first != name and targets[name].view.is_linear:

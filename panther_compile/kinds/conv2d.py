@@ -28,7 +28,7 @@ from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, gene
 from panther_compile.kinds.windows import Convolution, rows_read
 from panther_compile.layers.base import SketchedLayer, copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
-from panther_compile.models.watched import Arrival
+from panther_compile.models.watched import Arrival, rows_of
 from panther_compile.records import Choice, Fitted, Unit
 
 
@@ -61,7 +61,7 @@ class Conv2dView(LinearView):
             copy_into(conv.up.bias, found.bias)
         return conv
 
-    def kernel_sums(self) -> KernelSums:
+    def input_sums(self) -> KernelSums:
         """See `LinearView`."""
         return KernelSums(self.layer)
 
@@ -71,11 +71,13 @@ class Conv2dView(LinearView):
         choice: Choice,
         config: SketchConfig,
         arrivals: Sequence[Arrival],
+        masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
-    ) -> tuple[SketchedLayer, float]:
+    ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
-        return fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient, ridge)
+        layer, error = fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient, ridge)
+        return layer, error, rows_of(arrivals, self.channel_dim)
 
 
 class Conv2dKind(Kind):

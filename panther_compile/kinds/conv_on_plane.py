@@ -36,7 +36,7 @@ from panther_compile.layers.conv_on_plane import (
     geometry,
     on_plane,
 )
-from panther_compile.models.watched import Arrival
+from panther_compile.models.watched import Arrival, rows_of
 from panther_compile.records import Choice, Fitted, Unit
 
 _PLANE = Conv2dKind()
@@ -86,7 +86,7 @@ class OnPlaneView(LinearView):
         """See `LinearView`."""
         return _from_plane(self._plane.build(found), self.layer)
 
-    def kernel_sums(self) -> KernelSums:
+    def input_sums(self) -> KernelSums:
         """See `LinearView`."""
         return KernelSums(self._plane.layer, self.layer)
 
@@ -96,14 +96,15 @@ class OnPlaneView(LinearView):
         choice: Choice,
         config: SketchConfig,
         arrivals: Sequence[Arrival],
+        masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
-    ) -> tuple[SketchedLayer, float]:
+    ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
         layer, error = fit_conv2d_to(
             self._plane.layer, name, choice, config, arrivals, gradient, ridge, self.layer
         )
-        return _from_plane(layer, self.layer), error
+        return _from_plane(layer, self.layer), error, rows_of(arrivals, self.channel_dim)
 
 
 class _OnPlaneKind(Kind):

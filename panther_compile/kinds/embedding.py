@@ -8,18 +8,74 @@ After:
     %head : call_module[target=head](args = (%h,))   head: SketchedLinear(down=basis, up.weight=codes.weight)
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.candidates import LinearCandidate
+from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import why_not_plain
+from panther_compile.kinds.table import TableSums
+from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import fit_matrix, generator_for, spectrum
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.models.rows import kept_rows
+from panther_compile.models.watched import Arrival
 from panther_compile.records import Choice, Fitted, Unit
+
+
+class TableView(LinearView):
+    """A table (V, D), of which tokens read rows."""
+
+    is_matrix = False
+    is_linear = False
+    layer: nn.Embedding
+
+    @property
+    def outputs(self) -> int:
+        """See `LinearView`: D."""
+        return self.layer.embedding_dim
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The table, as it is."""
+        return self.layer.weight, None
+
+    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """The tokens (n, 1)."""
+        return kept_rows(x.unsqueeze(-1), kept)
+
+    def build(self, found: FittedPair) -> SketchedLayer:
+        """See `LinearView`."""
+        assert found.right is not None
+        return SketchedEmbedding.from_factors(found.left, found.right, self.layer)
+
+    def input_sums(self) -> TableSums:
+        """See `LinearView`."""
+        return TableSums(self.layer.weight)
+
+    def fit(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        arrivals: Sequence[Arrival],
+        masks: Sequence[Tensor | None],
+        gradient: Tensor | None,
+        ridge: float,
+    ) -> tuple[SketchedLayer, float, int]:
+        """See `LinearView`."""
+        sums, rows = self.input_sums(), 0
+        for arrival, kept in zip(arrivals, masks, strict=True):
+            tokens = self.rows(arrival.x, kept)
+            sums.add(tokens)
+            rows += len(tokens)
+        left, right, error = sums.fit(gradient, choice.rank)
+        return SketchedEmbedding.from_factors(left, right, self.layer), error, rows
 
 
 class EmbeddingKind(Kind):
@@ -33,9 +89,10 @@ class EmbeddingKind(Kind):
         """Called "Embedding"."""
         return "Embedding" if isinstance(module, nn.Embedding) else None
 
-    def view(self, module: nn.Module) -> str:
-        """Why data leaves it alone."""
-        return "rows of a table are looked up, not multiplied"
+    def view(self, module: nn.Module) -> TableView:
+        """See `Kind.view`."""
+        assert isinstance(module, nn.Embedding)
+        return TableView(module)
 
     def why_not(self, module: nn.Module) -> str | None:
         """See `Kind.why_not`."""

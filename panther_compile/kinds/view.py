@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.table import TableSums
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Arrival
@@ -47,6 +48,11 @@ class LinearView(ABC):
         return self.weight_and_bias()[1] is not None
 
     @property
+    def is_spatial(self) -> bool:
+        """Whether the rows are places of a picture or a sound, which are too much alike to count each."""
+        return self.channel_dim != -1
+
+    @property
     def outputs(self) -> int:
         """Output features of the layer."""
         return len(self.weight_and_bias()[0])
@@ -67,7 +73,7 @@ class LinearView(ABC):
     def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
 
-    def kernel_sums(self) -> KernelSums | None:
+    def input_sums(self) -> KernelSums | TableSums | None:
         """Sums over inputs, that tell what ranks of a layer keep that is no matrix; None if nothing does."""
         return None
 
@@ -77,16 +83,18 @@ class LinearView(ABC):
         choice: Choice,
         config: SketchConfig,
         arrivals: Sequence[Arrival],
+        masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
-    ) -> tuple[SketchedLayer, float]:
-        """Fit a layer that is no matrix; gives the relative error of its output too.
+    ) -> tuple[SketchedLayer, float, int]:
+        """Fit a layer that is no matrix; gives the relative error of its output, and on how many rows, too.
 
         Args:
             name: of the unit, for its random numbers.
             choice: scheme and ranks.
             config: the options.
             arrivals: what reached the layer.
+            masks: of each of them, see `rows`.
             gradient: weight of errors at the output features, float64, or None.
             ridge: on second moments, of their mean power.
         """

@@ -107,6 +107,11 @@ class Arrival:
         return replace(self, x=self.z, residuals=None)
 
 
+def rows_of(arrivals: Iterable[Arrival], channel_dim: int) -> int:
+    """How many rows of features reached the layer in the sketched model, the features along a dimension."""
+    return sum(arrival.z.numel() // arrival.z.shape[channel_dim] for arrival in arrivals)
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """A copy of the model, and the replacements that it holds."""

@@ -243,7 +243,8 @@ class WeightFit:
         names = [name for name, seen in self._seen.items() if seen.is_kernel]
         for name, arrival in self._padded_inputs(names, runs) if names else ():
             if name not in found:
-                found[name] = self._seen[name].view.kernel_sums()
+                sums = self._seen[name].view.input_sums()
+                found[name] = sums if isinstance(sums, KernelSums) else None
             if (sums := found[name]) is not None:
                 sums.add(arrival.x.float())
         return {name: {} if sums is None else sums.energies(None, RIDGE) for name, sums in found.items()}

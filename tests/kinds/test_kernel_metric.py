@@ -86,7 +86,7 @@ def test_a_line_is_a_plane_of_one_column():
     x = smooth(4, 6, 2)[..., :1]
     found = []
     for conv, given in ((line, x.squeeze(-1)), (plane, x)):
-        sums = kind_of(conv).view(conv).kernel_sums()
+        sums = kind_of(conv).view(conv).input_sums()
         sums.add(given)
         found.append(sums.energies(None, RIDGE))
     assert found[0].keys() == found[1].keys() == {"channel", "tucker2", "basis"}
