@@ -61,7 +61,8 @@ class TableSums:
         most = min(count, width)
         powers, vectors = powers.flip(0)[:most].clamp_min(0.0), vectors.flip(1)[:, :most]
         into = root.factor @ vectors
-        left = torch.cat([(rows.double() @ into).float() for rows in self._table.split(_ROWS)])
+        dtype = torch.promote_types(self._table.dtype, torch.float32)
+        left = torch.cat([(rows.double() @ into).to(dtype) for rows in self._table.split(_ROWS)])
         return left, vectors.T @ root.inverse, powers.sqrt()
 
     def fit(self, gradient: Tensor | None, rank: int) -> tuple[Tensor, Tensor, float]:
