@@ -142,6 +142,15 @@ def test_a_linear_layer_ahead_of_convolutions_is_no_head():
     assert pc.plan_sketch(small, 0.5, **OPTIONS).layers[1].choice is not None
 
 
+def test_the_last_of_equal_blocks_in_a_sequence_holds_no_head():
+    blocks = [mlp(32, 64, 48), mlp(48, 96, 48), mlp(48, 96, 48)]
+    for model in (nn.Sequential(*blocks), nn.Sequential(nn.LayerNorm(32), nn.Sequential(*blocks))):
+        reasons = [line.reason for line in pc.plan_sketch(model, 0.5, **OPTIONS).layers]
+        assert "output head: left alone unless included" not in reasons
+    headed = nn.Sequential(*blocks, nn.Sequential(nn.Linear(48, 10)))
+    assert pc.plan_sketch(headed, 0.5, **OPTIONS).layers[-1].reason.startswith("output head")
+
+
 # ------------------------------------------------------------------------------------------ budget
 
 

@@ -316,14 +316,29 @@ def _output_head(
     if len(candidates) < 2 or layers[-1] not in linears:
         return None
     last = linears[layers[-1]]
-    parents = last.name.split(".")[:-1]
-    prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
-    in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
     weight = last.plain.weight
     assert isinstance(weight, Tensor)
     vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
-    return None if in_blocks or same_width else last.module
+    return None if same_width or _is_in_blocks(model, last.name) else last.module
+
+
+def _is_in_blocks(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a part of one of a list of modules, or of a sequence of equal ones."""
+    parent = model
+    for key in name.split(".")[:-1]:
+        child = parent.get_submodule(key)
+        if isinstance(parent, nn.ModuleList):
+            return True
+        others = parent.children() if isinstance(parent, nn.Sequential) else ()
+        if any(one is not child and _sizes(one) == _sizes(child) for one in others):
+            return True
+        parent = child
+    return isinstance(parent, nn.ModuleList)
+
+
+def _sizes(module: nn.Module) -> tuple[object, ...]:
+    return type(module), [(name, one.shape) for name, one in _filled_parameters(module).items()]
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
