@@ -6,13 +6,14 @@ And its 2-D parameters, each a matrix.
     h = F.linear(x[rows], self.w2[expert])    w2 (n, O, I)
     y = torch.einsum("ebo,ero->ebr", h, self.w3)
     z = F.linear(x, self.w4)                  w4 (O, I)
+    z = torch.einsum("...i,io->...o", x, self.w5)
     self.w1.shape, self.w1.dtype              either
 
 The text of the forward is read, and that of the methods that it calls; nothing is run.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 
 from panther_compile.kinds.source import in_order, is_question, is_self, own_functions
 from panther_compile.layers.matrix_stacks import is_stack
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import read_matrix_product, read_product
 
 _KEEPING = ("to", "contiguous", "type_as")
 _PRODUCTS = ("matmul", "bmm", "mm")
@@ -80,17 +81,21 @@ def _uses_in(module: nn.Module, dim: int = 3) -> "StackUses":
     names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim))
     if not names or type(module).__module__.startswith("torch."):
         return StackUses({}, {})
-    return read_uses(type(module), names, dim)  # type: ignore[arg-type]
+    equations = ((name, one) for name, one in vars(module).items() if isinstance(one, str) and "->" in one)
+    return read_uses(type(module), names, dim, tuple(equations))  # type: ignore[arg-type]
 
 
 @cache
-def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses:
+def read_uses(
+    cls: type[Any], names: tuple[str, ...], dim: int = 3, equations: tuple[tuple[str, str], ...] = ()
+) -> StackUses:
     """What the forward of a class, and the methods that it calls, do with 3-D parameters.
 
     Args:
         cls: of a module.
         names: of its 3-D parameters.
         dim: 2 for parameters that are one matrix each.
+        equations: attributes of the module, as einops' EinMix keeps one, with their names.
     """
     what = f"the forward of {cls.__name__}"
     functions = own_functions(cls)
@@ -106,7 +111,7 @@ def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses
     for name in names:
         whole = _Stack(name, is_one=dim == 2)
         try:
-            uses = set().union(*(_Reader(whole, function).uses() for function in functions))
+            uses = set().union(*(_Reader(whole, function, dict(equations)).uses() for function in functions))
         except _UnknownUseError as error:
             reasons[name] = f"{what} uses its 3-D parameter {name} itself: {error}"
             continue
@@ -130,10 +135,11 @@ class _Reader:
     Attributes:
         whole: the parameter.
         function: its text.
+        equations: attributes of the module.
     """
 
-    def __init__(self, whole: _Stack, function: ast.FunctionDef) -> None:
-        self.whole, self.function = whole, function
+    def __init__(self, whole: _Stack, function: ast.FunctionDef, equations: Mapping[str, str]) -> None:
+        self.whole, self.function, self.equations = whole, function, equations
         self._held: dict[str, _Stack] = {}  # by local name
         self._found: set[bool] = set()
         self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
@@ -214,8 +220,8 @@ class _Reader:
             self._product(args[0], args[1], matrix_only=name == "addmm")
         elif name == "linear":
             self._linear(args, node.keywords)
-        elif name == "einsum" and len(args) == 3 and isinstance(args[0], ast.Constant):
-            self._einsum(str(args[0].value), args[1], args[2])
+        elif name == "einsum" and len(args) == 3:
+            self._einsum(self._equation(args[0]), args[1], args[2])
 
     def _product(self, left: ast.expr, right: ast.expr, *, matrix_only: bool) -> None:
         stack = self._stack(right)
@@ -232,10 +238,19 @@ class _Reader:
             self._found.add(stack.turned)
 
     def _einsum(self, equation: str, rows: ast.expr, matrices: ast.expr) -> None:
-        stack, read = self._stack(matrices), read_product(equation)
-        if stack is not None and read is not None and not stack.is_one and self._stack(rows) is None:
+        stack = self._stack(matrices)
+        if stack is None or self._stack(rows) is not None:
+            return
+        read = read_matrix_product(equation) if stack.is_one else read_product(equation)
+        if read is not None:
             self._known.add(matrices)
             self._found.add(read.multiplies_rows != stack.turned)
+
+    def _equation(self, node: ast.expr) -> str:
+        """What an expression says; empty if that is not known."""
+        if isinstance(node, ast.Attribute) and is_self(node.value):
+            return self.equations.get(node.attr, "")
+        return str(node.value) if isinstance(node, ast.Constant) else ""
 
     def _stack(self, node: ast.AST) -> _Stack | None:
         """What of the parameter an expression is."""

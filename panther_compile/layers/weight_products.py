@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.factor import Factor
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import MatrixProduct, read_matrix_product, read_product
 
 
 class MatrixFactor(Factor):
@@ -148,12 +148,17 @@ def _added(added: Any, x: Any, other: Any, **scales: Any) -> Tensor | None:
 
 
 def _einsum(equation: str, *operands: Any) -> Tensor | None:
-    """Rows and a stack, see `read_product`."""
-    read = read_product(equation)
-    if read is None or len(operands) != 2 or not isinstance(operands[1], MatrixFactor):
+    """Rows and a stack, see `read_product`, or one matrix, see `read_matrix_product`."""
+    if len(operands) != 2 or not isinstance(operands[1], MatrixFactor):
         return None
     x, stack = operands
-    if not isinstance(x, Tensor) or stack.is_one or stack.multiplies_rows != read.multiplies_rows:
+    one = read_matrix_product(equation) if stack.is_one else None
+    if one is not None:
+        return _einsum_of_one(one, x, stack)
+    read = read_product(equation)
+    if read is None or not isinstance(x, Tensor):
+        return None
+    if stack.is_one or stack.multiplies_rows != read.multiplies_rows:
         return None
     layers = stack.layers
     rows = x.movedim(read.letters.index(read.inputs), -1)
@@ -166,6 +171,16 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
         return None
     found = torch.stack([stack.product(layer, one) for layer, one in zip(layers, every, strict=True)])
     return torch.einsum(f"{read.stack}{letters[:-1]}{read.outputs}->{read.result}", found).contiguous()
+
+
+def _einsum_of_one(read: MatrixProduct, x: Any, matrix: MatrixFactor) -> Tensor | None:
+    layer = matrix.layers[0]
+    if not isinstance(x, Tensor) or matrix.multiplies_rows != read.multiplies_rows or layer.bias is not None:
+        return None
+    found = matrix.product(layer, x.movedim(read.place, -1))
+    if read.made == read.result:
+        return found
+    return torch.einsum(f"{read.made}->{read.result}", found).contiguous()
 
 
 def _convolution(

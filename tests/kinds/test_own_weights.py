@@ -18,7 +18,8 @@ from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
 from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight, Weight
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import read_matrix_product, read_product
+from panther_compile.layers.weight_products import MatrixFactor
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.timing import by_turns, time_sites
@@ -179,6 +180,19 @@ class Plain(nn.Module):
         return F.linear(h, self.w_out.to(h.dtype)) + self.table.mean(0)
 
 
+class Spelled(nn.Module):
+    """With an equation in its text, and one that it keeps, as einops' EinMix."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_in, self.w_out, self.equation = drawn(D, H), drawn(D, H), "td,ed->et"
+
+    def forward(self, x):
+        h = torch.einsum("...i, io -> ...o", x, self.w_in)
+        h += 1
+        return torch.einsum(self.equation, h.relu(), self.w_out).T
+
+
 class Biased(nn.Module):
     def __init__(self):
         super().__init__()
@@ -200,6 +214,7 @@ KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
 MATRICES = {
     Casting: {"weight": Weight},
     Plain: {"w_in": Matrix, "w_out": Matrix},
+    Spelled: {"w_in": Matrix, "w_out": Matrix},
     Biased: {"weight": Matrix},
 }
 CLASSES = [*STACKS, *KERNELS, *MATRICES]
@@ -862,6 +877,31 @@ def test_lazy_modules_beside():
 def test_equations(equation, letters):
     found = read_product(equation)
     assert (found and (*(getattr(found, name) for name in found.__slots__),)) == letters
+
+
+@pytest.mark.parametrize(
+    ("equation", "letters"),
+    [
+        ("bi,io->bo", ("bi", "i", "o", "bo", True)),
+        ("...i, oi -> ...o", ("...i", "i", "o", "...o", False)),
+        ("bi...d,io->b...od", ("bi...d", "i", "o", "b...od", True)),
+        ("b...id,io->bo...d", ("b...id", "i", "o", "bo...d", True)),
+        ("ti,eio->eto", None),
+        ("bi,ii->bi", None),
+        ("bi,io->bio", None),
+        ("...i,io->o", None),
+        ("bi,io", None),
+    ],
+)
+def test_equations_of_one_matrix(equation, letters):
+    found = read_matrix_product(equation)
+    assert (found and (*(getattr(found, name) for name in found.__slots__),)) == letters
+    if found is None:
+        return
+    x, matrix = torch.randn([4] * len(found.letters.replace("...", "xy"))), torch.randn(4, 4)
+    factor = MatrixFactor([nn.Linear(4, 4, bias=False)], (4, 4), found.multiplies_rows, True)
+    factor.layers[0].weight.data = matrix.T if found.multiplies_rows else matrix
+    torch.testing.assert_close(torch.einsum(equation, x, factor), torch.einsum(equation, x, matrix))
 
 
 def test_data_comes_close():
