@@ -7,13 +7,14 @@ And its 2-D parameters, each a matrix.
     y = torch.einsum("ebo,ero->ebr", h, self.w3)
     z = F.linear(x, self.w4)                  w4 (O, I)
     z = torch.einsum("...i,io->...o", x, self.w5)
+    z = F.linear(x, self.w4 * self.gain)      by a number
     self.w1.shape, self.w1.dtype              either
 
 The text of the forward is read, and that of the methods that it calls; nothing is run.
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -81,13 +82,19 @@ def _uses_in(module: nn.Module, dim: int = 3) -> "StackUses":
     names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim))
     if not names or type(module).__module__.startswith("torch."):
         return StackUses({}, {})
-    equations = ((name, one) for name, one in vars(module).items() if isinstance(one, str) and "->" in one)
-    return read_uses(type(module), names, dim, tuple(equations))  # type: ignore[arg-type]
+    held = vars(module).items()
+    equations = tuple((name, one) for name, one in held if isinstance(one, str) and "->" in one)
+    numbers = frozenset(name for name, one in held if isinstance(one, int | float))
+    return read_uses(type(module), names, dim, equations, numbers)  # type: ignore[arg-type]
 
 
 @cache
 def read_uses(
-    cls: type[Any], names: tuple[str, ...], dim: int = 3, equations: tuple[tuple[str, str], ...] = ()
+    cls: type[Any],
+    names: tuple[str, ...],
+    dim: int = 3,
+    equations: tuple[tuple[str, str], ...] = (),
+    numbers: frozenset[str] = frozenset(),
 ) -> StackUses:
     """What the forward of a class, and the methods that it calls, do with 3-D parameters.
 
@@ -96,6 +103,7 @@ def read_uses(
         names: of its 3-D parameters.
         dim: 2 for parameters that are one matrix each.
         equations: attributes of the module, as einops' EinMix keeps one, with their names.
+        numbers: names of attributes that are numbers.
     """
     what = f"the forward of {cls.__name__}"
     functions = own_functions(cls)
@@ -111,7 +119,7 @@ def read_uses(
     for name in names:
         whole = _Stack(name, is_one=dim == 2)
         try:
-            uses = set().union(*(_Reader(whole, function, dict(equations)).uses() for function in functions))
+            uses = set().union(*(_Reader(whole, one, dict(equations), numbers).uses() for one in functions))
         except _UnknownUseError as error:
             reasons[name] = f"{what} uses its 3-D parameter {name} itself: {error}"
             continue
@@ -136,10 +144,17 @@ class _Reader:
         whole: the parameter.
         function: its text.
         equations: attributes of the module.
+        numbers: names of others.
     """
 
-    def __init__(self, whole: _Stack, function: ast.FunctionDef, equations: Mapping[str, str]) -> None:
-        self.whole, self.function, self.equations = whole, function, equations
+    def __init__(
+        self,
+        whole: _Stack,
+        function: ast.FunctionDef,
+        equations: Mapping[str, str],
+        numbers: Container[str],
+    ) -> None:
+        self.whole, self.function, self.equations, self.numbers = whole, function, equations, numbers
         self._held: dict[str, _Stack] = {}  # by local name
         self._found: set[bool] = set()
         self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
@@ -172,7 +187,7 @@ class _Reader:
             if target.id in self._held and self._held[target.id] != stack:
                 raise _UnknownUseError(f"{target.id} stands for two things")
             if stack is not None:
-                if self._writes(target.id) > 1:
+                if self._writes(target.id) > self._writes_of(stack, target.id):
                     raise _UnknownUseError(f"{target.id} stands for two things")
                 self._held[target.id] = stack
                 self._known |= {value, target}
@@ -184,6 +199,20 @@ class _Reader:
         stores = (n for n in nodes if isinstance(n, ast.Name) and n.id == name)
         return arguments + sum(not isinstance(one.ctx, ast.Load) for one in stores)
 
+    def _writes_of(self, stack: _Stack, name: str) -> int:
+        """How often it is written as a stack alone, as in both branches of an `if`; else once, in a tuple."""
+        writes = (node for node in ast.walk(self.function) if isinstance(node, ast.Assign))
+        return (
+            sum(
+                len(one.targets) == 1
+                and isinstance(one.targets[0], ast.Name)
+                and one.targets[0].id == name
+                and self._stack(one.value) == stack
+                for one in writes
+            )
+            or 1
+        )
+
     def _use(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Subscript):
             self._passes_on(node)
@@ -192,6 +221,8 @@ class _Reader:
                 self._known |= {node.left, *node.comparators}
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             self._product(node.left, node.right, matrix_only=False)
+        elif isinstance(node, ast.BinOp) and self._stack(node) is not None:
+            self._known |= {node.left, node.right}
         elif isinstance(node, ast.Call):
             self._call(node)
 
@@ -266,9 +297,25 @@ class _Reader:
             held = self._stack(node.value)
             one = isinstance(node.slice, _PLACES) and held is not None and not held.is_one
             return replace(held, is_one=True) if held is not None and one else None
+        if isinstance(node, ast.BinOp) and self.whole.is_one:
+            return self._scaled(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return self._viewed(node.func, node.args)
         return None
+
+    def _scaled(self, node: ast.BinOp) -> _Stack | None:
+        """A multiple of a matrix, by a number."""
+        left, right = self._stack(node.left), self._stack(node.right)
+        if isinstance(node.op, ast.Mult | ast.Div) and left is not None and self._is_number(node.right):
+            return left
+        return right if isinstance(node.op, ast.Mult) and self._is_number(node.left) else None
+
+    def _is_number(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.BinOp):
+            return self._is_number(node.left) and self._is_number(node.right)
+        if isinstance(node, ast.Attribute):
+            return is_self(node.value) and node.attr in self.numbers
+        return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
     def _viewed(self, method: ast.Attribute, args: Sequence[ast.expr]) -> _Stack | None:
         held = self._stack(method.value)

@@ -23,7 +23,12 @@ class MatrixFactor(Factor):
         multiplies_rows: whether a matrix is (I, O), as in `x @ P`, not (O, I), as in `F.linear(x, P)`.
         is_one: whether it is one matrix, not a stack.
         given_bias: of one layer, in whose place it has a bias of its own, if it has one.
+
+    Attributes:
+        scale: what one matrix is multiplied by.
     """
+
+    scale: float = 1.0
 
     def __init__(
         self,
@@ -55,8 +60,18 @@ class MatrixFactor(Factor):
     def values(self) -> Tensor:
         """See `Factor`."""
         weights = [layer.weight + 0 for layer in self.layers]
-        values = weights[0] if self.is_one else torch.stack(weights)
+        values = weights[0] * self.scale if self.is_one else torch.stack(weights)
         return values.mT if self.multiplies_rows else values
+
+    def scaled(self, scale: float) -> "MatrixFactor | None":
+        """See `Factor`; a layer with a bias would have that scaled too."""
+        alone = self.is_one and self.layers[0].bias is None
+        return self._changed(scale=self.scale * scale) if alone else None
+
+    def product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """See `Factor`."""
+        out = super().product(layer, x)
+        return out if self.scale == 1 else out * self.scale
 
     def __getitem__(self, key: Any) -> Any:
         if self.is_one or not _is_place(key):

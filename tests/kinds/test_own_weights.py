@@ -193,6 +193,24 @@ class Spelled(nn.Module):
         return torch.einsum(self.equation, h.relu(), self.w_out).T
 
 
+class Equalized(nn.Module):
+    """A number times the matrix, as linear layers of StyleGAN and of e3nn."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.w_out, self.bias = drawn(H, D), drawn(H, D), drawn(H)
+        self.gain, self.halved = 0.5, False
+
+    def forward(self, x):
+        h = F.linear(x, self.weight.to(x.dtype) * self.gain, self.bias)
+        if self.halved:
+            w = self.w_out / (self.gain * 2) ** 0.5
+            h = h.relu()
+        else:
+            w = 3 * self.w_out / self.gain
+        return h @ w
+
+
 class Biased(nn.Module):
     def __init__(self):
         super().__init__()
@@ -215,6 +233,7 @@ MATRICES = {
     Casting: {"weight": Weight},
     Plain: {"w_in": Matrix, "w_out": Matrix},
     Spelled: {"w_in": Matrix, "w_out": Matrix},
+    Equalized: {"weight": Matrix, "w_out": Matrix},
     Biased: {"weight": Matrix},
 }
 CLASSES = [*STACKS, *KERNELS, *MATRICES]
@@ -488,7 +507,32 @@ class UsesItTwice(Biased):
         return F.linear(x, self.weight, self.bias) @ self.weight
 
 
-@pytest.mark.parametrize("cls", [Routes, MultipliesColumns, SaysWhatIsSaved, UsesItTwice])
+class Masks(Biased):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.eye(D))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class Normalizes(Biased):
+    def forward(self, x):
+        return F.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class StandsForTwo(Biased):
+    def forward(self, x):
+        w = self.weight * 2
+        if x.sum() > 0:
+            w = x
+        return F.linear(x, w)
+
+
+OTHERS = [Routes, MultipliesColumns, SaysWhatIsSaved, UsesItTwice, Masks, Normalizes, StandsForTwo]
+
+
+@pytest.mark.parametrize("cls", OTHERS)
 def test_other_matrices_stay_parameters(cls):
     assert not layers_of(lifted(nn.Sequential(cls())))
 
@@ -500,6 +544,14 @@ class Head(nn.Module):
 
     def forward(self, x):
         return torch.relu(x @ self.w1) @ self.w2 + self.bias
+
+
+def test_a_scaled_matrix_is_asked_what_a_tensor_is():
+    module = build(Equalized)
+    twice = lifted(module).weight * 2
+    torch.testing.assert_close(twice.abs(), 2 * module.weight.abs())
+    torch.testing.assert_close(F.linear(torch.eye(D), twice / 4), module.weight.T / 2)
+    assert torch.equal(lifted(module).weight * 0, module.weight * 0)
 
 
 def test_a_matrix_that_makes_the_output_is_a_head():
