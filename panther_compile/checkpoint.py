@@ -38,7 +38,7 @@ from panther_compile.layers.base import (
 )
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
-from panther_compile.models.substitute import copy_with
+from panther_compile.models.substitute import check_plain_tensors, copy_with
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
@@ -170,7 +170,7 @@ def load_sketched(
         device: where the weights go; default is where the skeleton is, or the CPU for a meta skeleton.
 
     Raises:
-        ConfigError, ConfigTypeError: the skeleton, the directory or the device is none.
+        ConfigError, ConfigTypeError: the skeleton, the directory or the device is none, or numbers lack.
         CheckpointError: there is no checkpoint, or it cannot be read.
         CheckpointCorruptError: it is truncated, was changed after it was written, or describes no sketch.
         CheckpointVersionError: it was written by a newer format.
@@ -187,6 +187,7 @@ def load_sketched(
     model = copy_with(base, empty_layers(base, document.layers, document.model, path))
     lower_own_weights(model)
     _fill(model, tensors, document, path)
+    check_plain_tensors(model)
     turn_off_nested_tensors(model)
     keep_record(model, document.record)
     return model  # type: ignore[return-value]

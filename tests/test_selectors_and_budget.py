@@ -132,6 +132,25 @@ def test_a_dense_layer_ahead_of_a_sketched_head_is_no_head():
     assert [type(layer) for layer in again] == [pc.SketchedLinear] * 2
 
 
+def test_a_linear_layer_ahead_of_convolutions_is_no_head():
+    decoder = [nn.Linear(16, 8 * 64), nn.Unflatten(1, (8, 8, 8)), nn.ConvTranspose2d(8, 3, 2, 2)]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 16), *decoder)
+    lines = {line.name: line for line in pc.plan_sketch(model, 0.5, **OPTIONS).layers}
+    assert lines["2"].choice is not None, lines["2"].reason
+    small = pc.sketchify(model, {"4": 0.8}, **OPTIONS)
+    assert type(small[4]) is pc.SketchedConvTranspose2d
+    assert pc.plan_sketch(small, 0.5, **OPTIONS).layers[1].choice is not None
+
+
+def test_the_last_of_equal_blocks_in_a_sequence_holds_no_head():
+    blocks = [mlp(32, 64, 48), mlp(48, 96, 48), mlp(48, 96, 48)]
+    for model in (nn.Sequential(*blocks), nn.Sequential(nn.LayerNorm(32), nn.Sequential(*blocks))):
+        reasons = [line.reason for line in pc.plan_sketch(model, 0.5, **OPTIONS).layers]
+        assert "output head: left alone unless included" not in reasons
+    headed = nn.Sequential(*blocks, nn.Sequential(nn.Linear(48, 10)))
+    assert pc.plan_sketch(headed, 0.5, **OPTIONS).layers[-1].reason.startswith("output head")
+
+
 # ------------------------------------------------------------------------------------------ budget
 
 

@@ -367,6 +367,19 @@ def test_what_cannot_be_made_up_is_said():
         pc.sketchify(Picky(nn.Linear(64, 64), nn.Linear(64, 32)), 0.5, data="model", **OPTIONS)
 
 
+def test_what_a_model_warns_of_on_inputs_that_are_tried_is_not_shown():
+    class Keyed(nn.Sequential):
+        def forward(self, batch):
+            if isinstance(batch, torch.Tensor):
+                warnings.warn("a tensor is no dictionary", stacklevel=2)
+            return super().forward(batch["x"])
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pc.sketchify(Keyed(nn.Linear(64, 64), nn.Linear(64, 32)), 0.5, **OPTIONS)
+    assert [one.category for one in seen] == [pc.SketchQualityWarning]
+
+
 @pytest.mark.parametrize(
     "model",
     [

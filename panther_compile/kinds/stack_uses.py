@@ -6,13 +6,15 @@ And its 2-D parameters, each a matrix.
     h = F.linear(x[rows], self.w2[expert])    w2 (n, O, I)
     y = torch.einsum("ebo,ero->ebr", h, self.w3)
     z = F.linear(x, self.w4)                  w4 (O, I)
+    z = torch.einsum("...i,io->...o", x, self.w5)
+    z = F.linear(x, self.w4 * self.gain)      by a number
     self.w1.shape, self.w1.dtype              either
 
 The text of the forward is read, and that of the methods that it calls; nothing is run.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from panther_compile.layers.matrix_stacks import is_stack
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import read_matrix_product, read_product
 from panther_compile.models.source import in_order, is_question, is_self, own_functions
 
 _KEEPING = ("to", "contiguous", "type_as")
@@ -90,17 +92,28 @@ def _uses_in(module: nn.Module, dim: int = 3) -> "StackUses":
     names = tuple(name for name, one in module._parameters.items() if is_stack(one, dim))
     if not names or type(module).__module__.startswith("torch."):
         return StackUses({}, {})
-    return read_uses(type(module), names, dim)  # type: ignore[arg-type]
+    held = vars(module).items()
+    equations = tuple((name, one) for name, one in held if isinstance(one, str) and "->" in one)
+    numbers = frozenset(name for name, one in held if isinstance(one, int | float))
+    return read_uses(type(module), names, dim, equations, numbers)  # type: ignore[arg-type]
 
 
 @cache
-def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses:
+def read_uses(
+    cls: type[Any],
+    names: tuple[str, ...],
+    dim: int = 3,
+    equations: tuple[tuple[str, str], ...] = (),
+    numbers: frozenset[str] = frozenset(),
+) -> StackUses:
     """What the forward of a class, and the methods that it calls, do with 3-D parameters.
 
     Args:
         cls: of a module.
         names: of its 3-D parameters.
         dim: 2 for parameters that are one matrix each.
+        equations: attributes of the module, as einops' EinMix keeps one, with their names.
+        numbers: names of attributes that are numbers.
     """
     what = f"the forward of {cls.__name__}"
     functions = own_functions(cls)
@@ -115,7 +128,8 @@ def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses
     reasons: dict[str, str] = {}
     biases: dict[str, str | None] = {}
     for name in names:
-        readers = [_Reader(_Stack(name, is_one=dim == 2), function) for function in functions]
+        whole = _Stack(name, is_one=dim == 2)
+        readers = [_Reader(whole, function, dict(equations), numbers) for function in functions]
         try:
             uses = set().union(*(reader.uses() for reader in readers))
         except _UnknownUseError as error:
@@ -123,7 +137,8 @@ def read_uses(cls: type[Any], names: tuple[str, ...], dim: int = 3) -> StackUses
             continue
         if len(uses) == 1:
             stacks[name] = uses.pop()
-            biases[name] = _bias_of(nodes, [one for reader in readers for one in reader.added])
+            added = [one for reader in readers for one in reader.added]
+            biases[name] = None if any(one.scales for one in readers) else _bias_of(nodes, added)
         else:
             by = f"by {name} and by its transpose" if uses else f"nothing by its 3-D parameter {name}"
             reasons[name] = f"{what} multiplies {by}"
@@ -169,12 +184,22 @@ class _Reader:
     Attributes:
         whole: the parameter.
         function: its text.
+        equations: attributes of the module.
+        numbers: names of others.
         added: what each product adds in the same call; None for nothing.
+        scales: whether a multiple of the parameter is made first, to which a bias is added as it is.
     """
 
-    def __init__(self, whole: _Stack, function: ast.FunctionDef) -> None:
-        self.whole, self.function = whole, function
+    def __init__(
+        self,
+        whole: _Stack,
+        function: ast.FunctionDef,
+        equations: Mapping[str, str],
+        numbers: Container[str],
+    ) -> None:
+        self.whole, self.function, self.equations, self.numbers = whole, function, equations, numbers
         self.added: list[ast.expr | None] = []
+        self.scales = False
         self._held: dict[str, _Stack] = {}  # by local name
         self._found: set[bool] = set()
         self._known: set[ast.AST] = set()  # expressions of the stack, in a place that is known
@@ -207,7 +232,7 @@ class _Reader:
             if target.id in self._held and self._held[target.id] != stack:
                 raise _UnknownUseError(f"{target.id} stands for two things")
             if stack is not None:
-                if self._writes(target.id) > 1:
+                if self._writes(target.id) > self._writes_of(stack, target.id):
                     raise _UnknownUseError(f"{target.id} stands for two things")
                 self._held[target.id] = stack
                 self._known |= {value, target}
@@ -219,6 +244,20 @@ class _Reader:
         stores = (n for n in nodes if isinstance(n, ast.Name) and n.id == name)
         return arguments + sum(not isinstance(one.ctx, ast.Load) for one in stores)
 
+    def _writes_of(self, stack: _Stack, name: str) -> int:
+        """How often it is written as a stack alone, as in both branches of an `if`; else once, in a tuple."""
+        writes = (node for node in ast.walk(self.function) if isinstance(node, ast.Assign))
+        return (
+            sum(
+                len(one.targets) == 1
+                and isinstance(one.targets[0], ast.Name)
+                and one.targets[0].id == name
+                and self._stack(one.value) == stack
+                for one in writes
+            )
+            or 1
+        )
+
     def _use(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Subscript):
             self._passes_on(node)
@@ -227,6 +266,9 @@ class _Reader:
                 self._known |= {node.left, *node.comparators}
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             self._product(node.left, node.right, matrix_only=False)
+        elif isinstance(node, ast.BinOp) and self._stack(node) is not None:
+            self._known |= {node.left, node.right}
+            self.scales = True
         elif isinstance(node, ast.Call):
             self._call(node)
 
@@ -255,8 +297,8 @@ class _Reader:
             self._product(args[0], args[1], matrix_only=name == "addmm")
         elif name == "linear":
             self._linear(args, node.keywords)
-        elif name == "einsum" and len(args) == 3 and isinstance(args[0], ast.Constant):
-            self._einsum(str(args[0].value), args[1], args[2])
+        elif name == "einsum" and len(args) == 3:
+            self._einsum(self._equation(args[0]), args[1], args[2])
 
     def _product(
         self, left: ast.expr, right: ast.expr, *, matrix_only: bool, added: ast.expr | None = None
@@ -279,10 +321,20 @@ class _Reader:
             self.added.append(given.get("bias"))
 
     def _einsum(self, equation: str, rows: ast.expr, matrices: ast.expr) -> None:
-        stack, read = self._stack(matrices), read_product(equation)
-        if stack is not None and read is not None and not stack.is_one and self._stack(rows) is None:
+        stack = self._stack(matrices)
+        if stack is None or self._stack(rows) is not None:
+            return
+        read = read_matrix_product(equation) if stack.is_one else read_product(equation)
+        if read is not None:
             self._known.add(matrices)
             self._found.add(read.multiplies_rows != stack.turned)
+            self.added.append(None)
+
+    def _equation(self, node: ast.expr) -> str:
+        """What an expression says; empty if that is not known."""
+        if isinstance(node, ast.Attribute) and is_self(node.value):
+            return self.equations.get(node.attr, "")
+        return str(node.value) if isinstance(node, ast.Constant) else ""
 
     def _stack(self, node: ast.AST) -> _Stack | None:
         """What of the parameter an expression is."""
@@ -298,9 +350,25 @@ class _Reader:
             held = self._stack(node.value)
             one = isinstance(node.slice, _PLACES) and held is not None and not held.is_one
             return replace(held, is_one=True) if held is not None and one else None
+        if isinstance(node, ast.BinOp) and self.whole.is_one:
+            return self._scaled(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return self._viewed(node.func, node.args)
         return None
+
+    def _scaled(self, node: ast.BinOp) -> _Stack | None:
+        """A multiple of a matrix, by a number."""
+        left, right = self._stack(node.left), self._stack(node.right)
+        if isinstance(node.op, ast.Mult | ast.Div) and left is not None and self._is_number(node.right):
+            return left
+        return right if isinstance(node.op, ast.Mult) and self._is_number(node.left) else None
+
+    def _is_number(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.BinOp):
+            return self._is_number(node.left) and self._is_number(node.right)
+        if isinstance(node, ast.Attribute):
+            return is_self(node.value) and node.attr in self.numbers
+        return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
     def _viewed(self, method: ast.Attribute, args: Sequence[ast.expr]) -> _Stack | None:
         held = self._stack(method.value)

@@ -1,7 +1,7 @@
 """SketchedEmbedding: a table (V, D) as codes (V, r) times a basis (r, D)."""
 
 # V num_embeddings, D embedding_dim, R rank
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class SketchedEmbedding(SketchedLayer):
     """
 
     dense_type = nn.Embedding
+    max_norm: ClassVar[None] = None
+    norm_type: ClassVar[float] = 2.0
 
     def __init__(
         self,
@@ -132,15 +134,25 @@ class SketchedEmbedding(SketchedLayer):
         """See `nn.Embedding`."""
         return self.codes.padding_idx
 
+    @property
+    def scale_grad_by_freq(self) -> bool:
+        """See `nn.Embedding`."""
+        return self.codes.scale_grad_by_freq
+
+    @property
+    def sparse(self) -> bool:
+        """See `nn.Embedding`."""
+        return self.codes.sparse
+
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
         return {
             "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim,
             "rank": self.rank,
-            "padding_idx": self.codes.padding_idx,
-            "scale_grad_by_freq": self.codes.scale_grad_by_freq,
-            "sparse": self.codes.sparse,
+            "padding_idx": self.padding_idx,
+            "scale_grad_by_freq": self.scale_grad_by_freq,
+            "sparse": self.sparse,
         }
 
     def extra_repr(self) -> str:

@@ -68,6 +68,10 @@ class Factor(StandsForWeight):
         found = lazy_weight(tuple(self.shape), self.like(), self.values)
         return found if self.cast is None else found.to(self.cast)
 
+    def scaled(self, scale: float) -> "Factor | None":
+        """What stands for a multiple of the weight; None if nothing does but its values."""
+        return None
+
     def product(self, layer: nn.Module, x: Tensor) -> Tensor:
         """What a layer makes of rows, in the dtype asked for."""
         if self.cast is None:
@@ -172,10 +176,25 @@ def _refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
+def _scaling(name: str) -> Callable[..., Any]:
+    """Multiplication, or division, which a factor may put off till after its products."""
+    of_the_values = of_values(name)
+
+    def scale(one: StandsForWeight, other: Any) -> Any:
+        found = None
+        if isinstance(other, int | float) and other:
+            found = one.factor().scaled(1 / other if name == "__truediv__" else other)
+        return of_the_values(one, other) if found is None else found
+
+    return scale
+
+
 _ARITHMETIC = """
-    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv pow neg abs matmul lt gt le ge
+    add radd sub rsub rtruediv floordiv rfloordiv pow neg abs matmul lt gt le ge
 """
 for _name in _ARITHMETIC.split():
     setattr(StandsForWeight, f"__{_name}__", of_values(f"__{_name}__"))
+for _name in ("mul", "rmul", "truediv"):
+    setattr(StandsForWeight, f"__{_name}__", _scaling(f"__{_name}__"))
 for _name in ("setitem", "iadd", "isub", "imul", "itruediv"):
     setattr(StandsForWeight, f"__{_name}__", _refusal(f"__{_name}__"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.factor import Factor
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import MatrixProduct, read_matrix_product, read_product
 
 
 class MatrixFactor(Factor):
@@ -23,7 +23,12 @@ class MatrixFactor(Factor):
         multiplies_rows: whether a matrix is (I, O), as in `x @ P`, not (O, I), as in `F.linear(x, P)`.
         is_one: whether it is one matrix, not a stack.
         given_bias: of one layer, in whose place it has a bias of its own, if it has one.
+
+    Attributes:
+        scale: what one matrix is multiplied by.
     """
+
+    scale: float = 1.0
 
     def __init__(
         self,
@@ -55,8 +60,18 @@ class MatrixFactor(Factor):
     def values(self) -> Tensor:
         """See `Factor`."""
         weights = [layer.weight + 0 for layer in self.layers]
-        values = weights[0] if self.is_one else torch.stack(weights)
+        values = weights[0] * self.scale if self.is_one else torch.stack(weights)
         return values.mT if self.multiplies_rows else values
+
+    def scaled(self, scale: float) -> "MatrixFactor | None":
+        """See `Factor`; a layer with a bias would have that scaled too."""
+        alone = self.is_one and not self.has_bias(self.layers[0])
+        return self._changed(scale=self.scale * scale) if alone else None
+
+    def product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """See `Factor`."""
+        out = super().product(layer, x)
+        return out if self.scale == 1 else out * self.scale
 
     def __getitem__(self, key: Any) -> Any:
         if self.is_one or not _is_place(key):
@@ -155,12 +170,17 @@ def _added(added: Any, x: Any, other: Any, **scales: Any) -> Tensor | None:
 
 
 def _einsum(equation: str, *operands: Any) -> Tensor | None:
-    """Rows and a stack, see `read_product`."""
-    read = read_product(equation)
-    if read is None or len(operands) != 2 or not isinstance(operands[1], MatrixFactor):
+    """Rows and a stack, see `read_product`, or one matrix, see `read_matrix_product`."""
+    if len(operands) != 2 or not isinstance(operands[1], MatrixFactor):
         return None
     x, stack = operands
-    if not isinstance(x, Tensor) or stack.is_one or stack.multiplies_rows != read.multiplies_rows:
+    one = read_matrix_product(equation) if stack.is_one else None
+    if one is not None:
+        return _einsum_of_one(one, x, stack)
+    read = read_product(equation)
+    if read is None or not isinstance(x, Tensor):
+        return None
+    if stack.is_one or stack.multiplies_rows != read.multiplies_rows:
         return None
     layers = stack.layers
     rows = x.movedim(read.letters.index(read.inputs), -1)
@@ -173,6 +193,16 @@ def _einsum(equation: str, *operands: Any) -> Tensor | None:
         return None
     found = torch.stack([stack.product(layer, one) for layer, one in zip(layers, every, strict=True)])
     return torch.einsum(f"{read.stack}{letters[:-1]}{read.outputs}->{read.result}", found).contiguous()
+
+
+def _einsum_of_one(read: MatrixProduct, x: Any, matrix: MatrixFactor) -> Tensor | None:
+    layer = matrix.layers[0]
+    if not isinstance(x, Tensor) or matrix.multiplies_rows != read.multiplies_rows or layer.bias is not None:
+        return None
+    found = matrix.product(layer, x.movedim(read.place, -1))
+    if read.made == read.result:
+        return found
+    return torch.einsum(f"{read.made}->{read.result}", found).contiguous()
 
 
 def _convolution(

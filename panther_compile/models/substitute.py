@@ -1,13 +1,13 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigTypeError, first_line
+from panther_compile.errors import ConfigError, ConfigTypeError, first_line
 
 Replacements = Mapping[nn.Module, nn.Module]
 
@@ -77,11 +77,39 @@ def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Every tensor that a module holds: parameters, buffers, and attributes, also in lists and dicts."""
     for module in model.modules():
-        plain = [one for name, one in vars(module).items() if name not in ("_parameters", "_buffers")]
-        held: list[Iterable[Any]] = [module._parameters.values(), module._buffers.values(), plain]
-        held += [one.values() for one in plain if isinstance(one, dict)]
-        held += [one for one in plain if isinstance(one, list | tuple)]
-        yield from (tensor for several in held for tensor in several if isinstance(tensor, Tensor))
+        for held in (module._parameters, module._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
+    yield from (tensor for *_, tensor in _plain_tensors(model))
+
+
+def check_plain_tensors(model: nn.Module) -> None:
+    """Check that what a model holds besides parameters and buffers has numbers.
+
+    Products of a tensor with one on the meta device are of whatever lies in memory. Left out are parameters,
+    as recurrent layers list them anew when they are called, and what hooks make ahead of a call.
+
+    Raises:
+        ConfigError: a tensor is on the meta device.
+    """
+    for module, name, tensor in _plain_tensors(model):
+        made = isinstance(tensor, nn.Parameter) or bool(module._forward_pre_hooks)
+        if tensor.is_meta and tensor.numel() and not made:
+            raise ConfigError(
+                f"{name} of the skeleton is on the meta device, and no parameter or buffer, whose numbers "
+                "would be loaded: make the skeleton on another device, or register it as a buffer"
+            )
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Tensors that are attributes of modules, also in lists and dicts, with the module and their name."""
+    for prefix, module in model.named_modules():
+        for name, one in vars(module).items():
+            if name in ("_parameters", "_buffers"):
+                continue
+            where = f"{prefix}.{name}" if prefix else name
+            several = one.values() if isinstance(one, dict) else one
+            held = several if isinstance(one, dict | list | tuple) else (one,)
+            yield from ((module, where, tensor) for tensor in held if isinstance(tensor, Tensor))
 
 
 def written_tensors(model: nn.Module) -> Iterator[Tensor]:

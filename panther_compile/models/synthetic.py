@@ -18,6 +18,7 @@ fit layers to; the other kinds show whether two models differ, and are no good f
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -236,9 +237,9 @@ class _SmallestMap(ExitStack):
 
 
 def _refusal(model: nn.Module, call: Call) -> str | None:
-    """Why the model gives no finite number on a call; None if it does."""
+    """Why the model gives no finite number on a call; None if it does. What it warns of is of no use."""
     try:
-        with torch.no_grad(), InRange():
+        with torch.no_grad(), InRange(), warnings.catch_warnings(action="ignore"):
             result = call.run(model)
     # The model's own code decides what it takes, and may raise anything; what it says is passed on.
     except Exception as error:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.config import SketchConfig
@@ -300,7 +301,8 @@ def _output_head(
     """The dense layer that makes the model's output, if it can be distinguished from the others.
 
     Hugging Face models name theirs. Elsewhere it is the last linear layer, if there are others, sketched
-    ones among them, it changes the number of features, and it is not one of a list of equal blocks.
+    ones among them, it changes the number of features, it is not one of a list of equal blocks, and no
+    convolution is behind it, as in the decoder of a variational autoencoder.
     """
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         named = model.get_output_embeddings()  # type: ignore[operator]
@@ -308,19 +310,35 @@ def _output_head(
             return named
     linears = {match.module: match for match in matches if match.owner.may_be_head}
     made = {layer_type for kind in KINDS if kind.may_be_head for layer_type in kind.layers}
-    stand_ins = {layer for _, layer in sketched if type(layer) in made}
-    last_of_all = [one for one in model.modules() if one in linears or one in stand_ins][-1:]
-    if len(linears) + len(stand_ins) < 2 or last_of_all[0] not in linears:
+    stand_ins: set[nn.Module] = {layer for _, layer in sketched if type(layer) in made}
+    candidates = stand_ins.union(linears)
+    layers = [one for one in model.modules() if one in candidates or isinstance(one, _ConvNd)]
+    if len(candidates) < 2 or layers[-1] not in linears:
         return None
-    last = linears[last_of_all[0]]
-    parents = last.name.split(".")[:-1]
-    prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
-    in_blocks = any(isinstance(m, nn.ModuleList) for name, m in model.named_modules() if name in prefixes)
+    last = linears[layers[-1]]
     weight = last.plain.weight
     assert isinstance(weight, Tensor)
     vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
-    return None if in_blocks or same_width else last.module
+    return None if same_width or _is_in_blocks(model, last.name) else last.module
+
+
+def _is_in_blocks(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a part of one of a list of modules, or of a sequence of equal ones."""
+    parent = model
+    for key in name.split(".")[:-1]:
+        child = parent.get_submodule(key)
+        if isinstance(parent, nn.ModuleList):
+            return True
+        others = parent.children() if isinstance(parent, nn.Sequential) else ()
+        if any(one is not child and _sizes(one) == _sizes(child) for one in others):
+            return True
+        parent = child
+    return isinstance(parent, nn.ModuleList)
+
+
+def _sizes(module: nn.Module) -> tuple[object, ...]:
+    return type(module), [(name, one.shape) for name, one in _filled_parameters(module).items()]
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:

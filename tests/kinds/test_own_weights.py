@@ -18,7 +18,8 @@ from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
 from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight
-from panther_compile.layers.stack_product import read_product
+from panther_compile.layers.stack_product import read_matrix_product, read_product
+from panther_compile.layers.weight_products import MatrixFactor
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.timing import by_turns, time_sites
@@ -179,6 +180,37 @@ class Plain(nn.Module):
         return F.linear(h, self.w_out.to(h.dtype), self.bias_out) + self.table.mean(0)
 
 
+class Spelled(nn.Module):
+    """With an equation in its text, and one that it keeps, as einops' EinMix."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_in, self.w_out, self.equation = drawn(D, H), drawn(D, H), "td,ed->et"
+
+    def forward(self, x):
+        h = torch.einsum("...i, io -> ...o", x, self.w_in)
+        h += 1
+        return torch.einsum(self.equation, h.relu(), self.w_out).T
+
+
+class Equalized(nn.Module):
+    """A number times the matrix, as linear layers of StyleGAN and of e3nn."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.w_out, self.bias = drawn(H, D), drawn(H, D), drawn(H)
+        self.gain, self.halved = 0.5, False
+
+    def forward(self, x):
+        h = F.linear(x, self.weight.to(x.dtype) * self.gain, self.bias)
+        if self.halved:
+            w = self.w_out / (self.gain * 2) ** 0.5
+            h = h.relu()
+        else:
+            w = 3 * self.w_out / self.gain
+        return h @ w
+
+
 class Biased(nn.Module):
     def __init__(self):
         super().__init__()
@@ -214,6 +246,8 @@ KERNELS = {Causal: SketchedConv1d, Same: SketchedConv2d, Frames: SketchedConv3d}
 MATRICES = {
     Casting: {"weight": Matrix},
     Plain: {"w_in": Matrix, "w_out": Matrix},
+    Spelled: {"w_in": Matrix, "w_out": Matrix},
+    Equalized: {"weight": Matrix, "w_out": Matrix},
     Biased: {"weight": Matrix},
     SaysWhatIsSaved: {"weight": Matrix},
 }
@@ -517,10 +551,35 @@ class UsesItTwice(Biased):
         return F.linear(x, self.weight, self.bias) @ self.weight
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [Routes, MultipliesColumns, SavesItTurned, SavesMore, LoadsItTurned, SavesItself, UsesItTwice],
-)
+class Masks(Biased):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.eye(D))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+class Normalizes(Biased):
+    def forward(self, x):
+        return F.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class StandsForTwo(Biased):
+    def forward(self, x):
+        w = self.weight * 2
+        if x.sum() > 0:
+            w = x
+        return F.linear(x, w)
+
+
+OTHERS = [
+    *(Routes, MultipliesColumns, UsesItTwice, Masks, Normalizes, StandsForTwo),
+    *(SavesItTurned, SavesMore, LoadsItTurned, SavesItself),
+]
+
+
+@pytest.mark.parametrize("cls", OTHERS)
 def test_other_matrices_stay_parameters(cls):
     assert not layers_of(lifted(nn.Sequential(cls())))
 
@@ -532,6 +591,14 @@ class Head(nn.Module):
 
     def forward(self, x):
         return torch.relu(x @ self.w1) @ self.w2 + self.bias
+
+
+def test_a_scaled_matrix_is_asked_what_a_tensor_is():
+    module = build(Equalized)
+    twice = lifted(module).weight * 2
+    torch.testing.assert_close(twice.abs(), 2 * module.weight.abs())
+    torch.testing.assert_close(F.linear(torch.eye(D), twice / 4), module.weight.T / 2)
+    assert torch.equal(lifted(module).weight * 0, module.weight * 0)
 
 
 def test_a_matrix_that_makes_the_output_is_a_head():
@@ -969,6 +1036,31 @@ def test_lazy_modules_beside():
 def test_equations(equation, letters):
     found = read_product(equation)
     assert (found and (*(getattr(found, name) for name in found.__slots__),)) == letters
+
+
+@pytest.mark.parametrize(
+    ("equation", "letters"),
+    [
+        ("bi,io->bo", ("bi", "i", "o", "bo", True)),
+        ("...i, oi -> ...o", ("...i", "i", "o", "...o", False)),
+        ("bi...d,io->b...od", ("bi...d", "i", "o", "b...od", True)),
+        ("b...id,io->bo...d", ("b...id", "i", "o", "bo...d", True)),
+        ("ti,eio->eto", None),
+        ("bi,ii->bi", None),
+        ("bi,io->bio", None),
+        ("...i,io->o", None),
+        ("bi,io", None),
+    ],
+)
+def test_equations_of_one_matrix(equation, letters):
+    found = read_matrix_product(equation)
+    assert (found and (*(getattr(found, name) for name in found.__slots__),)) == letters
+    if found is None:
+        return
+    x, matrix = torch.randn([4] * len(found.letters.replace("...", "xy"))), torch.randn(4, 4)
+    factor = MatrixFactor([nn.Linear(4, 4, bias=False)], (4, 4), found.multiplies_rows, True)
+    factor.layers[0].weight.data = matrix.T if found.multiplies_rows else matrix
+    torch.testing.assert_close(torch.einsum(equation, x, factor), torch.einsum(equation, x, matrix))
 
 
 def test_data_comes_close():

@@ -75,6 +75,15 @@ def test_mode_and_requires_grad_are_carried(training, trainable):
     assert dense.weight.requires_grad is trainable
 
 
+def test_a_forward_may_look_up_by_itself():
+    """As fastai's EmbeddingDropout does, with the table and every option."""
+    layer, index = SketchedEmbedding(20, 12, 4, padding_idx=0, scale_grad_by_freq=True), torch.arange(6)
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    options = [getattr(layer, name) for name in names]
+    assert options == [getattr(layer.to_dense(), name) for name in names]
+    torch.testing.assert_close(nn.functional.embedding(index, layer.weight, *options), layer(index))
+
+
 def test_gradients_are_those_of_the_product():
     layer, indices = build(), torch.tensor([[1, 2, 2], [0, 1, 19]])
     wave = torch.randn(2, 3, D, dtype=torch.float64)

@@ -8,6 +8,7 @@ from torch import nn
 import panther_compile as pc
 from panther_compile.errors import (
     CheckpointError,
+    ConfigError,
     NoTargetError,
 )
 from panther_compile.layers.linear import SketchedLinear
@@ -75,6 +76,31 @@ def test_meta_skeleton(saved):
     assert_same(loaded, saved[0])
     assert torch.equal(loaded(IDS), saved[0](IDS))
     assert all(p.is_meta for p in empty.parameters())
+
+
+class Tables(nn.Module):
+    """Keeps tensors that are no buffers, as TabNet does its groups of features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.LSTM(64, 8)
+        self.middle = torch.nn.utils.spectral_norm(nn.Linear(64, 64))
+        self.mixing, self.none = [torch.eye(64)], torch.empty(0)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x) @ self.mixing[0]))[0]
+
+
+def test_meta_skeleton_of_tensors_that_no_file_has(tmp_path):
+    model, x = nn.Sequential(Tables()).eval(), torch.randn(3, 64)
+    small = pc.sketchify(model, 0.5, **{**OPTIONS, "include": "0.first"})
+    pc.save_sketched(small, tmp_path)
+    with torch.device("meta"):
+        empty = nn.Sequential(Tables()).eval()
+    with pytest.raises(ConfigError, match=r"0\.mixing of the skeleton is on the meta device"):
+        pc.load_sketched(empty, tmp_path)
+    empty[0].mixing = model[0].mixing
+    assert torch.equal(pc.load_sketched(empty, tmp_path)(x), small(x))
 
 
 def test_skeleton_is_untouched(saved):
