@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from panther_compile.config import check_type
+from panther_compile.config import check_type, read_options
 from panther_compile.errors import ConfigError, ParallelError
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
 from panther_compile.parallel.checkpoint_folder import remove_later
 from panther_compile.parallel.model_state import laid_out_like
-from panther_compile.partition import partition_model
+from panther_compile.partition import Mesh, partition_model
 from panther_compile.partition.records import RUN_AXES
 
 
@@ -76,17 +76,19 @@ class PantherStrategy(DDPStrategy):
             **options: of `DDPStrategy` that are not of DDP itself, as `timeout`.
 
         Raises:
-            ConfigError, ConfigTypeError: an axis is unknown, or the mesh no mapping.
+            ConfigError, ConfigTypeError: an axis or an option is unknown, or the mesh no mapping.
+            MeshError: the size of an axis is none.
         """
         super().__init__(**options)
         check_type("mesh", mesh, Mapping)
         if set(mesh) - set(RUN_AXES):
             raise ConfigError(f"mesh={dict(mesh)}; its axes are {', '.join(RUN_AXES)}")
-        self._mesh = {axis: int(mesh.get(axis, 1)) for axis in RUN_AXES}
+        sizes = Mesh.read(mesh)
+        self._mesh = {axis: getattr(sizes, axis) for axis in RUN_AXES}
         self._name = model
         self._example = example_inputs
-        self._partition = dict(partition or {})
-        self._parallel = dict(parallel or {})
+        self._partition = read_options("partition", partition, partition_model, but="mesh")
+        self._parallel = read_options("parallel", parallel, parallelize_model)
         self._whole: nn.Module | None = None
         self._resumed: Path | None = None
         self.engine: ParallelEngine | None = None
