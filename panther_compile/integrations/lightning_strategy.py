@@ -41,6 +41,10 @@ class PantherStrategy(DDPStrategy):
     optimization is manual and `training_step` calls `self.net.step(batch, target)`, with a `loss_fn` in
     `parallel`.
 
+    `gradient_clip_val` clips by the norm of the whole model's gradients, and `self.net.clip_grad_norm_(inf)`
+    gives it. Lightning's `grad_norm` reads what one rank holds: with tp or pp the norm of a part, which
+    differs from rank to rank, and with "fsdp" an error of torch's.
+
         >>> class Classifier(LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
