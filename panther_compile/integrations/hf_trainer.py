@@ -151,17 +151,17 @@ class PantherTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: the model comes with its optimizer, from `training/`."""
+        """Nothing but a look whether it can be: the model comes with its optimizer, from `training/`."""
+        if not Path(resume_from_checkpoint, _TRAINING).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no folder {_TRAINING}/: it was not written by PantherTrainer, "
+                "or holds the model alone"
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint, _TRAINING)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{checkpoint} has no folder {_TRAINING}/: it was not written by PantherTrainer"
-            )
-        TrainingCheckpoints(folder, keep=1).load(self.engine, self.optimizer.optimizer)
+        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_best_model(self) -> None:
