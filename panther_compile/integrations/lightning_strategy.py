@@ -222,6 +222,20 @@ class PantherStrategy(DDPStrategy):
         with self.engine.no_sync():
             yield
 
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: torch.distributed.ReduceOp | str | None = "mean"
+    ) -> Any:
+        """What `self.log(..., sync_dist=True)` makes of all ranks' values: in a sum a replica counts once.
+
+        Args:
+            tensor: of this rank; what is none is given back.
+            group: all ranks if None.
+            reduce_op: "sum", which the ranks of a pp or tp axis would be in as copies; or any other.
+        """
+        reduced = super().reduce(tensor, group, reduce_op)
+        is_of_copies = reduce_op == "sum" and group is None and isinstance(tensor, Tensor)
+        return reduced / (self._mesh["pp"] * self._mesh["tp"]) if is_of_copies else reduced
+
     def on_train_end(self) -> None:
         """Join the stages and shards of a pp or tp axis in the LightningModule's own model."""
         if self.engine is not None and self._whole is not None and self._mesh["tp"] * self._mesh["pp"] > 1:

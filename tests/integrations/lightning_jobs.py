@@ -62,9 +62,11 @@ class Classifier(LightningModule):
     def validation_step(self, batch, _):
         x, y = batch
         self.log("checked", F.cross_entropy(self.net(x), y), sync_dist=True)
+        self.log("rows", float(len(x)), sync_dist=True, reduce_fx="sum")
 
     def on_validation_epoch_end(self):
         self.checked.append(float(self.trainer.callback_metrics["checked"]))
+        assert self.trainer.callback_metrics["rows"] == 8  # of all data, however often ranks have them
 
     test_step = validation_step
 
@@ -93,6 +95,7 @@ class Piped(Classifier):
     def validation_step(self, batch, _):
         x, y = batch
         self.log("checked", self.net.evaluate(x, target=y))
+        self.log("rows", float(len(x)), sync_dist=True, reduce_fx="sum")
 
 
 class Outside(Classifier):
