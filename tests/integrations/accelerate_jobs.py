@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
-from panther_compile.errors import ConfigError, ParallelError
+from panther_compile.errors import BatchError, ConfigError, ParallelError
 
 ROWS, TURNS = 4, 2  # of a batch; batches of an optimizer step
 
@@ -125,6 +125,9 @@ def metrics(rank):
         assert objects == [f"text {one}" for one in range(10)]
         counted = {"turns": torch.tensor(turns)}
         assert accelerator.reduce(counted)["turns"] == accelerator.reduce(counted, "max")["turns"] == 3
+        last = texts(ROWS - 1)
+        with pytest.raises(BatchError, match=r"input_ids has the shape \(3, 8\); with tp a graph runs"):
+            engine(input_ids=last, labels=last)
         AcceleratorState._reset_state(True)
         accelerator = pc.PantherAccelerator(cpu=True)
         accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=ROWS))
