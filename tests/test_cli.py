@@ -257,6 +257,11 @@ def test_ratios_that_say_two_things(source, given, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_latency_is_measured_on_data(source, tmp_path, capsys):
+    assert main(["sketch", source, str(tmp_path / "out"), "--objective", "latency"]) == 2
+    assert "sketchify takes one of data= else, as the command sketch of --data" in capsys.readouterr().err
+
+
 def test_places_that_cannot_be_written_are_told_of_before_the_work(source, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(cli, "sketchify", lambda *_, **__: pytest.fail("the work was begun"))
