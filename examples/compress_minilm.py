@@ -131,6 +131,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("out"), help="where the picture goes")
     options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     found = paragraphs(192 if options.quick else 512)
     texts, others = found[::2], found[1::2]
     rounds = 1 if options.quick else 15
@@ -179,7 +180,8 @@ def main() -> None:
         for name, model in models.items()
     ]
 
-    table = Table(title=f"all-MiniLM-L6-v2, {len(texts)} texts, {torch.get_num_threads()} threads")
+    name = "one layer of all-MiniLM-L6-v2" if options.quick else "all-MiniLM-L6-v2"
+    table = Table(title=f"{name}, {len(texts)} texts, {torch.get_num_threads()} threads")
     headings = (
         "model",
         "parameters",
@@ -205,7 +207,6 @@ def main() -> None:
         )
     Console(width=130).print(table)
     print("11.7 M of the parameters are the word embeddings, which are left alone.")
-    options.output.mkdir(parents=True, exist_ok=True)
     picture = options.output / "compress_minilm.png"
     draw(pairs, rows, picture)
     print(f"picture: {picture}")

@@ -172,11 +172,14 @@ def main() -> None:
     begin = time.perf_counter()
     model, tokens = tiny_model() if given.quick else load_smollm2()
     pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+    most = 2 * len(pieces) // 5 - 1  # a fifth is to judge by, and the adapter is trained on what is left
+    if not 1 <= given.pieces <= most:
+        parser.error(f"--pieces {given.pieces}, wanted 1 to {most}: the text has {len(pieces)} pieces")
     seen, fresh, rest = pieces.split([given.pieces, given.pieces, len(pieces) - 2 * given.pieces])
     train, unseen = rest[: -len(pieces) // 5], pieces[-len(pieces) // 5 :][:16]
     prompt = unseen[:1, :64]
     columns = ("model", "parameters", "MB", "perplexity", "tokens/s", "seconds")
-    table = Table(*columns, title="SmolLM2-135M-Instruct")
+    table = Table(*columns, title="a small random model" if given.quick else "SmolLM2-135M-Instruct")
 
     def row(name: str, made: LlamaForCausalLM, seconds: float) -> None:
         made.save_pretrained(output / name)

@@ -106,13 +106,33 @@ def show_progress(step: int, steps: int, loss: float, speed: float) -> None:
     print(f"[{bar:<24}] {step}/{steps}  loss {loss:.4f}  {speed:,.0f} tokens/s", end=end, flush=True)
 
 
+def read_count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a whole number, 1 or more")
+    return int(text)
+
+
+def read_mesh(text: str) -> tuple[int, ...]:
+    """Sizes of dp, pp and tp."""
+    sizes = tuple(map(read_count, text.split(",")))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted the sizes of dp, pp and tp, as 2,2,1")
+    return sizes
+
+
+def uses_gpus() -> bool:
+    """Whether each process of this machine has one."""
+    return torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def train(options: argparse.Namespace) -> None:
     """What each rank runs."""
     size = dist.get_world_size()
     dp, pp, tp = options.mesh or MESHES.get(size, (size, 1, 1))
     width, depth, length = (64, 2, 32) if options.quick else (256, 6, 128)
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if uses_gpus():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.manual_seed(0)  # every rank makes the same model
@@ -161,10 +181,10 @@ def train(options: argparse.Namespace) -> None:
 def main() -> None:
     """Start the processes, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", type=lambda text: tuple(map(int, text.split(","))), help="dp,pp,tp")
-    parser.add_argument("--steps", type=int, help="of the optimizer, 200 if not given")
+    parser.add_argument("--mesh", type=read_mesh, metavar="DP,PP,TP", help="of as many processes, as 2,2,1")
+    parser.add_argument("--steps", type=read_count, help="of the optimizer; 200 if not given, with --quick 6")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="save here, and go on from what is there")
-    parser.add_argument("--every", type=int, default=50, help="steps from one checkpoint to the next")
+    parser.add_argument("--every", type=read_count, default=50, help="steps from one checkpoint to the next")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps, two processes")
     options = parser.parse_args()
     options.steps = options.steps or (6 if options.quick else 200)
@@ -172,7 +192,7 @@ def main() -> None:
         count = torch.Size(options.mesh or MESHES[2]).numel()
         torch.distributed.run.main(["--standalone", f"--nproc-per-node={count}", __file__, *sys.argv[1:]])
         return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group("nccl" if uses_gpus() else "gloo", timeout=timedelta(minutes=5))
     train(options)
     dist.destroy_process_group()
 

@@ -41,8 +41,8 @@ from panther_compile.storage import check_folder, checked_path
 
 # What applies to an ONNX file, of the fields of SketchConfig.
 ONNX_OPTIONS = (
-    *("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "seed", "device"),
-    *("refine", "refine_steps"),
+    *("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "allow_slower", "seed"),
+    *("progress", "device", "refine", "refine_steps", "synthetic"),
 )
 
 
@@ -311,7 +311,7 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
     if ":" not in source:
         raise ModelSourceError(f"{source!r} is neither module:function nor a directory with a config.json")
     build = _function(source)
-    if not callable(build):
+    if not callable(build) or isinstance(build, nn.Module):
         raise ModelSourceError(f"{source} is a {type(build).__name__}, wanted a function that makes a model")
     try:
         inspect.signature(build).bind()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TypeAlias, TypedDict, TypeGuard
+from typing import Any, TypeAlias, TypedDict, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -289,6 +289,34 @@ def check_type(option: str, given: object, *wanted: type) -> None:
     if not isinstance(given, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")
+
+
+def read_options(
+    option: str, given: object, takes: Callable[..., object], *, but: str = ""
+) -> dict[str, Any]:
+    """Options that are handed on to a function, by the names of its keyword arguments.
+
+    Args:
+        option: that holds them.
+        given: for it; None is none.
+        takes: the function.
+        but: one of its keyword arguments that is given elsewhere.
+
+    Raises:
+        ConfigTypeError: it is no mapping, or has another name.
+    """
+    if given is None:
+        return {}
+    check_type(option, given, Mapping)
+    options = dict(cast(Mapping[str, Any], given))
+    parameters = inspect.signature(takes).parameters.values()
+    known = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {but}
+    if unknown := [str(name) for name in options if name not in known]:
+        raise ConfigTypeError(
+            f"{option}: unknown option {', '.join(unknown)}; those of {getattr(takes, '__name__', takes)} "
+            f"here are {', '.join(sorted(known))}"
+        )
+    return options
 
 
 def check_has_data(data: object, asked: Mapping[str, bool]) -> None:

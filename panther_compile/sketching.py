@@ -138,7 +138,10 @@ def check_example(config: SketchConfig, example: Any, data: Data | None) -> None
     if config.objective != "latency" and example is not None:
         raise ConfigError(f"example_inputs= is for objective='latency', got objective={config.objective!r}")
     if config.objective == "latency" and example is None and data is None:
-        raise ConfigError("objective='latency' needs example_inputs=, a batch to time the layers on")
+        raise ConfigError(
+            "objective='latency' needs example_inputs=, a batch to time the layers on; "
+            "sketchify takes one of data= else, as the command sketch of --data"
+        )
     if config.objective == "cache" and data is None:
         raise ConfigError("objective='cache' needs data=, texts that show what the decoder keeps of a token")
 

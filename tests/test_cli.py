@@ -33,6 +33,9 @@ def build():
     return nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 3))
 
 
+MADE = nn.Linear(3, 3)
+
+
 def batches(model):
     """Data as a function that calls the model."""
     generator = torch.Generator().manual_seed(1)
@@ -84,6 +87,11 @@ def test_every_field_is_an_option_and_has_a_line_of_help():
     assert "of every random number drawn" in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--objective", "speed"])
+
+
+def test_every_option_of_sketch_onnx_is_one_of_the_command():
+    options = pytest.importorskip("panther_compile.onnx.sketch").OnnxSketchOptions
+    assert set(cli.ONNX_OPTIONS) == options.__optional_keys__
 
 
 def test_version(capsys):
@@ -212,6 +220,10 @@ def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
         assert "is no Hugging Face model that can be made" in capsys.readouterr().err
     assert main(["plan", "os:sep", "--ratio", "0.5"]) == 2
     assert "is a str, wanted a function" in capsys.readouterr().err
+    assert main(["plan", f"{__name__}:MADE", "--ratio", "0.5"]) == 2
+    assert "MADE is a Linear, wanted a function that makes a model" in capsys.readouterr().err
+    assert main(["sketch", str(tmp_path / "none"), str(tmp_path / "out"), "--stream"]) == 2
+    assert "none has no config.json, wanted the folder of a Hugging Face model" in capsys.readouterr().err
 
 
 def test_a_function_that_asks_for_arguments_is_told_of(capsys):
@@ -243,6 +255,11 @@ def test_a_folder_that_lacks_a_weight_is_not_sketched(folder, tmp_path, capsys):
 def test_ratios_that_say_two_things(source, given, says, capsys):
     assert main(["plan", source, *(one for text in given for one in ("--ratio", text))]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_latency_is_measured_on_data(source, tmp_path, capsys):
+    assert main(["sketch", source, str(tmp_path / "out"), "--objective", "latency"]) == 2
+    assert "sketchify takes one of data= else, as the command sketch of --data" in capsys.readouterr().err
 
 
 def test_places_that_cannot_be_written_are_told_of_before_the_work(source, tmp_path, capsys, monkeypatch):

@@ -63,6 +63,16 @@ def test_equal_models_are_good_and_a_constant_answer_is_destroyed():
         assert constant.share >= 0.9
 
 
+def test_rows_that_the_dense_model_does_not_tell_apart_destroy_nothing():
+    """As random inputs are to an image model: any rounding is more than what it tells of them."""
+    calls = [Call((1e-4 * x,), {}) for x in batches()]
+    moved = replaced(mlp(), "4", lambda layer: layer.bias.add_(1e-3 * torch.randn(10)))
+    (old,) = moved
+    found = compare_outputs(nn.Sequential(old), moved, calls, logits=True, inputs="noise")
+    assert found.distance < 1e-5
+    assert found.grade == "good"
+
+
 def test_share_is_of_the_deviation_not_of_the_mean():
     model = nn.Sequential(nn.Linear(64, 10))
     calls = [Call((x,), {}) for x in batches()]

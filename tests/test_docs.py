@@ -178,6 +178,24 @@ def test_example_runs(example, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mesh", "2,2"], "argument --mesh: '2,2', wanted the sizes of dp, pp and tp"),
+        (["--mesh", "0,1,1"], "argument --mesh: '0', wanted a whole number, 1 or more"),
+        (["--quick", "--steps", "0"], "argument --steps: '0', wanted a whole number, 1 or more"),
+        (["--every", "0"], "argument --every: '0', wanted a whole number, 1 or more"),
+    ],
+)
+def test_options_of_an_example_that_are_none(options, said, monkeypatch, capsys):
+    """Processes would start, and end in tracebacks."""
+    example = ROOT / "examples" / "train_3d.py"
+    monkeypatch.setattr(sys, "argv", [str(example), *options])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(example), run_name="__main__")
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_runs(notebook):

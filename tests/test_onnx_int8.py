@@ -15,8 +15,8 @@ import panther_compile as pc
 from panther_compile.cli import main
 from panther_compile.errors import NoTargetError
 from panther_compile.onnx import int8
-from panther_compile.onnx.int8 import as_pairs
-from panther_compile.records import Choice, LayerPlan, SketchPlan
+from panther_compile.onnx.int8 import as_pairs, warn_if_destroyed_by_int8
+from panther_compile.records import Choice, Closeness, LayerPlan, SketchPlan
 
 WIDTHS = (96, 512, 96, 10)
 
@@ -174,6 +174,13 @@ def test_destroyed_outputs_are_warned_of(tmp_path):
         found = pc.export_onnx(layer, x, tmp_path / "out.onnx", then="int8", data=[x[:3]])
     assert found.inputs == "the example"
     assert found.grade == "destroyed"
+
+
+def test_a_larger_ratio_is_a_remedy_where_there_is_one():
+    wreck = Closeness("destroyed", "relative error", 1.0, 1.0, None, "the data")
+    for sketched, remedy in ((True, "a larger ratio, or then='none'"), (False, "then='none'")):
+        with pytest.warns(pc.SketchQualityWarning, match=rf"on the data\. Try {remedy}$"):
+            warn_if_destroyed_by_int8(wreck, sketched=sketched, stacklevel=1)
 
 
 def test_errors(tmp_path, model, monkeypatch):

@@ -66,6 +66,21 @@ def test_small_models_are_sketched_from_their_weights(tmp_path):
     assert not report.made_up
 
 
+def test_int8_alone_is_compared_on_them(tmp_path):
+    draw = np.random.default_rng(0).standard_normal
+    weights = {"a": draw((64, 3, 3, 3)).astype(np.float32), "b": draw((64, 64)).astype(np.float32)}
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["p"]),
+        helper.make_node("GlobalAveragePool", ["p"], ["q"]),
+        helper.make_node("Flatten", ["q"], ["r"]),
+        helper.make_node("MatMul", ["r", "b"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 3, 32, 32), y=("n", 64))
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 1.0, progress=False, then="int8")
+    assert not report.made_up
+    assert report.closeness.inputs == "2 batches of made-up images"
+
+
 def made_for(path, tmp_path):
     model = read_model(path)
     return made_up_inputs(model, ObservedModel(model, (), tmp_path), seed=0, folder=tmp_path)

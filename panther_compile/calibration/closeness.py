@@ -27,6 +27,7 @@ MOST_CALLS = 8  # evenly spread over those given
 _MOST_ROWS = 1024  # of one tensor of one call
 _GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
 _GOOD_SHARE, _DESTROYED_SHARE = 0.05, 0.5
+_LEAST_INFORMATION = 1e-4  # nats a row; a dense model that tells less of its inputs knows none of them
 
 
 def compare_outputs(
@@ -154,7 +155,7 @@ class _LogitSums(_Sums):
         mean = self.chances / self.chances.sum()
         information = float(-(mean * mean.clamp_min(1e-30).log()).sum()) - self.entropy / self.rows
         divergence = max(0.0, self.divergence / self.rows)
-        share = divergence / max(information, 1e-6)
+        share = divergence / max(information, _LEAST_INFORMATION)
         grade = NOTICEABLE
         if divergence <= _GOOD_KL and share <= _GOOD_SHARE:
             grade = GOOD

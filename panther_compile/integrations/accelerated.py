@@ -9,7 +9,7 @@ belief that each process is a replica is set right where the mesh has a tp axis:
     prepare_scheduler     one step a replica
     prepare_data_loader   one share of the data a replica, the same on all ranks of a tp group
     clip_grad_norm_       the norm of the whole model
-    gather                one value a replica
+    gather, reduce        one value a replica, and so are the objects of gather_for_metrics
     get_state_dict        the whole model's
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -55,7 +56,8 @@ class PantherAccelerator(Accelerator):
             device_placement: likewise.
 
         Raises:
-            ParallelError: the engine is a pipeline; or there is another engine already.
+            ParallelError: the engine is a pipeline; there is another engine already; or with a tp axis
+                loaders or schedulers were prepared before it.
             ConfigError: fp16 over a tp axis.
         """
         for engine in args:
@@ -165,6 +167,34 @@ class PantherAccelerator(Accelerator):
             Tensor, lambda whole: torch.cat(whole.chunk(world)[::tp]), gathered
         )
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join what metrics need of all replicas, without the rows that fill up the last batch.
+
+        Args:
+            input_data: tensors, as of `gather`; or a list of objects, whose copies on a tp axis count once.
+            use_gather_object: take tensors for objects, as where their shapes differ.
+        """
+        is_of_objects = use_gather_object or not _are_tensors(input_data)
+        given = [] if is_of_objects and self._is_copy else input_data
+        return super().gather_for_metrics(given, is_of_objects)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Add or average tensors of all replicas; copies on a tp axis count once.
+
+        Args:
+            tensor: or a structure of tensors, of the same shape on every rank.
+            reduction: "sum", "mean", "max" or "none".
+            scale: of `Accelerator.reduce`.
+        """
+        if reduction == "sum" and self._is_copy:
+            tensor = recursively_apply(torch.zeros_like, tensor)
+        return super().reduce(tensor, reduction, scale)
+
+    @property
+    def _is_copy(self) -> bool:
+        """Whether an earlier rank of the tp group has the same results as this one."""
+        return self._engine is not None and self._engine.devices.tp > 0
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Parameters and buffers; the whole model's of an engine. Every rank has to call this.
 
@@ -222,6 +252,11 @@ class PantherAccelerator(Accelerator):
                 f"the mesh is {shape}: a pipeline's schedule owns the backward, and accelerate's loop "
                 "would call it itself; write the loop with engine.step(...), or partition with pp=1"
             )
+        if shape.tp > 1 and (self._dataloaders or self._schedulers):
+            raise ParallelError(
+                f"a loader or a scheduler was prepared before the engine: each rank would be taken for a "
+                f"replica, and the mesh is {shape}; prepare the engine first, or all in one call"
+            )
         if self.mixed_precision == "fp16" and shape.tp > 1:
             raise ConfigError(
                 f"mixed_precision='fp16' over {shape}: ranks of one tp group would "
@@ -230,6 +265,15 @@ class PantherAccelerator(Accelerator):
             )
         engine.wraps_itself = True
         self._engine = engine
+
+
+def _are_tensors(data: Any) -> bool:
+    """Whether accelerate gathers them as tensors, and not as objects."""
+    try:
+        recursively_apply(lambda one: one, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 class _OncePerReplica:

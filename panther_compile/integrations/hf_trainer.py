@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from panther_compile.config import read_options
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, ParallelError
 from panther_compile.integrations.accelerated import PantherAccelerator
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
@@ -61,7 +62,7 @@ class PantherTrainer(Trainer):
 
         Raises:
             ParallelError: the mesh has a pipeline, or the Trainer is to wrap the model by itself.
-            ConfigTypeError: there is no model, or no partition.
+            ConfigTypeError: there is no model, or no partition; or an option of `parallel` is unknown.
             ConfigError: the best of checkpoints that hold the model alone is to be loaded.
         """
         if not isinstance(model, nn.Module) or not isinstance(part, Partition):
@@ -74,6 +75,7 @@ class PantherTrainer(Trainer):
                 f"the mesh is {part.mesh}: a pipeline's schedule owns the backward, and "
                 "the Trainer would call it too; write the loop with engine.step(...), or partition with pp=1"
             )
+        options = read_options("parallel", parallel, parallelize_model)
         super().__init__(model, *args, **kwargs)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ParallelError(
@@ -86,7 +88,7 @@ class PantherTrainer(Trainer):
             )
         # Trainer's names of what weight decay is for, before modules are wrapped.
         self._decayed = super().get_decay_parameter_names(model)
-        self.engine = parallelize_model(model, part, **(parallel or {}))
+        self.engine = parallelize_model(model, part, **options)
         self.accelerator.prepare_model(self.engine)
         self.model_wrapped = self.engine
 
@@ -149,17 +151,17 @@ class PantherTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: the model comes with its optimizer, from `training/`."""
+        """Nothing but a look whether it can be: the model comes with its optimizer, from `training/`."""
+        if not Path(resume_from_checkpoint, _TRAINING).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no folder {_TRAINING}/: it was not written by PantherTrainer, "
+                "or holds the model alone"
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint, _TRAINING)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{checkpoint} has no folder {_TRAINING}/: it was not written by PantherTrainer"
-            )
-        TrainingCheckpoints(folder, keep=1).load(self.engine, self.optimizer.optimizer)
+        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_best_model(self) -> None:

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from panther_compile.config import check_type
+from panther_compile.config import check_type, read_options
 from panther_compile.errors import ConfigError, ParallelError
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
 from panther_compile.parallel.checkpoint_folder import remove_later
 from panther_compile.parallel.model_state import laid_out_like
-from panther_compile.partition import partition_model
+from panther_compile.partition import Mesh, partition_model
 from panther_compile.partition.records import RUN_AXES
 
 
@@ -40,6 +40,10 @@ class PantherStrategy(DDPStrategy):
     Without a pipeline the LightningModule stays as it is. With one, whose schedule owns the backward,
     optimization is manual and `training_step` calls `self.net.step(batch, target)`, with a `loss_fn` in
     `parallel`.
+
+    `gradient_clip_val` clips by the norm of the whole model's gradients, and `self.net.clip_grad_norm_(inf)`
+    gives it. Lightning's `grad_norm` reads what one rank holds: with tp or pp the norm of a part, which
+    differs from rank to rank, and with "fsdp" an error of torch's.
 
         >>> class Classifier(LightningModule):
         ...     def __init__(self):
@@ -76,17 +80,19 @@ class PantherStrategy(DDPStrategy):
             **options: of `DDPStrategy` that are not of DDP itself, as `timeout`.
 
         Raises:
-            ConfigError, ConfigTypeError: an axis is unknown, or the mesh no mapping.
+            ConfigError, ConfigTypeError: an axis or an option is unknown, or the mesh no mapping.
+            MeshError: the size of an axis is none.
         """
         super().__init__(**options)
         check_type("mesh", mesh, Mapping)
         if set(mesh) - set(RUN_AXES):
             raise ConfigError(f"mesh={dict(mesh)}; its axes are {', '.join(RUN_AXES)}")
-        self._mesh = {axis: int(mesh.get(axis, 1)) for axis in RUN_AXES}
+        sizes = Mesh.read(mesh)
+        self._mesh = {axis: getattr(sizes, axis) for axis in RUN_AXES}
         self._name = model
         self._example = example_inputs
-        self._partition = dict(partition or {})
-        self._parallel = dict(parallel or {})
+        self._partition = read_options("partition", partition, partition_model, but="mesh")
+        self._parallel = read_options("parallel", parallel, parallelize_model)
         self._whole: nn.Module | None = None
         self._resumed: Path | None = None
         self.engine: ParallelEngine | None = None
@@ -215,6 +221,20 @@ class PantherStrategy(DDPStrategy):
             return
         with self.engine.no_sync():
             yield
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: torch.distributed.ReduceOp | str | None = "mean"
+    ) -> Any:
+        """What `self.log(..., sync_dist=True)` makes of all ranks' values: in a sum a replica counts once.
+
+        Args:
+            tensor: of this rank; what is none is given back.
+            group: all ranks if None.
+            reduce_op: "sum", which the ranks of a pp or tp axis would be in as copies; or any other.
+        """
+        reduced = super().reduce(tensor, group, reduce_op)
+        is_of_copies = reduce_op == "sum" and group is None and isinstance(tensor, Tensor)
+        return reduced / (self._mesh["pp"] * self._mesh["tp"]) if is_of_copies else reduced
 
     def on_train_end(self) -> None:
         """Join the stages and shards of a pp or tp axis in the LightningModule's own model."""

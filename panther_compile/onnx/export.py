@@ -162,7 +162,7 @@ def _write_int8(
             feed = {str(one.name): x.numpy(force=True) for one, x in given}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
-            warn_if_destroyed_by_int8(found[0], stacklevel=5)
+            warn_if_destroyed_by_int8(found[0], sketched=True, stacklevel=5)
 
     with int8_model(model, path.parent, feeds) as rounded:
         write_model(rounded, path, check=None if plain is None else check)

@@ -81,16 +81,18 @@ def check_can_round(model: ir.Model) -> None:
         )
 
 
-def warn_if_destroyed_by_int8(closeness: Closeness, *, stacklevel: int) -> None:
+def warn_if_destroyed_by_int8(closeness: Closeness, *, sketched: bool, stacklevel: int) -> None:
     """Warn of outputs that rounding alone has destroyed.
 
     Args:
         closeness: of the outputs to those of before.
+        sketched: whether a larger ratio would help.
         stacklevel: of the warning, as `warnings.warn` in the function that calls this one would have it.
     """
     if closeness.grade == DESTROYED:
+        remedy = "a larger ratio, or then='none'" if sketched else "then='none'"
         warnings.warn(
-            f"int8 destroys what the model computes; {closeness}. Try a larger ratio, or then='none'",
+            f"int8 destroys what the model computes; {closeness}. Try {remedy}",
             SketchQualityWarning,
             stacklevel=stacklevel + 1,
         )

@@ -221,7 +221,7 @@ def sketch_onnx(
         fitted_to = "data" if report.has_data else "made-up inputs" if report.made_up else "weights"
         warn_if_destroyed(SketchRecord(report.plan, report.fitted), report.closeness, fitted_to=fitted_to)
     else:
-        warn_if_destroyed_by_int8(report.closeness, stacklevel=2)
+        warn_if_destroyed_by_int8(report.closeness, sketched=False, stacklevel=2)
     return report
 
 
@@ -257,7 +257,7 @@ def _sketched(
     feeds: Sequence[Feed] = ()
     task = DataFit(model, sites, config, target.parent, form)
     made_up = _made_up(model, config, source.parent, target.parent) if data is None else None
-    fits_made_up = made_up is not None and is_worth_it(sites.found)
+    fits_made_up = made_up is not None and bool(plan.sketched) and is_worth_it(sites.found)
     if made_up is not None:
         learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
         if fits_made_up:
@@ -309,7 +309,7 @@ def _in_pairs(plan: SketchPlan, sites: OnnxFound, config: SketchConfig, *, kerne
 
 def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:
     """Inputs that are made up where there is no data, if the model is one that it can be done for."""
-    if not config.synthetic or config.keeps_all:
+    if not config.synthetic:
         return None
     try:
         return made_up_inputs(model, ObservedModel(model, (), folder), config.seed, beside)

@@ -177,16 +177,19 @@ def put_in_place(scratch: Path, folder: Path, document: dict[str, Any]) -> Path:
     return place
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int, written: Path) -> None:
     """Remove old checkpoints behind the newest that are complete.
 
     Args:
         folder: of all checkpoints.
         keep: complete ones that stay, with all between them.
+        written: the last one, which stays in any case.
     """
     complete = 0
     for path in list_checkpoints(folder):
-        if complete >= keep:
+        if path == written:
+            complete += 1
+        elif complete >= keep:
             shutil.rmtree(path)
         elif _is_complete(path):
             complete += 1

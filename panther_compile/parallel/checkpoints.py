@@ -88,7 +88,8 @@ class TrainingCheckpoints:
 
         Args:
             folder: of the checkpoints.
-            keep: complete checkpoints that stay; older ones are removed after each save.
+            keep: complete checkpoints of the latest steps that stay; others are removed after each save, but
+                for the one that was just written.
 
         Raises:
             ConfigError, ConfigTypeError: `keep` is not 1 or more, or the folder no path.
@@ -124,7 +125,9 @@ class TrainingCheckpoints:
     ) -> None:
         """Copy everything to the CPU, and write it while the training goes on.
 
-        Waits for the save before this one, and raises what went wrong in it. Gradients are not saved.
+        Waits for the save before this one, and raises what went wrong in it. Gradients are not saved. What is
+        written stays, also where a training that went back finds later steps in the folder: these stay too
+        then, and `load` takes the latest step; give another training a folder of its own.
 
         Args:
             engine: whose parameters and buffers are saved.
@@ -215,8 +218,7 @@ class TrainingCheckpoints:
             files |= held
         document |= {"files": files, "optimizer": optimizer_state.merge(one for _, one in parts)}
         with locked(self._folder):
-            put_in_place(scratch, self._folder, document)
-            prune(self._folder, self._keep)
+            prune(self._folder, self._keep, put_in_place(scratch, self._folder, document))
 
     # -------------------------------------------------------------------------------------- load
 

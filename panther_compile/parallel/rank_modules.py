@@ -91,7 +91,7 @@ def make_modules(
         pipeline = Pipeline(stages, places, part, devices, options.schedule, loss, crossing)
         return RankModules(nn.ModuleList(stages.values()), stages, pipeline, shared)
     form = part.captured.form
-    module: nn.Module = GraphModel(stages[0], form) if stages else model
+    module: nn.Module = GraphModel(stages[0], form, part.stages[0].inputs) if stages else model
     if options.data_parallel == "ddp" and part.mesh.dp > 1:
         finds = options.find_unused_parameters
         if finds is None:

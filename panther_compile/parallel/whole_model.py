@@ -17,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from panther_compile.errors import ParallelError, some_names
+from panther_compile.errors import BatchError, ParallelError, first_line, some_names
 from panther_compile.parallel.losses import Loss, no_loss
 from panther_compile.parallel.microbatches import Batch, Share, take_rows
 from panther_compile.parallel.model_state import held_parameters
 from panther_compile.parallel.pipeline import reshard
 from panther_compile.parallel.stage_module import StageModule
+from panther_compile.partition import TensorSpec
 from panther_compile.partition.graph.capture import CallForm
 
 
@@ -33,18 +34,33 @@ class GraphModel(nn.Module):
         stage: of the graph, tensors in and tensors out.
     """
 
-    def __init__(self, stage: StageModule, form: CallForm) -> None:
+    def __init__(self, stage: StageModule, form: CallForm, inputs: Sequence[TensorSpec]) -> None:
         super().__init__()
         self.stage = stage
         self._form = form
+        self._inputs = inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph.
 
         Raises:
             CaptureError: it is called with other arguments than the example's.
+            BatchError: it cannot run them, as they are of other shapes than the example's.
         """
-        return self._form.unflatten(self.stage(*self._form.flatten(args, kwargs)))
+        given = self._form.flatten(args, kwargs)
+        try:
+            return self._form.unflatten(self.stage(*given))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            for tensor, spec in zip(given, self._inputs, strict=True):
+                if tensor.shape != spec.shape:
+                    raise BatchError(
+                        f"{spec.name} has the shape {tuple(tensor.shape)}; with tp a graph runs, of the "
+                        f"example's sizes, here {spec.shape}: drop a smaller last batch, or fill it up as "
+                        f"step(...) does ({first_line(error)})"
+                    ) from error
+            raise
 
 
 class OneModule:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
-from panther_compile.errors import ConfigError, ParallelError
+from panther_compile.errors import BatchError, ConfigError, ParallelError
 
 ROWS, TURNS = 4, 2  # of a batch; batches of an optimizer step
 
@@ -106,6 +106,33 @@ def loop(rank, *, mesh, precision="no", **options):
         far = 1e-4 if precision == "no" else 3e-2
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0.0, atol=far)
+
+
+def metrics(rank):
+    """Copies on a tp axis count once, as tensors, as objects and in sums."""
+    with as_of_torchrun(rank):
+        AcceleratorState._reset_state(True)
+        accelerator = pc.PantherAccelerator(cpu=True)
+        *_, engine = make_engine({"tp": 2})
+        loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=ROWS)
+        engine, loader = accelerator.prepare(engine, loader)
+        tensors, objects, turns = [], [], 0
+        for (numbers,) in loader:
+            tensors += accelerator.gather_for_metrics(numbers).tolist()
+            objects += accelerator.gather_for_metrics([f"text {one}" for one in numbers.tolist()])
+            turns += 1
+        assert tensors == list(range(10))
+        assert objects == [f"text {one}" for one in range(10)]
+        counted = {"turns": torch.tensor(turns)}
+        assert accelerator.reduce(counted)["turns"] == accelerator.reduce(counted, "max")["turns"] == 3
+        last = texts(ROWS - 1)
+        with pytest.raises(BatchError, match=r"input_ids has the shape \(3, 8\); with tp a graph runs"):
+            engine(input_ids=last, labels=last)
+        AcceleratorState._reset_state(True)
+        accelerator = pc.PantherAccelerator(cpu=True)
+        accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=ROWS))
+        with pytest.raises(ParallelError, match=r"a loader or a scheduler was prepared before the engine"):
+            accelerator.prepare(engine)
 
 
 def refusals(rank):

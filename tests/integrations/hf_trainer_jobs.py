@@ -10,7 +10,7 @@ from parallel.training import EAGER
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import panther_compile as pc
-from panther_compile.errors import ConfigError, ParallelError
+from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, ParallelError
 
 ROWS = 2
 
@@ -100,6 +100,11 @@ def refusals(rank, *, folder):
         alone = {"load_best_model_at_end": True, "save_only_model": True, "eval_strategy": "steps"}
         with pytest.raises(ConfigError, match="load_best_model_at_end=True reads the training state"):
             make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"}, **alone)
+        with pytest.raises(ConfigTypeError, match="parallel: unknown option fsdp; those of parallelize"):
+            make_trainer(folder, {"dp": 2}, {"fsdp": True})
+        trainer = make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"})
+        with pytest.raises(CheckpointError, match="none has no folder training/: it was not written by"):
+            trainer.train(resume_from_checkpoint=f"{folder}/none")
 
 
 def best(rank, *, folder):

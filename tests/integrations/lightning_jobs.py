@@ -1,5 +1,6 @@
 """Lightning's Trainer over an engine; each function runs on every rank."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from integrations.launched import as_of_torchrun
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
 from parallel.training import EAGER, whole
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -43,7 +45,13 @@ class Classifier(LightningModule):
         self.net = Net()
         self.register_buffer("scale", torch.tensor(1.0))
         self.example_input_array = torch.zeros(ROWS, 16)
-        self.losses, self.checked = [], []
+        self.losses, self.checked, self.norms = [], [], []
+
+    def on_before_optimizer_step(self, _):
+        if isinstance(self.net, pc.ParallelEngine):
+            self.norms.append(float(self.net.clip_grad_norm_(math.inf)))
+        else:
+            self.norms.append(float(grad_norm(self.net, 2)["grad_2.0_norm_total"]))
 
     def training_step(self, batch, _):
         x, y = batch
@@ -54,9 +62,11 @@ class Classifier(LightningModule):
     def validation_step(self, batch, _):
         x, y = batch
         self.log("checked", F.cross_entropy(self.net(x), y), sync_dist=True)
+        self.log("rows", float(len(x)), sync_dist=True, reduce_fx="sum")
 
     def on_validation_epoch_end(self):
         self.checked.append(float(self.trainer.callback_metrics["checked"]))
+        assert self.trainer.callback_metrics["rows"] == 8  # of all data, however often ranks have them
 
     test_step = validation_step
 
@@ -85,6 +95,7 @@ class Piped(Classifier):
     def validation_step(self, batch, _):
         x, y = batch
         self.log("checked", self.net.evaluate(x, target=y))
+        self.log("rows", float(len(x)), sync_dist=True, reduce_fx="sum")
 
 
 class Outside(Classifier):
@@ -179,6 +190,8 @@ def train(rank, *, folder, mesh, parallel, wanted, kind="Classifier", **options)
         steps = [sum(part) / turns for part in zip(*[iter(module.losses)] * turns, strict=True)]
         torch.testing.assert_close(steps, wanted["losses"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(module.checked, wanted["checked"], rtol=1e-4, atol=1e-5)
+        if kind is not Piped:  # which clips first
+            torch.testing.assert_close(module.norms, wanted["norms"], rtol=1e-4, atol=1e-5)
         alone = kind.load_from_checkpoint(f"{folder}/epoch=1.ckpt", weights_only=False)
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(value, wanted["state"][name], rtol=0.0, atol=1e-3)

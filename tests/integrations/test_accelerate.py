@@ -23,6 +23,12 @@ def test_a_plain_loop(ranks, count, options):
     ranks(count).run(accelerate_jobs.loop, **options)
 
 
+def test_copies_count_once(ranks):
+    from integrations import accelerate_jobs
+
+    ranks(2).run(accelerate_jobs.metrics)
+
+
 def test_what_it_cannot_take_is_refused_by_name(ranks):
     from integrations import accelerate_jobs
 

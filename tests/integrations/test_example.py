@@ -1,6 +1,7 @@
 """`examples/compress_smollm2.py` with all its steps: adapter, ONNX and int8 as well."""
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,14 @@ def test_a_language_model_takes_every_step(tmp_path):
         assert step in done.stdout
     sizes = [(tmp_path / "out" / name).stat().st_size for name in ("merged-int8.onnx", "merged.onnx")]
     assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_pieces_that_the_text_does_not_have(monkeypatch, capsys):
+    """Beyond two fifths those that judge were among those that the adapter had seen."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--quick", "--pieces", "32"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "--pieces 32, wanted 1 to 31: the text has 80 pieces" in capsys.readouterr().err
 
 
 def test_weights_that_are_missing_are_named_as_they_install_fast(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 import panther_compile as pc
-from panther_compile.errors import ConfigTypeError
+from panther_compile.errors import ConfigTypeError, MeshError
 
 pytest.importorskip("lightning")
 
@@ -18,7 +18,8 @@ def one_process(tmp_path_factory):
     module = jobs.Classifier()
     folder = str(tmp_path_factory.mktemp("alone"))
     jobs.fit(module, "auto", folder, batch=4 * jobs.ROWS, keep=False)
-    return {"losses": module.losses, "checked": module.checked, "state": module.state_dict()}
+    known = {"losses": module.losses, "checked": module.checked, "norms": module.norms}
+    return known | {"state": module.state_dict()}
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,16 @@ def test_what_it_cannot_take_is_refused_by_name(ranks, tmp_path):
 def test_a_mesh_that_is_none():
     with pytest.raises(ConfigTypeError, match="mesh=2 is a int, wanted Mapping"):
         pc.PantherStrategy(2, model="net")
+    with pytest.raises(MeshError, match=r"mesh\['pp'\] is 0; it must be a whole number of devices"):
+        pc.PantherStrategy({"pp": 0})
+
+
+def test_options_that_are_unknown():
+    with pytest.raises(ConfigTypeError, match=r"partition: unknown option microbatch; .* boundaries"):
+        pc.PantherStrategy({"pp": 2}, partition={"microbatch": 2})
+    with pytest.raises(ConfigTypeError, match="partition: unknown option mesh; those of partition_model"):
+        pc.PantherStrategy({"pp": 2}, partition={"mesh": {"pp": 2}})
+    with pytest.raises(ConfigTypeError, match="parallel: unknown option dp; those of parallelize_model"):
+        pc.PantherStrategy({"dp": 2}, parallel={"dp": "ddp"})
+    with pytest.raises(ConfigTypeError, match="parallel='fsdp' is a str, wanted Mapping"):
+        pc.PantherStrategy({"dp": 2}, parallel="fsdp")

@@ -182,7 +182,13 @@ def keeping(rank, folder, other):
     again.save(engine, optimizer, step=3)
     again.wait()
     # A broken one does not count.
-    assert names_in(folder) == ["step-000000002", "step-000000002.1", "step-000000003"]
+    later = ((2, ""), (2, ".1"), (3, ""))
+    assert names_in(folder) == [f"step-{at:09d}" + end for at, end in later]
+    # One of an earlier step stays as long as it is the last that was written.
+    for step in (0, 1):
+        again.save(engine, optimizer, step=step)
+        again.wait()
+        assert names_in(folder) == [f"step-{at:09d}" + end for at, end in ((step, ""), *later)]
     aside = Path(f"{folder}.aside")
     if rank == 0:
         Path(folder).rename(aside)

@@ -85,3 +85,6 @@ def test_arguments_that_are_no_tensors_are_those_of_the_example():
     for args, kwargs in (((x,), {"scale": 3.0}), ((x, "2"), {}), ((2.0,), {"scale": 2.0})):
         with pytest.raises(CaptureError, match=r"called with .* for the example, Tensor, 2\.0"):
             staged(*args, **kwargs)
+    staged = pc.partition_model(model, x, mesh={"pp": 2}, hardware="cpu").split()
+    with pytest.raises(CaptureError, match="for the example, Tensor: give partition_model an example"):
+        staged(x, scale=torch.tensor(2.0))

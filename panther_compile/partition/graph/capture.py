@@ -96,7 +96,8 @@ class CallForm:
         if spec != self.in_spec or not all(map(_fits, leaves, wanted)):
             raise CaptureError(
                 f"called with {_described(leaves, spec)}, but partitioned for the example, "
-                f"{_described(wanted, self.in_spec)}: what is no tensor is part of the graph"
+                f"{_described(wanted, self.in_spec)}: give partition_model an example "
+                "of this call; what is no tensor is part of the graph"
             )
         return [leaves[place] for place in self.tensors]
 
