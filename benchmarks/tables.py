@@ -19,11 +19,11 @@ import panther_compile as pc
 
 TABLE, BODY = "*word_embeddings", "encoder.*"
 CALLS: tuple[tuple[str, Sequence[str] | None, float], ...] = (
-    ("layers", None, 0.5),
     ("table", [TABLE], 0.5),
     ("table", [TABLE], 0.25),
-    ("table and layers", [TABLE, BODY], 0.75),
     ("table and layers", [TABLE, BODY], 0.5),
+    ("table and layers", [TABLE, BODY], 0.75),
+    ("layers", None, 0.5),
 )
 
 
