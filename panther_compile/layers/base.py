@@ -1,5 +1,6 @@
 """What every sketched layer can do, whatever it replaces."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
@@ -174,15 +175,25 @@ class SketchedLayer(nn.Module):
 
     def _check_spec(self, prefix: str, saved: Spec | None) -> None:
         """Refuse factors that were saved by a layer of another spec; one that is not known passes."""
-        own = self.sketch_spec()
-        if saved is None or saved == own:
-            return
-        differ = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
-        shown = ", ".join(f"{key} {_short(saved.get(key))}, here {_short(own.get(key))}" for key in differ)
-        raise CheckpointMismatchError(
-            f"{prefix[:-1] or type(self).__name__}: these factors are of another sketch ({shown}): load "
-            "them by load_sketched, or into a sketch of the same weights"
-        )
+        shown = "" if saved is None else difference_of_specs(saved, self.sketch_spec())
+        if shown:
+            raise CheckpointMismatchError(
+                f"{prefix[:-1] or type(self).__name__}: {shown}: load "
+                "them by load_sketched, or into a sketch of the same weights"
+            )
+
+
+def difference_of_specs(saved: Spec, own: Spec) -> str:
+    """Why factors that were saved are not those of a layer, in words; empty if they may be.
+
+    Args:
+        saved: the spec of the layer that saved them; as JSON has it, or not.
+        own: of the layer that is here.
+    """
+    saved, own = (json.loads(json.dumps(one)) for one in (saved, own))
+    differ = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
+    shown = ", ".join(f"{key} {_short(saved.get(key))}, here {_short(own.get(key))}" for key in differ)
+    return f"these factors are of another sketch ({shown})" if differ else ""
 
 
 def _short(value: object) -> str:

@@ -13,7 +13,7 @@ import re
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Manifest:
         files: all others of the checkpoint, by name.
         optimizer: what it holds beside tensors.
         sha256: the checksum of all the rest.
+        sketches: the specs of sketched layers, by name; empty in older ones.
     """
 
     format: str
@@ -81,6 +82,7 @@ class Manifest:
     files: dict[str, KeptFile]
     optimizer: KeptOptimizer
     sha256: str
+    sketches: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def pack(value: Any) -> Any:

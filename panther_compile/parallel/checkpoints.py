@@ -49,6 +49,7 @@ from panther_compile.parallel.checkpoint_folder import (
     unpack,
 )
 from panther_compile.parallel.engine import ParallelEngine
+from panther_compile.parallel.model_state import with_specs
 from panther_compile.parallel.pieces import Piece, PieceReader, PieceSavePlanner, find_pieces
 from panther_compile.parallel.training_state import MODEL, find_differences, find_state, restore_state
 from panther_compile.storage import checked_path, locked, scratch_folder, sweep
@@ -157,6 +158,7 @@ class TrainingCheckpoints:
             **json.loads(text),
             "mesh": asdict(engine.devices.shape),
             "names": dict(engine.names.first),
+            "sketches": dict(engine.names.sketches),
         }
         described = optimizer_state.describe(optimizer, names)
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -332,7 +334,8 @@ def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     newest = _newest(list_checkpoints(path), _damage, tell=True)
     if newest is None:
         raise CheckpointError(f"there is no checkpoint in {path}")
-    names, reader = read_manifest(newest).names, PieceReader(newest)
+    manifest, reader = read_manifest(newest), PieceReader(newest)
+    names = manifest.names
     tensors = {
         key.removeprefix(MODEL): torch.empty(shape, dtype=dtype)
         for key, shape, dtype in reader.stored()
@@ -341,7 +344,7 @@ def read_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     reader.read({MODEL + name: find_pieces(tensor, None, 1, 0) for name, tensor in tensors.items()})
     if missing := set(names.values()) - set(tensors):
         raise CheckpointCorruptError(f"{newest} names {min(missing)!r}, and holds no such tensor")
-    return {name: tensors[first] for name, first in names.items()}
+    return with_specs({name: tensors[first] for name, first in names.items()}, manifest.sketches)
 
 
 def _try(action: Callable[[], None]) -> list[str]:

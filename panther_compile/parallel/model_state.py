@@ -1,5 +1,6 @@
 """Parameters and buffers of a rank's stages under the user's names: this rank's, or the whole model's."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from panther_compile.errors import CheckpointMismatchError, some_names
+from panther_compile.layers.base import Spec, difference_of_specs
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.pieces import whole_shape
 from panther_compile.parallel.stage_module import StageModule
@@ -24,10 +26,12 @@ class Names:
     Attributes:
         first: every name of the model's state dict -> the first name of the same tensor.
         rest: tensors that no stage holds, by first name.
+        sketches: the specs of its sketched layers, by name: how factors of the same shapes are read.
     """
 
     first: Mapping[str, str]
     rest: Mapping[str, Tensor]
+    sketches: Mapping[str, Spec]
 
 
 class Holder(Protocol):
@@ -84,7 +88,20 @@ def full_state(holder: Holder) -> dict[str, Tensor]:
     found = {name: tensor.detach().cpu() for name, tensor in holder.names.rest.items()}
     for part in parts:
         found |= part
-    return {name: found[first] for name, first in holder.names.first.items()}
+    state = {name: found[first] for name, first in holder.names.first.items()}
+    return with_specs(state, holder.names.sketches)
+
+
+def with_specs(state: Mapping[str, Tensor], sketches: Mapping[str, Spec]) -> dict[str, Tensor]:
+    """A state dict with what torch hands to each layer beside its tensors: what its factors are.
+
+    Args:
+        state: under the user's names.
+        sketches: see `Names`.
+    """
+    found = OrderedDict(state)
+    found._metadata = {name: {"sketch_spec": spec} for name, spec in sketches.items()}  # type: ignore[attr-defined]
+    return found
 
 
 @torch.no_grad()
@@ -96,9 +113,13 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
         state: under the user's names.
 
     Raises:
-        CheckpointMismatchError: a name is none of the model's, or a tensor is missing, or of another shape;
-            nothing is changed then.
+        CheckpointMismatchError: a name is none of the model's, or a tensor is missing, of another shape, or
+            of another sketch; nothing is changed then.
     """
+    for name, spec in holder.names.sketches.items():
+        saved = getattr(state, "_metadata", {}).get(name, {}).get("sketch_spec", spec)
+        if shown := difference_of_specs(saved, spec):
+            raise CheckpointMismatchError(f"{name} of {_stages(holder)}: {shown}")
     own = _own_tensors(holder)
     held = {**holder.names.rest, **own}
     _check_names(holder, state, own)

@@ -224,11 +224,13 @@ def _names(model: nn.Module, staged: StagedModel, *, is_own: bool) -> Names:
     first |= {id(tensor): name for name, tensor in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     names = {name: first.get(id(tensor), name) for name, tensor in state.items()}
+    metadata = state._metadata.items()  # type: ignore[attr-defined]
+    sketches = {name: kept["sketch_spec"] for name, kept in metadata if "sketch_spec" in kept}
     if is_own:
-        return Names(names, {})
+        return Names(names, {}, sketches)
     held = {name for stage in staged.stages for name in stage.state_dict()}
     rest = {names[name]: tensor for name, tensor in state.items() if names[name] not in held}
-    return Names(names, rest)
+    return Names(names, rest, sketches)
 
 
 def _owned(stages: Mapping[int, nn.Module], shared: Mapping[str, tuple[int, ...]]) -> frozenset[int]:

@@ -285,6 +285,10 @@ def test_another_model_or_optimizer_is_named(ranks, tmp_path):
     ranks(2).run(checkpoint_jobs.mismatches, folder=str(tmp_path))
 
 
+def test_factors_that_are_read_another_way_are_refused(ranks, tmp_path):
+    ranks(2).run(checkpoint_jobs.other_pivots, folder=str(tmp_path))
+
+
 def test_what_is_needed(tmp_path):
     with pytest.raises(ConfigError, match="keep=0"):
         TrainingCheckpoints(tmp_path, keep=0)
