@@ -223,7 +223,7 @@ def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
     assert main(["plan", f"{__name__}:MADE", "--ratio", "0.5"]) == 2
     assert "MADE is a Linear, wanted a function that makes a model" in capsys.readouterr().err
     assert main(["sketch", str(tmp_path / "none"), str(tmp_path / "out"), "--stream"]) == 2
-    assert "none has no config.json, wanted the folder of a Hugging Face model" in capsys.readouterr().err
+    assert "none is no Hugging Face model: it has no config.json" in capsys.readouterr().err
 
 
 def test_a_function_that_asks_for_arguments_is_told_of(capsys):

@@ -54,7 +54,7 @@ def stored_model(folder: Path, *, dense: bool, **options: Any) -> nn.Module:
 def _architecture(folder: Path, *, dense: bool) -> tuple[Any, Any]:
     """The config of a folder, and the class that it names of transformers, AutoModel if it names none."""
     if not (folder / "config.json").is_file():  # transformers would look for it on its hub
-        raise ModelSourceError(f"{folder} has no config.json, wanted the folder of a Hugging Face model")
+        raise ModelSourceError(f"{folder} is no Hugging Face model: it has no config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
