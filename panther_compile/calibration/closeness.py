@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import LOGITS, all_named_tensors, paired, shown
+from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -110,7 +110,7 @@ class OutputSums:
 
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
-    both = paired(all_named_tensors(wanted), all_named_tensors(found))
+    both = by_place(all_named_tensors(wanted), all_named_tensors(found))
     return [(name == LOGITS if logits is None else logits, one, other) for name, one, other in both]
 
 

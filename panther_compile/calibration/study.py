@@ -216,10 +216,10 @@ def _study_group(
         for study, part in zip(studies, parts, strict=True):
             _study_layer(study, group[name], sums, part, by_reader.get(name))
     sets = list(inputs.found(group))
+    for name, added in others.items():
+        if name in studies[0].reached:
+            _study_other(studies, name, added)
     for study in studies:
-        for name, added in others.items():
-            if name in study.reached:
-                _study_other(study, name, added)
         for found in sets:
             _study_stacks(study, group, found, known[found[0][0]])
         for stack in stacks:
@@ -244,14 +244,18 @@ def _study_layer(
         _study_reader(study, coupling, weight, moments, gradient)
 
 
-def _study_other(study: Study, name: str, sums: KernelSums | TableSums) -> None:
-    """Add a layer whose rows no matrix multiplies."""
-    gradient = study.weights[name].double() if name in study.weights else None
+def _study_other(studies: Sequence[Study], name: str, sums: KernelSums | TableSums) -> None:
+    """Add a layer whose rows no matrix multiplies; a table is the same whatever the ridge."""
+    weights = studies[0].weights
+    gradient = weights[name].double() if name in weights else None
     if isinstance(sums, KernelSums):
-        study.energies[name] = sums.energies(gradient, study.ridge)
+        for study in studies:
+            study.energies[name] = sums.energies(gradient, study.ridge)
         return
-    left, right, study.values[name] = sums.best(gradient)
-    _keep_factors(study, name, left, right, torch.zeros(right.shape[1]).to(right))
+    left, right, values = sums.best(gradient)
+    for study in studies:
+        study.values[name] = values
+        _keep_factors(study, name, left, right, right.new_zeros(right.shape[1]))
 
 
 def _study_stacks(

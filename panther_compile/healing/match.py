@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import LOGITS, all_named_tensors, paired
+from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -95,7 +95,7 @@ class Match:
             for name, visits in wanted.hidden.items()
             if visits and shapes(theirs := found.hidden[name]) == shapes(visits)
         }
-        both = paired(wanted.output, found.output)
+        both = by_place(wanted.output, found.output)
         pairs = [(name, t, s) for name, t, s in both if t.shape == s.shape and t.numel()]
         if not pairs:
             raise HealingError(

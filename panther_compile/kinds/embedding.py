@@ -30,7 +30,7 @@ from panther_compile.records import Choice, Fitted, Unit
 
 
 class TableView(LinearView):
-    """A table (V, D), of which tokens read rows."""
+    """A table (V, D): each token reads a row."""
 
     is_matrix = False
     is_linear = False
@@ -69,13 +69,11 @@ class TableView(LinearView):
         ridge: float,
     ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
-        sums, rows = self.input_sums(), 0
+        sums = self.input_sums()
         for arrival, kept in zip(arrivals, masks, strict=True):
-            tokens = self.rows(arrival.x, kept)
-            sums.add(tokens)
-            rows += len(tokens)
+            sums.add(self.rows(arrival.x, kept))
         left, right, error = sums.fit(gradient, choice.rank)
-        return SketchedEmbedding.from_factors(left, right, self.layer), error, rows
+        return SketchedEmbedding.from_factors(left, right, self.layer), error, sums.rows
 
 
 class EmbeddingKind(Kind):

@@ -42,13 +42,17 @@ class TableSums:
         missing = (self._counts == 1).sum() / total if bool(unseen.any()) else torch.zeros_like(total)
         return torch.where(unseen, missing / unseen.sum().clamp_min(1), counts / total * (1.0 - missing))
 
-    def best(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The factors left (V, m) and right (m, D), the first r of each the best, and m singular values.
+    @property
+    def rows(self) -> int:
+        """How many tokens were added."""
+        return int(self._counts.sum())
 
-        m is the lesser of V and D.
+    def best(self, gradient: Tensor | None, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The factors left (V, r) and right (r, D), and all m singular values; m is the lesser of V and D.
 
         Args:
             gradient: G, float64 `(D, D)`, or None for the identity.
+            rank: r; None for m. The first of these are the best of each lower rank.
         """
         count, width = self._table.shape
         identity = torch.eye(width, dtype=torch.float64, device=self._table.device)
@@ -59,7 +63,7 @@ class TableSums:
             total += weighed.T @ (shares[:, None] * weighed)
         powers, vectors = torch.linalg.eigh(total)
         most = min(count, width)
-        powers, vectors = powers.flip(0)[:most].clamp_min(0.0), vectors.flip(1)[:, :most]
+        powers, vectors = powers.flip(0)[:most].clamp_min(0.0), vectors.flip(1)[:, : rank or most]
         into = root.factor @ vectors
         dtype = torch.promote_types(self._table.dtype, torch.float32)
         left = torch.cat([(rows.double() @ into).to(dtype) for rows in self._table.split(_ROWS)])
@@ -67,7 +71,7 @@ class TableSums:
 
     def fit(self, gradient: Tensor | None, rank: int) -> tuple[Tensor, Tensor, float]:
         """The factors left (V, r) and right (r, D), and the relative error of what is looked up."""
-        left, right, values = self.best(gradient)
+        left, right, values = self.best(gradient, rank)
         kept = values.square().cumsum(0)
         lost = float(1.0 - kept[rank - 1] / kept[-1]) if float(kept[-1]) > 0 else 0.0
-        return left[:, :rank], right[:rank], max(0.0, lost) ** 0.5
+        return left, right, max(0.0, lost) ** 0.5

@@ -1,5 +1,6 @@
 """Equations of `torch.einsum` that multiply rows by the matrices of a stack, or by one matrix."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -26,20 +27,13 @@ class StackProduct:
 
 def read_product(equation: str) -> StackProduct | None:
     """The letters of an equation of rows and a stack of matrices, in this order; None if it is another."""
-    sides = equation.replace(" ", "").split("->")
-    operands = sides[0].split(",")
-    if len(sides) != 2 or len(operands) != 2:
+    sides = _sides(equation)
+    if sides is None or not _are_letters(sides) or len(sides[1]) != 3:
         return None
-    (rows, matrices), result = operands, sides[1]
-    plain = all(side.isalpha() and len(set(side)) == len(side) for side in (rows, matrices, result))
-    if not plain or len(matrices) != 3:
-        return None
+    rows, matrices, result = sides
     stack, features = matrices[0], matrices[1:]
-    inputs = [one for one in features if one in rows and one not in result]
-    outputs = [one for one in features if one in result and one not in rows]
-    if len(inputs) != 1 or len(outputs) != 1:
-        return None
-    return StackProduct(rows, stack, inputs[0], outputs[0], result, features[0] == inputs[0])
+    found = _features(features, rows, result)
+    return None if found is None else StackProduct(rows, stack, *found, result, features[0] == found[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +69,30 @@ class MatrixProduct:
 
 def read_matrix_product(equation: str) -> MatrixProduct | None:
     """The letters of an equation of rows and one matrix, in this order; None if it is another."""
+    sides = _sides(equation)
+    if sides is None or len(sides[1]) != 2 or ("..." in sides[0]) != ("..." in sides[2]):
+        return None
+    rows, matrix, result = sides
+    if not _are_letters((rows.replace("...", "", 1), matrix, result.replace("...", "", 1))):
+        return None
+    found = _features(matrix, rows, result)
+    return None if found is None else MatrixProduct(rows, *found, result, matrix[0] == found[0])
+
+
+def _sides(equation: str) -> tuple[str, str, str] | None:
+    """The letters of both operands and of the result."""
     sides = equation.replace(" ", "").split("->")
     operands = sides[0].split(",")
-    if len(sides) != 2 or len(operands) != 2:
-        return None
-    (rows, matrix), result = operands, sides[1]
-    named = [rows.replace("...", "", 1), matrix, result.replace("...", "", 1)]
-    if not all(side.isalpha() and len(set(side)) == len(side) for side in named) or len(matrix) != 2:
-        return None
-    inputs = [one for one in matrix if one in rows and one not in result]
-    outputs = [one for one in matrix if one in result and one not in rows]
-    if len(inputs) != 1 or len(outputs) != 1 or ("..." in rows) != ("..." in result):
-        return None
-    return MatrixProduct(rows, inputs[0], outputs[0], result, matrix[0] == inputs[0])
+    return (*operands, sides[1]) if len(sides) == 2 and len(operands) == 2 else None  # type: ignore[return-value]
+
+
+def _are_letters(sides: Iterable[str]) -> bool:
+    """Whether each is letters alone, none of them twice."""
+    return all(side.isalpha() and len(set(side)) == len(side) for side in sides)
+
+
+def _features(of_matrix: str, rows: str, result: str) -> tuple[str, str] | None:
+    """The letter of a matrix that is summed over, and that which comes out."""
+    inputs = [one for one in of_matrix if one in rows and one not in result]
+    outputs = [one for one in of_matrix if one in result and one not in rows]
+    return (inputs[0], outputs[0]) if len(inputs) == len(outputs) == 1 else None

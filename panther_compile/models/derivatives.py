@@ -57,10 +57,11 @@ def _asks_for_gradients(node: ast.AST) -> bool:
     called = getattr(node, "func", None)
     if not isinstance(node, ast.Call) or not isinstance(called, ast.Attribute):
         return False
-    off = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and one.value is False]
     if called.attr == "grad":
         return ast.unparse(called.value).endswith("autograd")
-    return called.attr == "enable_grad" or (called.attr == "requires_grad_" and not off)
+    if called.attr == "requires_grad_":
+        return not any(isinstance(one, ast.Constant) and one.value is False for one in ast.walk(node))
+    return called.attr == "enable_grad"
 
 
 class _KeptGraphs(TorchFunctionMode):  # type: ignore[misc]

@@ -45,7 +45,7 @@ def all_named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor
             yield from all_named_tensors(getattr(output, field.name), field.name)
 
 
-def paired(
+def by_place(
     wanted: Iterable[tuple[str, Tensor]], found: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The tensors of two results in the same place; one that a result lacks is empty.
@@ -84,7 +84,7 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
         logits: whether the tensors are logits; None: those called "logits" are.
     """
     total = 0.0
-    for name, wanted, found in paired(all_named_tensors(dense), all_named_tensors(sketched)):
+    for name, wanted, found in by_place(all_named_tensors(dense), all_named_tensors(sketched)):
         if wanted.numel() == found.numel() == 0:
             continue
         if wanted.shape != found.shape:  # as long as the model says it is, as speech may be

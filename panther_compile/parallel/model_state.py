@@ -33,6 +33,16 @@ class Names:
     rest: Mapping[str, Tensor]
     sketches: Mapping[str, Spec]
 
+    def other_sketches(self, saved: Mapping[str, Spec]) -> Iterator[str]:
+        """What of a state is of another sketch, one line a layer; what is not known passes.
+
+        Args:
+            saved: the specs of the layers that it is of, by name.
+        """
+        for name, spec in self.sketches.items():
+            if shown := difference_of_specs(saved.get(name, spec), spec):
+                yield f"{name}: {shown}"
+
 
 class Holder(Protocol):
     """What holds the stages of a rank."""
@@ -92,6 +102,12 @@ def full_state(holder: Holder) -> dict[str, Tensor]:
     return with_specs(state, holder.names.sketches)
 
 
+def specs_of(state: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """The specs of sketched layers that a state dict was written with, by name; none of a plain mapping."""
+    metadata = getattr(state, "_metadata", {}).items()
+    return {name: kept["sketch_spec"] for name, kept in metadata if "sketch_spec" in kept}
+
+
 def with_specs(state: Mapping[str, Tensor], sketches: Mapping[str, Spec]) -> dict[str, Tensor]:
     """A state dict with what torch hands to each layer beside its tensors: what its factors are.
 
@@ -116,10 +132,8 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
         CheckpointMismatchError: a name is none of the model's, or a tensor is missing, of another shape, or
             of another sketch; nothing is changed then.
     """
-    for name, spec in holder.names.sketches.items():
-        saved = getattr(state, "_metadata", {}).get(name, {}).get("sketch_spec", spec)
-        if shown := difference_of_specs(saved, spec):
-            raise CheckpointMismatchError(f"{name} of {_stages(holder)}: {shown}")
+    for shown in holder.names.other_sketches(specs_of(state)):
+        raise CheckpointMismatchError(f"a state for {_stages(holder)}: {shown}")
     own = _own_tensors(holder)
     held = {**holder.names.rest, **own}
     _check_names(holder, state, own)

@@ -20,7 +20,7 @@ from panther_compile.parallel.batch_norms import check_batch_norms
 from panther_compile.parallel.devices import check_axes, lay_out, place_stages
 from panther_compile.parallel.engine import ParallelEngine, Task
 from panther_compile.parallel.losses import weighted_loss
-from panther_compile.parallel.model_state import Names, held_parameters
+from panther_compile.parallel.model_state import Names, held_parameters, specs_of
 from panther_compile.parallel.options import Options
 from panther_compile.parallel.rank_modules import make_modules, stages_of_shared, trains_own_modules
 from panther_compile.parallel.replicas import broadcast_tensors
@@ -224,13 +224,11 @@ def _names(model: nn.Module, staged: StagedModel, *, is_own: bool) -> Names:
     first |= {id(tensor): name for name, tensor in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     names = {name: first.get(id(tensor), name) for name, tensor in state.items()}
-    metadata = state._metadata.items()  # type: ignore[attr-defined]
-    sketches = {name: kept["sketch_spec"] for name, kept in metadata if "sketch_spec" in kept}
     if is_own:
-        return Names(names, {}, sketches)
+        return Names(names, {}, specs_of(state))
     held = {name for stage in staged.stages for name in stage.state_dict()}
     rest = {names[name]: tensor for name, tensor in state.items() if names[name] not in held}
-    return Names(names, rest, sketches)
+    return Names(names, rest, specs_of(state))
 
 
 def _owned(stages: Mapping[int, nn.Module], shared: Mapping[str, tuple[int, ...]]) -> frozenset[int]:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from panther_compile.errors import some_names
-from panther_compile.layers.base import difference_of_specs
 from panther_compile.parallel import optimizer_state
 from panther_compile.parallel.checkpoint_folder import Manifest
 from panther_compile.parallel.engine import ParallelEngine
@@ -70,9 +69,7 @@ def find_differences(
         yield f"it lacks {some_names(own - theirs)} of this model"
     if theirs - own:
         yield f"this model lacks {some_names(theirs - own)} of it"
-    for name, spec in engine.names.sketches.items():
-        if shown := difference_of_specs(manifest.sketches.get(name, spec), spec):
-            yield f"{name}: {shown}"
+    yield from engine.names.other_sketches(manifest.sketches)
     for key, (name, held) in _model_tensors(engine).items():
         wanted = whole_shape(held[0], engine.layouts.get(name), engine.devices.shape.tp), held[0].dtype
         has = stored.get(_stored_key(key, name, stored), wanted)
