@@ -38,7 +38,8 @@ from panther_compile.typed_json import read_record
 
 FORMAT = "panther_compile.calibration 5"
 MANIFEST = "calibration.json"
-_PARTS = {"factors": 3, "links": 6}  # tensors of a name
+_SINGLE = ("values", "weights", "shares")  # of a study: a tensor of a name
+_PARTS = {"factors": 3, "links": 6}  # several
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "cache_ratio", "include", "exclude", "inplace", "progress", "refine")
 
@@ -135,7 +136,7 @@ class Folder:
                 kind, _, name = key.partition("/")
                 if kind in _PARTS:
                     parts.setdefault((kind, name.partition("/")[2]), []).append(tensor)
-                elif kind in ("values", "weights"):
+                elif kind in _SINGLE:
                     getattr(study, kind)[name] = tensor
                 elif kind == "energies":
                     scheme, _, unit = name.partition("/")
@@ -157,9 +158,7 @@ class Folder:
 
     def keep_study(self, study: Study) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
-        tensors = {
-            f"{kind}/{name}": t for kind in ("values", "weights") for name, t in getattr(study, kind).items()
-        }
+        tensors = {f"{kind}/{name}": t for kind in _SINGLE for name, t in getattr(study, kind).items()}
         for name, kept in study.energies.items():
             tensors |= {f"energies/{scheme}/{name}": t for scheme, t in kept.items()}
         for name, parts in study.factors.items():

@@ -12,7 +12,7 @@ the multiple of the identity of its trace, the more, the more the projections di
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ def output_gradients(
     progress: bool | None,
     shrunk: bool = False,
     shelf: Shelf | None = None,
+    squares: Container[str] = (),
 ) -> dict[str, Tensor]:
     """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
 
@@ -58,6 +59,7 @@ def output_gradients(
         progress: whether to show a bar; None shows one on a terminal.
         shrunk: whether to draw it towards the identity, see the file.
         shelf: where the sums are kept, if not in memory.
+        squares: layers of so many outputs that only the diagonal E[g²] (O,) is wanted.
     """
     sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
@@ -104,10 +106,13 @@ def output_gradients(
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
                         gradient = gradient.float() / scale
-                        _add(name, gradient, channel_dims[name], kept, sums, shelf, shrunk=shrunk)
+                        if name in squares:
+                            _add_squares(name, gradient, channel_dims[name], kept, sums)
+                        else:
+                            _add(name, gradient, channel_dims[name], kept, sums, shelf, shrunk=shrunk)
     for one in watched.values():
         one.on_output = None
-    reached = {name: found for name, found in sums.items() if bool(found.total.diagonal().sum() > 0)}
+    reached = {name: found for name, found in sums.items() if bool(found.squares_of().sum() > 0)}
     return {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()}
 
 
@@ -164,7 +169,7 @@ class _Sum:
     """A sum of g gᵀ over rows.
 
     Attributes:
-        total: (O, O), float64.
+        total: (O, O), or its diagonal (O,), float64.
         rows: how many.
         squares: sum of the squared norms of what each projection added, if it is to be shrunk.
         square_rows: sum of the squared numbers of rows of each, likewise.
@@ -174,6 +179,10 @@ class _Sum:
     rows: int = 0
     squares: float = 0.0
     square_rows: int = 0
+
+    def squares_of(self) -> Tensor:
+        """The diagonal (O,)."""
+        return self.total if self.total.dim() == 1 else self.total.diagonal()
 
     def mean(self) -> Tensor:
         """The mean S over rows; changes the sum."""
@@ -217,3 +226,15 @@ def _add(
     sums[name].rows += len(rows)
     sums[name].squares += square
     sums[name].square_rows += len(rows) ** 2
+
+
+def _add_squares(
+    name: str, gradient: Tensor, channel_dim: int, kept: Tensor | None, sums: dict[str, _Sum]
+) -> None:
+    rows = kept_rows(gradient.movedim(channel_dim, -1), kept)
+    found = torch.linalg.vector_norm(rows, dim=0).double().square()
+    if name in sums:
+        sums[name].total += found
+    else:
+        sums[name] = _Sum(found)
+    sums[name].rows += len(rows)

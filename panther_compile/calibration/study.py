@@ -3,6 +3,7 @@
 # O out_features, I in_features
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,11 @@ from panther_compile.calibration.narrow import (
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
+from panther_compile.calibration.ties import Ties, damped
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.kernel_metric import KernelSums
-from panther_compile.kinds.table import TableSums
+from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
@@ -48,6 +50,7 @@ class Study:
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
+        shares: how much each row counts of a table that other layers use too (V,), float64.
         reached: units that the data reaches, and with how many rows.
         shared: for each group of layers of one input, the sets of them that may share an input factor.
         ridge: on second moments, of their mean power.
@@ -62,6 +65,7 @@ class Study:
     sensitivity: dict[str, float] = field(default_factory=dict)
     energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, Tensor] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     shared: list[list[Sequence[str]]] = field(default_factory=list)
     ridge: float = RIDGE
@@ -138,15 +142,17 @@ def study_layers(
         DataError: NaN or Inf reaches a layer; the message names layer and batch.
     """
     by_reader = {coupling.reader: coupling for coupling in couplings}
+    ties = Ties({} if like is not None else targets)
     if like is None:
         like = Study(shelf=shelf)
-        _study_gradients(like, side, targets, calls, seed=seed, logits=logits, progress=progress)
+        _study_gradients(like, side, targets, ties, calls, seed=seed, logits=logits, progress=progress)
     reached: dict[str, int] = {}
     power: dict[str, float] = {}
     studies = [
         Study(
             weights=like.weights,
             sensitivity=like.sensitivity,
+            shares=like.shares,
             reached=reached,
             power=power,
             ridge=ridge,
@@ -157,7 +163,7 @@ def study_layers(
     parts = [PartSums(targets) for _ in ridges]
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        _study_group(studies, side, group, calls, by_reader, stacks, parts, repeated, progress=progress)
+        _study_group(studies, side, group, ties, calls, by_reader, stacks, parts, repeated, progress=progress)
         for study, sums in zip(studies, parts, strict=True):
             for together, total in sums.complete(names):
                 _study_parts(study, together, total)
@@ -171,6 +177,7 @@ def _study_gradients(
     study: Study,
     side: Side,
     targets: Mapping[str, Target],
+    ties: Ties,
     calls: Sequence[Call],
     *,
     seed: int,
@@ -179,16 +186,22 @@ def _study_gradients(
 ) -> None:
     """Add what errors at the outputs of layers do to the result."""
     small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
+    views = {name: targets[name].view for name in small} | ties.views
     gradients = output_gradients(
         side.model,
-        small,
-        {name: targets[name].view.channel_dim for name in small},
+        small | {name: side.followers[name] for name in ties.views},
+        {name: view.channel_dim for name, view in views.items()},
         calls,
         seed=seed,
         logits=logits,
         progress=progress,
         shelf=study.shelf,
+        squares=ties.heads,
     )
+    for name in ties.views:
+        if name in gradients:
+            outer = gradients.pop(name)
+            ties.gradients[name] = outer if name in ties.heads else damped(outer)
     for name in list(gradients):
         outer, study.sensitivity[name] = weight_of_errors(gradients.pop(name))
         study.weights[name] = study.put(outer.float().contiguous())
@@ -198,6 +211,7 @@ def _study_group(
     studies: Sequence[Study],
     side: Side,
     group: Mapping[str, Target],
+    ties: Ties,
     calls: Sequence[Call],
     by_reader: Mapping[str, Coupling],
     stacks: Sequence[Sequence[str]],
@@ -211,14 +225,14 @@ def _study_group(
     known: dict[str, MomentSums] = {}
     views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
     others = {name: made for name, view in views.items() if (made := view.input_sums()) is not None}
-    for name, sums in _moments(side, group, calls, studies[0], inputs, others, repeated, progress):
+    for name, sums in _moments(side, group, calls, studies[0], inputs, others, ties, repeated, progress):
         known[name] = sums
         for study, part in zip(studies, parts, strict=True):
             _study_layer(study, group[name], sums, part, by_reader.get(name))
     sets = list(inputs.found(group))
     for name, added in others.items():
         if name in studies[0].reached:
-            _study_other(studies, name, added)
+            _study_other(studies, group[name], added, ties)
     for study in studies:
         for found in sets:
             _study_stacks(study, group, found, known[found[0][0]])
@@ -244,18 +258,31 @@ def _study_layer(
         _study_reader(study, coupling, weight, moments, gradient)
 
 
-def _study_other(studies: Sequence[Study], name: str, sums: KernelSums | TableSums) -> None:
+def _study_other(studies: Sequence[Study], target: Target, sums: KernelSums | TableSums, ties: Ties) -> None:
     """Add a layer whose rows no matrix multiplies; a table is the same whatever the ridge."""
-    weights = studies[0].weights
-    gradient = weights[name].double() if name in weights else None
+    first, name = studies[0], target.name
     if isinstance(sums, KernelSums):
+        gradient = first.weights[name].double() if name in first.weights else None
         for study in studies:
             study.energies[name] = sums.energies(gradient, study.ridge)
         return
-    left, right, values = sums.best(gradient)
+    if target.ties and name not in first.shares:
+        _study_ties(first, target, sums, ties)
+    gradient = first.weights[name].double() if name in first.weights else None
+    shares = first.shares[name] if target.ties else sums.shares()
+    left, right, values = best_table(target.weight_and_bias()[0], shares, gradient)
     for study in studies:
         study.values[name] = values
         _keep_factors(study, name, left, right, right.new_zeros(right.shape[1]))
+
+
+def _study_ties(study: Study, target: Target, sums: TableSums, ties: Ties) -> None:
+    """Put what all layers want that use a table in the place of what its own does; studies share these."""
+    name = target.name
+    gradient = study.sensitivity[name] * study.weights[name].double() if name in study.weights else None
+    study.shares[name], metric = ties.wanted(target, sums, gradient)
+    study.sensitivity[name] = float(metric.diagonal().mean())
+    study.weights[name] = study.put((metric / study.sensitivity[name]).float())
 
 
 def _study_stacks(
@@ -371,6 +398,7 @@ def _moments(
     study: Study,
     inputs: InputGroups,
     others: Mapping[str, KernelSums | TableSums],
+    ties: Ties,
     repeated: Container[str],
     progress: bool | None,
 ) -> Iterator[tuple[str, MomentSums]]:
@@ -380,6 +408,7 @@ def _moments(
     """
     sums: dict[str, MomentSums] = {}
     same_as: dict[str, str] = {}
+    followers = [other for target in targets.values() for other in target.ties if other in ties.views]
 
     def size(name: str, out: Tensor) -> Tensor:
         view = targets[name].view
@@ -421,7 +450,8 @@ def _moments(
                     sums[name] = MomentSums(rows.shape[1], rows.device)
                 sums[name].add(rows, rows)
 
-        with side.seen_by(see, size, targets), torch.no_grad():
+        add = partial(ties.add, kept=kept)
+        with side.seen_by(see, size, targets), side.seen_by(add, names=followers), torch.no_grad():
             run_dense(side.model, call)
     for name in targets:
         if same_as.get(name, name) in sums:

@@ -18,7 +18,7 @@ from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import why_not_plain
-from panther_compile.kinds.table import TableSums
+from panther_compile.kinds.table import TableSums, fit_table
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import fit_matrix, generator_for, spectrum
 from panther_compile.layers.base import SketchedLayer, take_over
@@ -34,6 +34,7 @@ class TableView(LinearView):
 
     is_matrix = False
     is_linear = False
+    is_table = True
     layer: nn.Embedding
 
     @property
@@ -72,8 +73,15 @@ class TableView(LinearView):
         sums = self.input_sums()
         for arrival, kept in zip(arrivals, masks, strict=True):
             sums.add(self.rows(arrival.x, kept))
-        left, right, error = sums.fit(gradient, choice.rank)
-        return SketchedEmbedding.from_factors(left, right, self.layer), error, sums.rows
+        layer, error = self.fit_shares(sums.shares(), gradient, choice.rank)
+        return layer, error, sums.rows
+
+    def fit_shares(
+        self, shares: Tensor, gradient: Tensor | None, rank: int
+    ) -> tuple[SketchedEmbedding, float]:
+        """The best table of a rank where each row counts so much (V,), and its relative error; see `fit`."""
+        left, right, error = fit_table(self.layer.weight, shares, gradient, rank)
+        return SketchedEmbedding.from_factors(left, right, self.layer), error
 
 
 class EmbeddingKind(Kind):

@@ -12,6 +12,8 @@ Good and Turing; Good, 1953), each alike.
 """
 
 # V num_embeddings, D embedding_dim, R rank
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,6 @@ class TableSums:
     """
 
     def __init__(self, table: Tensor) -> None:
-        self._table = table.detach()
         self._counts = torch.zeros(len(table), dtype=torch.int64, device=table.device)
 
     def add(self, tokens: Tensor) -> None:
@@ -47,31 +48,45 @@ class TableSums:
         """How many tokens were added."""
         return int(self._counts.sum())
 
-    def best(self, gradient: Tensor | None, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The factors left (V, r) and right (r, D), and all m singular values; m is the lesser of V and D.
 
-        Args:
-            gradient: G, float64 `(D, D)`, or None for the identity.
-            rank: r; None for m. The first of these are the best of each lower rank.
-        """
-        count, width = self._table.shape
-        identity = torch.eye(width, dtype=torch.float64, device=self._table.device)
-        root = root_of(identity if gradient is None else gradient.to(identity))
-        total = torch.zeros_like(identity)
-        for rows, shares in zip(self._table.split(_ROWS), self.shares().split(_ROWS), strict=True):
-            weighed = rows.double() @ root.factor
-            total += weighed.T @ (shares[:, None] * weighed)
-        powers, vectors = torch.linalg.eigh(total)
-        most = min(count, width)
-        powers, vectors = powers.flip(0)[:most].clamp_min(0.0), vectors.flip(1)[:, : rank or most]
-        into = root.factor @ vectors
-        dtype = torch.promote_types(self._table.dtype, torch.float32)
-        left = torch.cat([(rows.double() @ into).to(dtype) for rows in self._table.split(_ROWS)])
-        return left, vectors.T @ root.inverse, powers.sqrt()
+def best_table(
+    table: Tensor, shares: Tensor, gradient: Tensor | None, rank: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors left (V, r) and right (r, D), and all m singular values; m is the lesser of V and D.
 
-    def fit(self, gradient: Tensor | None, rank: int) -> tuple[Tensor, Tensor, float]:
-        """The factors left (V, r) and right (r, D), and the relative error of what is looked up."""
-        left, right, values = self.best(gradient, rank)
-        kept = values.square().cumsum(0)
-        lost = float(1.0 - kept[rank - 1] / kept[-1]) if float(kept[-1]) > 0 else 0.0
-        return left, right, max(0.0, lost) ** 0.5
+    Args:
+        table: (V, D).
+        shares: p (V,), float64.
+        gradient: G, float64 `(D, D)`, or None for the identity.
+        rank: r; None for m. The first of these are the best of each lower rank.
+    """
+    count, width = table.shape
+    identity = torch.eye(width, dtype=torch.float64, device=table.device)
+    root = root_of(identity if gradient is None else gradient.to(identity))
+    total = torch.zeros_like(identity)
+    for rows, weights in rows_with(table, shares):
+        weighed = rows @ root.factor
+        total += weighed.T @ (weights[:, None] * weighed)
+    powers, vectors = torch.linalg.eigh(total)
+    most = min(count, width)
+    powers, vectors = powers.flip(0)[:most].clamp_min(0.0), vectors.flip(1)[:, : rank or most]
+    into = root.factor @ vectors
+    dtype = torch.promote_types(table.dtype, torch.float32)
+    left = torch.cat([(rows @ into).to(dtype) for rows, _ in rows_with(table, shares)])
+    return left, vectors.T @ root.inverse, powers.sqrt()
+
+
+def fit_table(
+    table: Tensor, shares: Tensor, gradient: Tensor | None, rank: int
+) -> tuple[Tensor, Tensor, float]:
+    """The factors left (V, r) and right (r, D), and the relative error of what is looked up."""
+    left, right, values = best_table(table, shares, gradient, rank)
+    kept = values.square().cumsum(0)
+    lost = float(1.0 - kept[rank - 1] / kept[-1]) if float(kept[-1]) > 0 else 0.0
+    return left, right, max(0.0, lost) ** 0.5
+
+
+def rows_with(table: Tensor, shares: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The table in pieces, float64, with the shares of their rows."""
+    for rows, weights in zip(table.detach().split(_ROWS), shares.split(_ROWS), strict=True):
+        yield rows.double(), weights

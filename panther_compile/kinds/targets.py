@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from panther_compile.kinds.parts import scheme_of_parts, unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.models.watched import Side, Watched, copy_sharing
+from panther_compile.models.watched import Follower, Side, Watched, copy_sharing
 from panther_compile.records import Site
 
 
@@ -28,6 +29,7 @@ class Target:
         view: what data sees of it.
         together: names of parts of the site that may share a factor, its own among them; each has inputs of
             its own. Empty where there are none.
+        ties: what data sees of the other layers that have its weight, by name.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Target:
     layer: nn.Module
     view: LinearView
     together: tuple[str, ...] = ()
+    ties: Mapping[str, LinearView] = field(default_factory=dict)
 
     @property
     def shared_scheme(self) -> str:
@@ -74,7 +77,7 @@ def most_are(targets: Iterable[Target], holds: Callable[[Target], bool]) -> bool
 def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, str]]:
     """Every weight of the sites that data can fit, by the name of its unit; why it leaves the others alone.
 
-    A weight that several layers use is not any one layer's to fit.
+    A weight that several layers use is not any one layer's to fit, but a table is, see `ties`.
     """
     found: dict[str, Target] = {}
     left_alone: dict[str, str] = {}
@@ -85,32 +88,47 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
         for suffix, part in kind.parts(site.module).items():
             view = kind_of(part).view(part)
             name = unit_name(site, suffix)
-            if site.tied:
-                left_alone[name] = "several layers use it"
-            elif isinstance(view, str):
+            if isinstance(view, str):
                 left_alone[name] = view
+            elif site.tied and not view.is_table:
+                left_alone[name] = "several layers use it"
             else:
-                found[name] = Target(name, suffix, site, part, view, together.get(name, ()))
+                ties = {other: _seen(layer) for other, layer in site.tied}
+                found[name] = Target(name, suffix, site, part, view, together.get(name, ()), ties)
     return found, left_alone
+
+
+def _seen(layer: nn.Module) -> LinearView:
+    """What data sees of a layer that has a table in common with others, a table too or a linear one."""
+    view = kind_of(layer).view(layer)
+    assert isinstance(view, LinearView)
+    return view
 
 
 def watch(model: nn.Module, targets: Mapping[str, Target]) -> Side:
     """A copy of the model, sharing its tensors, in which the layer of each target is watched.
 
+    Layers that have its weight follow it.
+
     Raises:
         ConfigTypeError: the model cannot be copied.
     """
-    return watch_layers(
-        model, {one.name: (one.site.module, one.suffix, one.layer) for one in targets.values()}
-    )
+    layers = {one.name: (one.site.module, one.suffix, one.layer) for one in targets.values()}
+    tied = {one.name: dict(one.site.tied) for one in targets.values() if one.ties}
+    return watch_layers(model, layers, tied)
 
 
-def watch_layers(model: nn.Module, layers: Mapping[str, tuple[nn.Module, str, nn.Module]]) -> Side:
+def watch_layers(
+    model: nn.Module,
+    layers: Mapping[str, tuple[nn.Module, str, nn.Module]],
+    tied: Mapping[str, Mapping[str, nn.Module]] = MappingProxyType({}),
+) -> Side:
     """The same for any layers.
 
     Args:
         model: is left as it is.
         layers: by name, the module of the model that each is a part of, its suffix there, and itself.
+        tied: modules of the model that have the weight of one of these, by its name and their own.
 
     Raises:
         ConfigTypeError: the model cannot be copied.
@@ -123,4 +141,10 @@ def watch_layers(model: nn.Module, layers: Mapping[str, tuple[nn.Module, str, nn
     for module, own in of_module.items():
         kind = kind_of(module)
         new[module] = kind.assemble(module, own if set(own) == {""} else kind.parts(module) | own)
-    return Side(copy_sharing(model, new), watched)
+    followers: dict[str, Watched] = {}
+    for leader, others in tied.items():
+        share = kind_of(layers[leader][0]).share
+        for name, module in others.items():
+            follower = Follower(name, copy_sharing(module, {}), watched[leader], share)
+            new[module] = followers[name] = follower
+    return Side(copy_sharing(model, new), watched, followers)

@@ -32,12 +32,14 @@ class LinearView(ABC):
         channel_dim: dimension of the layer's output that holds its output features.
         is_linear: whether the rows are the input's features as they are: such a layer may share an input
             factor with others, be narrowed, and make up for what its output is added to.
+        is_table: whether rows are read from it by number, not multiplied.
         has_mean: whether a shift of the rows' mean can go into the bias.
     """
 
     is_matrix: bool = True
     channel_dim: int = -1
     is_linear: ClassVar[bool] = True
+    is_table: ClassVar[bool] = False
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

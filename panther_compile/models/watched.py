@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,34 @@ class Watched(nn.Module):
             return self.instead(self.watched_name, x)
         out: Tensor = self.layer(*args, **kwargs)
         return out if self.on_output is None else self.on_output(self.watched_name, out)
+
+
+class Follower(Watched):
+    """Calls a layer that has the weight of a watched one, or what shares the factors of its replacement.
+
+    Args:
+        name: its own.
+        layer: the dense one.
+        leader: what watches the other layer.
+        share: makes a replacement from that of the other layer, for the dense one.
+    """
+
+    def __init__(
+        self, name: str, layer: nn.Module, leader: Watched, share: Callable[[Any, nn.Module], nn.Module]
+    ) -> None:
+        super().__init__(name, layer)
+        self._dense, self._share = (layer,), share
+        self._leader, self._first = (leader,), (leader.layer,)  # in tuples: they are no parts of it
+        self._follows = self._first
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call what goes with the other layer as it is now."""
+        now = (self._leader[0].layer,)
+        if now[0] is not self._follows[0]:
+            dense = self._dense[0]
+            self.layer = dense if now[0] is self._first[0] else self._share(now[0], dense)
+            self._follows = now
+        return super().forward(*args, **kwargs)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -114,10 +142,17 @@ def rows_of(arrivals: Iterable[Arrival], channel_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A copy of the model, and the replacements that it holds."""
+    """A copy of the model, and the replacements that it holds.
+
+    Attributes:
+        model: the copy.
+        watched: the replacements, by name.
+        followers: likewise of the layers that have a weight in common with one of these.
+    """
 
     model: nn.Module
     watched: Mapping[str, Watched]
+    followers: Mapping[str, Watched] = field(default_factory=dict)
 
     @contextmanager
     def seen_by(
@@ -126,8 +161,9 @@ class Side:
         on_output: OnOutput | None = None,
         names: Iterable[str] | None = None,
     ) -> Iterator[None]:
-        """While it is open, the replacements, or those of some names, call these; see `Watched`."""
-        seen = [self.watched[name] for name in (self.watched if names is None else names)]
+        """While it is open, those of `watched`, or of some names, call these; see `Watched`."""
+        every = {**self.followers, **self.watched}
+        seen = [every[name] for name in (self.watched if names is None else names)]
         for one in seen:
             one.on_input, one.on_output = on_input, on_output
         try:

@@ -1,0 +1,145 @@
+"""What layers that have a table in common want of it, as the tokens that a decoder reads and its output head.
+
+An error d_v of the table's row v does as much as the row is used, and where:
+
+    read       Σ_v p_v d_v G d_vᵀ,        p_v the share of reads that are of v, G the weight of errors there
+    head       Σ_v E[g_v²] d_v H d_vᵀ,    g_v the gradient at the score of v, H = E[h hᵀ] of the head's input
+
+for each row that reaches them. A model writes much the tokens that it reads, so one share stands for all
+and the best table of low rank has a closed form (`kinds/table.py`): M is the sum of these G and H, each times
+its scale, and the share of a row the mean of theirs, weighed by the traces of the M.
+"""
+
+# V num_embeddings, D embedding_dim
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from panther_compile.calibration.sensitivity import weight_of_errors
+from panther_compile.factorization.gram import gram
+from panther_compile.kinds.table import TableSums, rows_with
+from panther_compile.kinds.targets import Target
+from panther_compile.kinds.view import LinearView
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """Adds up h hᵀ (D, D), float64, over rows."""
+
+    total: Tensor
+    rows: int = 0
+
+    def add(self, rows: Tensor) -> None:
+        self.total += gram(rows.float()).double()
+        self.rows += len(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What one layer wants of a table.
+
+    Attributes:
+        shares: how much each row counts (V,), of 1.
+        metric: of errors of a row (D, D), for each row that reaches the layer.
+        rows: how many do.
+        is_known: whether gradients say what an error does; else the metric is of an unknown scale.
+    """
+
+    shares: Tensor
+    metric: Tensor
+    rows: int
+    is_known: bool
+
+    def relative(self, table: Tensor) -> "_Use":
+        """The same, scaled so that an error of the whole table is 1."""
+        whole = sum(
+            float(shares @ ((rows @ self.metric) * rows).sum(1))
+            for rows, shares in rows_with(table, self.shares)
+        )
+        return replace(self, metric=self.metric / whole if whole > 0 else self.metric)
+
+
+class Ties:
+    """Sums over what reaches layers that have tables in common with others.
+
+    Args:
+        targets: the tables, and others, by name.
+
+    Attributes:
+        views: of these layers, by name.
+        gradients: by name, G of a layer that reads, not scaled, E[g_v²] of one that multiplies; missing where
+            none arrive.
+    """
+
+    def __init__(self, targets: Mapping[str, Target]) -> None:
+        self.views: dict[str, LinearView] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self._sums: dict[str, TableSums | _Inputs] = {}
+        for target in targets.values():
+            for name, view in target.ties.items():
+                reads, table = view.input_sums(), target.weight_and_bias()[0]
+                self.views[name] = view
+                self._sums[name] = reads if isinstance(reads, TableSums) else _Inputs(_nothing(table))
+
+    @property
+    def heads(self) -> frozenset[str]:
+        """The layers that multiply by a table: they have as many outputs as it has rows."""
+        return frozenset(name for name, view in self.views.items() if not view.is_table)
+
+    def add(self, name: str, x: Tensor, kept: Tensor | None) -> None:
+        """Add what reaches a layer; see `LinearView.rows` for the mask."""
+        self._sums[name].add(self.views[name].rows(x, kept))
+
+    def wanted(self, target: Target, reads: TableSums, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The share of each row (V,) and M (D, D), of each row that is read; float64.
+
+        Args:
+            target: the table.
+            reads: of it by its own layer.
+            gradient: G there, not scaled, or None.
+        """
+        table = target.weight_and_bias()[0].detach()
+        uses = [_read(reads, gradient, table)]
+        for name in target.ties:
+            sums, gradient = self._sums[name], self.gradients.get(name)
+            if isinstance(sums, TableSums):
+                uses.append(_read(sums, gradient, table))
+            else:
+                uses.append(_multiplied(sums, gradient, table))
+        uses = [use for use in uses if use.rows]
+        if any(use.is_known for use in uses):
+            uses = [use for use in uses if use.is_known]
+        else:
+            uses = [use.relative(table) for use in uses]
+        metrics = [use.metric * (use.rows / max(1, reads.rows)) for use in uses]
+        traces = torch.stack([metric.trace() for metric in metrics])
+        shares = torch.stack([use.shares for use in uses])
+        return (traces / traces.sum()) @ shares, torch.stack(metrics).sum(0)
+
+
+def _read(sums: TableSums, gradient: Tensor | None, table: Tensor) -> _Use:
+    if gradient is None:
+        identity = _nothing(table)
+        identity.diagonal().fill_(1.0)
+        return _Use(sums.shares(), identity, sums.rows, False)
+    return _Use(sums.shares(), gradient, sums.rows, True)
+
+
+def _multiplied(sums: _Inputs, squares: Tensor | None, table: Tensor) -> _Use:
+    metric = damped(sums.total / sums.rows) if sums.rows else sums.total
+    if squares is None:
+        return _Use(metric.new_full((len(table),), 1 / len(table)), metric, sums.rows, False)
+    return _Use(squares / squares.sum(), squares.sum() * metric, sums.rows, True)
+
+
+def _nothing(table: Tensor) -> Tensor:
+    """Zeros (D, D)."""
+    return table.new_zeros(table.shape[1], table.shape[1], dtype=torch.float64)
+
+
+def damped(metric: Tensor) -> Tensor:
+    """Mixed with the identity, as the weights of errors of all layers are, and as large as before."""
+    weight, mean = weight_of_errors(metric)
+    return mean * weight
