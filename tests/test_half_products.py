@@ -72,3 +72,10 @@ def test_no_other_model_is_touched(without_products):
     for model in (nn.Linear(2, 2), nn.Linear(2, 2, device="meta", dtype=torch.bfloat16), nn.ReLU()):
         with half_products.half_products(model):
             assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+
+
+def test_factors_of_two_types_are_refused_as_ever(without_products):
+    layers = nn.Linear(4, 4).to(torch.bfloat16), nn.Conv1d(4, 4, 1).to(torch.bfloat16)
+    for layer in layers:
+        with half_products.half_products(layer), pytest.raises(RuntimeError, match="type"):
+            layer(torch.randn(4, 4))

@@ -53,6 +53,8 @@ class _InFloat32(TorchDispatchMode):  # type: ignore[misc]
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:  # refused, as ever
+            return func(*args, **kwargs)
         if func in _CONVOLUTIONS and _is_half(args[0]):
             found = func(*map(_widened, args), **kwargs)
             return tree_map(lambda one: one if one is None else one.to(args[0].dtype), found)
