@@ -422,14 +422,14 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
 def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument, path: Path) -> None:
     """Put the tensors into the model, tie what was tied, freeze what was frozen."""
     _drop_parametrizations(model, tensors)
-    persistent = set(model.state_dict())
-    buffers = _all_buffers(model)
+    persistent, buffers = set(model.state_dict()), _all_buffers(model)
     device = next((tensor.device for tensor in tensors.values()), None)
-    for name in buffers:
+    for name, buffer in buffers.items():
         owner, leaf = owner_of(model, name)
-        # Before narrow layers kept them, the features were put in the order of what is kept.
         if isinstance(owner, NarrowLinear) and leaf == "places" and name not in tensors:
-            tensors[name] = owner.first_places(device)
+            tensors[name] = owner.first_places(device)  # as it was before narrow layers kept them
+        if leaf == "trailing":
+            tensors.setdefault(name, buffer)  # likewise; nothing is in it
     # What a model works out for itself, as tables of positions, may be of another size, or not there yet.
     empty = _empty_buffers(model) & set(tensors)
     wanted, given = persistent | set(buffers) | empty, set(tensors)

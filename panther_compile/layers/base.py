@@ -171,7 +171,34 @@ class SketchedLayer(nn.Module):
                 )
             del state_dict[prefix + name]
         self._check_spec(prefix, local_metadata.get("sketch_spec"))
+        self._check_slice(state_dict, prefix, is_known="sketch_spec" in local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def _pivot_at(self, start: int, device: torch.device | str | None) -> None:
+        """Note where the slice of pivots begins; an empty tensor tells of the trailing one.
+
+        Factors of either are alike in all shapes, and a file may hold tensors alone. There is nothing to fill
+        in it: it is made where there is data, on the CPU beside factors without.
+        """
+        self.start = start
+        if start:
+            place = None if device is None or torch.device(device).type == "meta" else device
+            self.register_buffer(_TRAILING, torch.empty(0, dtype=torch.uint8, device=place))
+
+    def _check_slice(self, state_dict: dict[str, Any], prefix: str, *, is_known: bool) -> None:
+        """Refuse factors whose pivots are said to be the trailing inputs, where they are not.
+
+        Factors that say nothing are what is said of them elsewhere, if it is, or parameters alone.
+        """
+        name, here = prefix + _TRAILING, self._buffers.get(_TRAILING)
+        if name in state_dict and here is None:
+            raise CheckpointMismatchError(
+                f"{prefix[:-1] or type(self).__name__}: these factors are of another sketch, whose pivots "
+                "are the trailing inputs, here the leading ones: load them by load_sketched, or into a "
+                "sketch of the same weights"
+            )
+        if is_known and here is not None:
+            state_dict.setdefault(name, here)
 
     def _check_spec(self, prefix: str, saved: Spec | None) -> None:
         """Refuse factors that were saved by a layer of another spec; one that is not known passes."""
@@ -202,6 +229,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+_TRAILING = "trailing"
 _DENSE_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight")
 
 

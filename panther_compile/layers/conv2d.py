@@ -130,7 +130,8 @@ class SketchedConv2d(SketchedConvolution):
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
         self.padding, self.padding_mode = dense.padding, dense.padding_mode
-        self.scheme, self.start = scheme, start
+        self.scheme = scheme
+        self._pivot_at(start, device)
         _refuse_depthwise(dense)
         self.rank = self._checked_rank(rank)
         self.ranks = self.rank if isinstance(self.rank, tuple) else (self.rank,)

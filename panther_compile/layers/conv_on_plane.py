@@ -94,7 +94,8 @@ class _SketchedOnPlane(SketchedConvolution):
         )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
-        self.padding, self.padding_mode, self.start = dense.padding, dense.padding_mode, start
+        self.padding, self.padding_mode = dense.padding, dense.padding_mode
+        self._pivot_at(start, device)
         if scheme == self.without:
             raise LayerError(f"{type(self).__name__}: scheme={scheme!r} {self._why_without}")
         plane = SketchedConv2d(  # checks the rank, and divides channels among the factors

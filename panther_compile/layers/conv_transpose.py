@@ -87,7 +87,8 @@ class _SketchedConvTranspose(SketchedConvolution):
             raise ConfigError(f"{what}: {scheme=}, wanted one of {TRANSPOSED_SCHEMES}")
         if scheme == "pivoted" and groups > 1:
             raise LayerError(f"{what}: the pivoted form is for layers without groups, got {groups=}")
-        self.scheme, self.rank, self.ranks, self.start = scheme, rank, (rank,), start
+        self.scheme, self.rank, self.ranks = scheme, rank, (rank,)
+        self._pivot_at(start, device)
 
         def transposed(inputs: int, has_bias: bool, **factory: Any) -> Any:
             return self.dense_type(

@@ -75,7 +75,8 @@ class SketchedLinear(LinearReplacement):
         if start not in ((0,) if form == "pair" else (0, in_features - rank)):
             raise ConfigError(f"{what}: {start=}, wanted 0, or {in_features - rank} in the pivoted form")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
-        self.form, self.start = form, start
+        self.form = form
+        self._pivot_at(start, device)
         self.scheme, self.ranks = form, (rank,)
         width = in_features if form == "pair" else in_features - rank
         self.down = nn.Linear(width, rank, bias=False, device=device, dtype=dtype)

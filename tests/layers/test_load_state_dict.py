@@ -67,3 +67,25 @@ def test_tensors_without_notes_load_as_ever() -> None:
     model = sketch_of(0)
     plain = dict(model.state_dict())
     sketch_of(0).load_state_dict(plain)
+
+
+def test_tensors_alone_tell_of_other_pivots(unlike: tuple[nn.Module, nn.Module]) -> None:
+    """As safetensors and `{name: tensor}` of a state dict give them."""
+    leading, trailing = sorted(unlike, key=lambda model: starts(model)[0])
+    for strict in (True, False):
+        with pytest.raises(CheckpointMismatchError, match=r"0: .*the trailing inputs, here the leading"):
+            leading.load_state_dict(dict(trailing.state_dict()), strict=strict)
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.trailing"):
+        trailing.load_state_dict(dict(leading.state_dict()))
+    trailing.load_state_dict(dict(trailing.named_parameters()), strict=False)  # parameters say nothing
+
+
+def test_notes_without_the_empty_tensor_load(unlike: tuple[nn.Module, nn.Module]) -> None:
+    """As they were saved when only the notes told of the pivots."""
+    trailing = next(model for model in unlike if starts(model)[0] > 0)
+    state = trailing.state_dict()
+    del state["0.trailing"]
+    trailing.load_state_dict(state)
+    other = next(model for model in unlike if starts(model)[0] == 0)
+    with pytest.raises(CheckpointMismatchError, match=r"another sketch .start"):
+        other.load_state_dict(state)
