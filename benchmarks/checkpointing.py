@@ -260,6 +260,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [line for name in arguments.models for line in compare(name, arguments.turns)]
     if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         text = PAGE.format(
             torch=torch.__version__,
             transformers=transformers.__version__,

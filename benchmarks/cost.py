@@ -143,6 +143,7 @@ def write(path: Path, options: argparse.Namespace, rows: list[str]) -> None:
         commit=commit,
         ratio=options.ratio,
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(header + "\n".join(rows) + "\n")
 
 

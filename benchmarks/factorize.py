@@ -100,6 +100,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

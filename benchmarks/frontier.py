@@ -93,6 +93,7 @@ def main() -> None:
     text = "\n".join([*heading(options.model), *rows(files, quality, seconds), ""])
     print(text)
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text, encoding="utf-8")
         if quality:
             draw(quality, seconds[options.threads[0]], options.output.with_suffix(".png"))

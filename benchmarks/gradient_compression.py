@@ -69,6 +69,7 @@ def main() -> None:
     text = "\n".join(lines(rows, options.steps))
     print(text)
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text, encoding="utf-8")
 
 

@@ -248,6 +248,7 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         text = TEXT_OF_PAGE.format(table="\n".join(lines), torch=torch.__version__, rows=ROWS, within=WITHIN)
         (arguments.output / "memory.md").write_text(text)
 

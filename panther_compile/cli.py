@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         help="inputs to fit the layers to: .npz of arrays by argument, text for a Hugging Face model's "
         "tokenizer, module:function that calls the model it is given, or `model` to make them up",
     )
-    sketch.add_argument("--length", type=int, default=128, metavar="N", help="tokens of a piece of text")
+    sketch.add_argument("--length", type=int, metavar="N", help="tokens of a piece of text (default 128)")
     sketch.add_argument(
         "--max-drop", type=float, metavar="SCORE", help="in place of --ratio, with --evaluate"
     )
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (sketch, onnx):
         command.add_argument(
-            "--batch-size", type=int, default=8, metavar="N", help="samples of --data run at once (default 8)"
+            "--batch-size", type=int, metavar="N", help="samples of a file run at once (default 8)"
         )
     onnx.add_argument(
         "--sequential", action="store_true", help="with --data: fit weights one after the other, for longer"
@@ -211,13 +211,28 @@ def _stream(
 def _read_data(options: argparse.Namespace) -> Any:
     """What --data names: arrays, text, batches of a function, or "model"."""
     given = options.data
-    if given is None or given == "model":
-        return given
-    if Path(given).suffix == ".npz":
-        return read_tensors(given, options.batch_size)
-    if Path(given).is_file() or ":" not in given:
-        return read_text(given, options.model, options.length, options.batch_size)
-    return _function(given)
+    of_arrays = given is not None and Path(given).suffix == ".npz"
+    of_text = given not in (None, "model") and (Path(given).is_file() or ":" not in given) and not of_arrays
+    batch_size = _size(options, "batch_size", 8, of_arrays or of_text)
+    length = _size(options, "length", 128, of_text)
+    if of_arrays:
+        return read_tensors(given, batch_size)
+    if of_text:
+        return read_text(given, options.model, length, batch_size)
+    return given if given in (None, "model") else _function(given)
+
+
+def _size(options: argparse.Namespace, name: str, default: int, applies: bool) -> int:
+    """What an option of files says; raises ConfigError if it is given where there is no file of that kind."""
+    given: int | None = getattr(options, name)
+    if given is not None and not applies:
+        what, data = f"--{name.replace('_', '-')} {given}", options.data
+        raise ConfigError(
+            f"{what} is of a file of --data, and there is none"
+            if data is None
+            else f"{what} does not apply to --data {data}"
+        )
+    return default if given is None else given
 
 
 def _read_plan(file: str) -> SketchPlan:
@@ -249,7 +264,8 @@ def _sketch_onnx(options: argparse.Namespace) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         wanted = 'pip install "panther-compile[onnx]"'
         raise ConfigError(f"sketch-onnx needs more packages: {wanted}") from error
-    data = None if options.data is None else read_batches(options.data, options.batch_size)
+    batch_size = _size(options, "batch_size", 8, options.data is not None)
+    data = None if options.data is None else read_batches(options.data, batch_size)
     report = sketch_onnx(
         options.source,
         options.target,

@@ -197,6 +197,20 @@ def test_a_folder_is_streamed_with_data(folder, tmp_path, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--length", "0"], "--length 0 is of a file of --data, and there is none"),
+        (["--batch-size", "4", "--data", "model"], "--batch-size 4 does not apply to --data model"),
+        (["--length", "4", "--data", "test_cli:batches"], "--length 4 does not apply to --data test_cli:bat"),
+        (["--length", "4", "--data", "some.npz"], "--length 4 does not apply to --data some.npz"),
+    ],
+)
+def test_sizes_that_no_data_has_are_told_of(given, says, tmp_path, capsys):
+    assert main(["sketch", "torch.nn:Flatten", str(tmp_path / "out"), *given]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_files_that_are_no_data(folder, tmp_path):
     text = write_text(tmp_path / "text.txt", 40)
     assert [tuple(b["input_ids"].shape) for b in read_text(text, folder, 16, 8)] == [(2, 16)]

@@ -26,6 +26,7 @@ from panther_compile.errors import (
     first_line,
 )
 from panther_compile.factorization.values import check_loaded
+from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
@@ -114,6 +115,7 @@ def export_onnx(
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
     calls = [] if data is None else spread_out(record_calls(model, data))
+    is_sketched = next(outermost(model), None) is not None
     if then == "int8" and rounded_layers(model):
         model = prepare_int8(model, calls or None)
     if then == "int8":
@@ -133,11 +135,18 @@ def export_onnx(
         with saved_copy(program.model, path.parent) as plain:
             if verify:
                 check(plain)
-            return _write_int8(program.model, path, plain if verify else None, example, calls)
+            plain_file = plain if verify else None
+            return _write_int8(program.model, path, plain_file, example, calls, sketched=is_sketched)
 
 
 def _write_int8(
-    model: ir.Model, path: Path, plain: Path | None, example: Call, calls: Sequence[Call]
+    model: ir.Model,
+    path: Path,
+    plain: Path | None,
+    example: Call,
+    calls: Sequence[Call],
+    *,
+    sketched: bool,
 ) -> Closeness | None:
     """Write the products in int8, and run the result beside the file `plain`, if there is one.
 
@@ -147,6 +156,7 @@ def _write_int8(
         plain: holds the model before it is rounded.
         example: the inputs that it was exported with.
         calls: the data.
+        sketched: whether the model is a sketch, so that a larger ratio would help.
     """
     found: list[Closeness] = []
     check_can_round(model)
@@ -162,7 +172,7 @@ def _write_int8(
             feed = {str(one.name): x.numpy(force=True) for one, x in given}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
-            warn_if_destroyed_by_int8(found[0], sketched=True, stacklevel=5)
+            warn_if_destroyed_by_int8(found[0], sketched=sketched, stacklevel=5)
 
     with int8_model(model, path.parent, feeds) as rounded:
         write_model(rounded, path, check=None if plain is None else check)
