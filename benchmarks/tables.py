@@ -1,6 +1,6 @@
-"""Tables of embeddings, which are most of a small encoder: cut by their weights, and fitted to data.
+"""Tables of embeddings, a large part of a small model: cut by their weights, and fitted to data.
 
-    python benchmarks/tables.py minilm e5 [--domains in off]
+    python benchmarks/tables.py minilm e5 smollm2 [--domains in off]
 
 Each row is a call as README has it, one draw, one thread: `sketchify(model, ratio, data=data, include=...)`,
 judged on texts of the benchmarks' own that no fit has seen. Prints the rows of `docs/benchmarks/tables.md`.
@@ -9,7 +9,6 @@ judged on texts of the benchmarks' own that no fit has seen. Prints the rows of 
 import argparse
 import time
 import warnings
-from collections.abc import Sequence
 
 import torch
 from accuracy_models import load_subject
@@ -17,13 +16,16 @@ from torch import nn
 
 import panther_compile as pc
 
-TABLE, BODY = "*word_embeddings", "encoder.*"
-CALLS: tuple[tuple[str, Sequence[str] | None, float], ...] = (
-    ("table", [TABLE], 0.5),
-    ("table", [TABLE], 0.25),
-    ("table and layers", [TABLE, BODY], 0.5),
-    ("table and layers", [TABLE, BODY], 0.75),
-    ("layers", None, 0.5),
+# The table, with the output head that has its weight, and the layers.
+ENCODER = (["*word_embeddings"], ["encoder.*"])
+PARTS = {"minilm": ENCODER, "e5": ENCODER, "smollm2": (["model.embed_tokens", "lm_head"], ["model.layers.*"])}
+CALLS = (
+    ("table", 0.75),
+    ("table", 0.5),
+    ("table", 0.25),
+    ("table and layers", 0.5),
+    ("table and layers", 0.75),
+    ("layers", 0.5),
 )
 
 
@@ -32,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+", choices=("minilm", "e5"))
+    parser.add_argument("models", nargs="+", choices=PARTS)
     parser.add_argument("--domains", nargs="+", choices=("in", "off"), default=["in", "off"])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,8 +46,10 @@ def main() -> None:
         print(f"\n{subject.title}, {numbers(model) / 1e6:.1f} M numbers\n")
         print(f"| sketched | ratio | fitted to | M numbers | of all | {' | '.join(metrics)} | s |")
         print("|---|--:|---|--:|--:|" + "--:|" * len(metrics) + "--:|", flush=True)
-        for what, include, ratio in CALLS:
-            selected = {} if include is None else {"include": include}
+        table, layers = PARTS[name]
+        selections = {"table": table, "table and layers": [*table, *layers], "layers": None}
+        for what, ratio in CALLS:
+            selected = {} if selections[what] is None else {"include": selections[what]}
             data = {domain: subject.calibration(domain, 0) for domain in options.domains}
             fitted = {
                 subject.in_domain if key == "in" else subject.off_domain: one for key, one in data.items()
