@@ -128,6 +128,8 @@ def fit_plan(
     repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, stored=stored)
     sketched = watch(studied.model, chosen)
+    at_once = fit.from_study()
+    put_layers(sketched, at_once)
     fit_in_lockstep(
         watch(studied.model, chosen),
         sketched,
@@ -135,6 +137,7 @@ def fit_plan(
         fit,
         residuals=studied.residuals,
         progress=config.progress,
+        fitted=at_once,
     )
     return fit, sketched
 
@@ -173,7 +176,9 @@ class HeldOut:
             put_layers(sketched, {name: trial(name, ()) for name in chosen})
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]
-            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False)
+            at_once = {name: trial(name, ()) for name in chosen if name in studied.study.shares}
+            put_layers(sketched, at_once)
+            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False, fitted=at_once)
         return sketched
 
     def fitted(self, plan: SketchPlan) -> Side:

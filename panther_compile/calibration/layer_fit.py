@@ -90,6 +90,10 @@ class LayerFit:
             self._share(sharing)
         return self.ready[name][0]
 
+    def from_study(self) -> dict[str, nn.Module]:
+        """The layers that need nothing of what reaches them, by name: tables that others have in common."""
+        return {name: self(name, ()) for name in self.targets if name in self._study.shares}
+
     def _kept(self, names: Sequence[str]) -> dict[str, FittedLayer]:
         """What the folder has, if it has them all."""
         if self._folder is None:

@@ -15,7 +15,7 @@ in the order in which the model's own code calls them, whatever that code is, fo
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -120,6 +120,7 @@ def fit_in_lockstep(
     *,
     residuals: Residuals,
     progress: bool | None,
+    fitted: Iterable[str] = (),
 ) -> list[str]:
     """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
 
@@ -131,15 +132,16 @@ def fit_in_lockstep(
             made at the first call, see `repeated`.
         residuals: see `residuals.find_residuals`.
         progress: whether to show a bar; None shows one on a terminal.
+        fitted: names of layers that are in place already.
 
     Returns:
         The names of the layers that were fitted, in the order in which they were reached.
     """
-    fitted: dict[str, None] = {}
+    done: dict[str, None] = dict.fromkeys(fitted)
     freed = FreedMemory()
 
     def pause(name: str, value: Tensor) -> None:
-        if name not in fitted:
+        if name not in done:
             _current.runner.pause(name, value, residuals.get(name))
 
     def remember(passage: Passage, tensor: Tensor) -> None:
@@ -153,7 +155,7 @@ def fit_in_lockstep(
     pairs = [(_Runner(dense.model, call), _Runner(sketched.model, call)) for call in calls]
     runners = [runner for pair in pairs for runner in pair]
     passages = {residuals[name] for name in sketched.watched if name in residuals}
-    bar = ProgressBar(total=len(dense.watched), desc="fit", progress=progress)
+    bar = ProgressBar(total=len(dense.watched) - len(done), desc="fit", progress=progress)
     with (
         observe(dense.model, passages, remember),
         observe(sketched.model, passages, remember),
@@ -173,14 +175,14 @@ def fit_in_lockstep(
                 if came:
                     sketched.watched[name].layer = fit(name, came)
                 del came
-                fitted[name] = None
+                done[name] = None
                 bar.update()
-                if sketched.watched.keys() <= fitted.keys():  # nothing behind the last layer tells more
+                if sketched.watched.keys() <= done.keys():  # nothing behind the last layer tells more
                     break
                 go_on([runner for runner in waiting if runner.at == name])
         finally:
             _stop(runners)
-    return list(fitted)
+    return list(done)
 
 
 def _stop(runners: Sequence[_Runner]) -> None:

@@ -231,6 +231,9 @@ def _study_group(
             _study_layer(study, group[name], sums, part, by_reader.get(name))
     sets = list(inputs.found(group))
     for name, added in others.items():
+        if group[name].ties and name not in studies[0].shares and (rows := ties.rows(group[name])):
+            reached = studies[0].reached  # its own layer may never be called, as the `shared` of T5
+            reached[name] = max(reached.get(name, 0), rows)
         if name in studies[0].reached:
             _study_other(studies, group[name], added, ties)
     for study in studies:

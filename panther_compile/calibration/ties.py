@@ -7,9 +7,9 @@ An error d_v of the table's row v does as much as the row is used, and where:
 
 for each row that reaches them. A model writes much the tokens that it reads, so one share stands for all
 and the best table of low rank has a closed form (`kinds/table.py`): M is the sum of these G and H, each times
-its scale, and the share of a row the mean of theirs, weighed by the traces of the M. A part of it is alike for
-all rows, as other texts have other tokens. SmolLM2, its table of half the numbers, fitted to 64 pieces of 128
-tokens, perplexity over the dense model's on other topics and on another kind of text:
+its scale, and the share of a row the mean of theirs, weighed by the traces of the M. A part of it is alike
+for all rows, as other texts have other tokens. SmolLM2, its table of half the numbers, fitted to 64 pieces of
+128 tokens, perplexity over the dense model's on other topics and on another kind of text:
 
     alike for all rows           0     .1    .2    .3    .4    .5
     other topics                 1.41  1.37  1.35  1.34  1.34  1.36
@@ -104,8 +104,12 @@ class Ties:
         """Add what reaches a layer; see `LinearView.rows` for the mask."""
         self._sums[name].add(self.views[name].rows(x, kept))
 
+    def rows(self, target: Target) -> int:
+        """How many reach the one of a table's other layers that most do."""
+        return max(self._sums[name].rows for name in target.ties)
+
     def wanted(self, target: Target, reads: TableSums, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The share of each row (V,) and M (D, D), of each row that is read; float64.
+        """The share of each row (V,) and M (D, D), for each row that reaches what most do; float64.
 
         Args:
             target: the table.
@@ -125,7 +129,8 @@ class Ties:
             uses = [use for use in uses if use.is_known]
         else:
             uses = [use.relative(table) for use in uses]
-        metrics = [use.metric * (use.rows / max(1, reads.rows)) for use in uses]
+        most = max(use.rows for use in uses)
+        metrics = [use.metric * (use.rows / most) for use in uses]
         traces = torch.stack([metric.trace() for metric in metrics])
         shares = torch.stack([use.shares for use in uses])
         found = (traces / traces.sum()) @ shares

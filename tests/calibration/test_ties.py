@@ -18,18 +18,24 @@ OPTIONS = {"min_params": 0, "include": "*embed*", "progress": False, "allow_slow
 
 
 class Decodes(nn.Module):
-    """Reads a table twice, by layers of its own, and scores its rows; gradients reach it unless asked."""
+    """Reads a table twice, and scores its rows.
 
-    def __init__(self, *, cut: bool = False) -> None:
+    Args:
+        cut: no gradient reaches any layer.
+        shared: the first layer of the table is never called, as the one of T5 that its halves share.
+    """
+
+    def __init__(self, *, cut: bool = False, shared: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.other_embed = nn.Embedding(V, D), nn.Embedding(V, D)
         self.body, self.embed_head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
         self.other_embed.weight = self.embed_head.weight = self.embed.weight
-        self.cut = cut
+        self.cut, self.shared = cut, shared
 
     def inner(self, ids):
-        h = self.embed(ids) + self.other_embed(ids.flip(1))[:, :4].mean(1, keepdim=True)
+        read = self.other_embed if self.shared else self.embed
+        h = read(ids) + self.other_embed(ids.flip(1))[:, :4].mean(1, keepdim=True)
         return torch.tanh(self.body(h))
 
     def forward(self, ids):
@@ -82,9 +88,9 @@ def test_what_a_head_wants_is_what_its_scores_and_inputs_say():
 
 
 @pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
-@pytest.mark.parametrize("cut", [False, True])
-def test_tied_tables_are_fitted_to_all_their_uses(cut: bool):
-    model, data, others = Decodes(cut=cut).eval(), texts(16), texts(24)[16:]
+@pytest.mark.parametrize("options", [{}, {"cut": True}, {"shared": True}])
+def test_tied_tables_are_fitted_to_all_their_uses(options):
+    model, data, others = Decodes(**options).eval(), texts(16), texts(24)[16:]
     small = pc.sketchify(model, 0.5, data=data, **OPTIONS)
     plain = pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
     row = pc.sketch_report(small).sketched[0]
