@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, fit_whole_to, shifted_bias
 from panther_compile.factorization.gram import gram
+from panther_compile.factorization.metric import among, lower_of, rooted, unrooted
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.whiten import lower_root, root_of, solve
 from panther_compile.kinds.targets import Target
@@ -155,17 +156,21 @@ def writer_losses(coupling: Coupling, left: Tensor, gradient: Tensor, basis: Ten
     Args:
         coupling: the layers.
         left: float64 `(N, m)`, with W S Wᵀ = left leftᵀ, W the writer's weight and S its input's covariance.
-        gradient: weight of errors at its output, float64 `(N, N)`.
+        gradient: weight of errors at its output, float64 `(N, N)`, or its diagonal `(N,)`.
         basis: see `Between`.
     """
     kept = features_kept(coupling)
     if coupling.padded:
-        return _stacked([_tails(torch.linalg.cholesky(gradient).T @ left)], len(kept))
+        return _stacked([_tails(rooted(lower_of(gradient), left))], len(kept))
+    metric, rows = among(gradient, basis), left[basis]
+    outer = lower_of(metric)
+    if outer.dim() == 1:
+        terms = rooted(outer, rows)
+        return _stacked([_tails(terms[:one]) for one in kept], len(kept))
     # The features kept are the first ones: their root is a corner of that of all.
-    root, rows = torch.linalg.cholesky(gradient[basis[:, None], basis]), left[basis]
     terms, tails, before = torch.zeros_like(rows), [], 0
     for one in reversed(kept):
-        terms[:one] += root[before:one, :one].T @ rows[before:one]
+        terms[:one] += outer[before:one, :one].T @ rows[before:one]
         tails.append(_tails(terms[:one]))
         before = one
     tails.reverse()
@@ -217,7 +222,7 @@ def fit_narrow(
         dense, bias = _narrow_writer(target, coupling, basis, kept)
         if gradient is not None:  # of heads T gives other features, whose errors count alike
             places = basis[:kept]
-            gradient = None if coupling.padded else gradient[places][:, places]
+            gradient = None if coupling.padded else among(gradient, places)
     if len(ranks) > 1:
         found = fit_matrix_to(dense, bias, moments, gradient, ranks[1], pivoted=pivoted, dtype=weight.dtype)
     else:
@@ -310,7 +315,7 @@ def _cut_writer(
     if coupling.padded or factors is None:
         return rows, rows, bias, None
     places = between.basis[:kept]
-    metric = None if gradient is None else gradient[places][:, places].double()
+    metric = None if gradient is None else among(gradient, places).double()
     return rows, factors[0][places].double(), bias, metric
 
 
@@ -329,13 +334,15 @@ def _cut_reader(
 
 def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
     """Factors of the best matrix of a rank, where errors count by the metric and M S Mᵀ = spread spreadᵀ."""
-    root = lower_root(torch.eye(len(weight)).to(weight) if metric is None else metric)
-    terms = root.T @ spread
+    if metric is None:
+        metric = torch.ones(len(weight)).to(weight)
+    outer = metric.sqrt() if metric.dim() == 1 else lower_root(metric)
+    terms = rooted(outer, spread)
     if terms.shape[0] <= terms.shape[1]:
         vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)
     else:  # columns of T V are as long as singular values, and orthogonal but for rounding
         vectors = torch.linalg.qr(terms @ torch.linalg.eigh(terms.T @ terms)[1][:, -rank:].flip(1)).Q
-    return torch.linalg.solve_triangular(root.T, vectors, upper=True), vectors.T @ root.T @ weight
+    return unrooted(outer, vectors), vectors.T @ rooted(outer, weight)
 
 
 def narrow_rows(coupling: Coupling, basis: Tensor, kept: int, rows: Tensor) -> Tensor:

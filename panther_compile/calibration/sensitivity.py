@@ -117,10 +117,10 @@ def output_gradients(
 
 
 def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
-    """G, scaled to a mean of 1 and mixed with the identity, and the mean of E[g²] before."""
-    mean = float(gradient.diagonal().mean())
+    """G or its diagonal, scaled to a mean of 1 and mixed with the identity, and the mean of E[g²] before."""
+    mean = float((gradient if gradient.dim() == 1 else gradient.diagonal()).mean())
     weight = SHARE_OF_G / mean * gradient
-    weight.diagonal().add_(1.0 - SHARE_OF_G)
+    (weight if weight.dim() == 1 else weight.diagonal()).add_(1.0 - SHARE_OF_G)
     return weight, mean
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, shifted_bias
 from panther_compile.factorization.gram import gram
+from panther_compile.factorization.metric import lower_of, rooted, unrooted
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.factorization.whiten import Root, output_error
@@ -72,7 +73,7 @@ class Stack:
     Attributes:
         weight: float64 `(Σ Oᵢ, I)`.
         outputs: Oᵢ.
-        roots: Kᵢ, lower triangular, float64 `(Oᵢ, Oᵢ)`; None for the identity.
+        roots: Kᵢ, lower triangular, float64 `(Oᵢ, Oᵢ)`, or its diagonal `(Oᵢ,)`; None for the identity.
     """
 
     weight: Tensor
@@ -90,21 +91,27 @@ class Stack:
 
         Args:
             weights: Wᵢ.
-            metrics: the weights of their errors sᵢ Gᵢ, float64 `(Oᵢ, Oᵢ)`, or None; taken one by one.
+            metrics: the weights of their errors sᵢ Gᵢ, float64 `(Oᵢ, Oᵢ)`, their diagonals `(Oᵢ,)`, or None;
+                taken one by one.
             put: what keeps a Kᵢ.
         """
-        # Kᵢᵀ is what is contiguous.
-        roots = tuple(None if one is None else put(torch.linalg.cholesky(one).T).T for one in metrics)
+        roots = tuple(None if one is None else _root(one, put) for one in metrics)
         dense = [weight.detach().double() for weight in weights]
-        rows = [one if root is None else root.T @ one for root, one in zip(roots, dense, strict=True)]
+        rows = [one if root is None else rooted(root, one) for root, one in zip(roots, dense, strict=True)]
         return cls(torch.cat(rows), tuple(len(one) for one in rows), roots)
 
     def parts(self, left: Tensor) -> tuple[Tensor, ...]:
         """The factors Aᵢ (Oᵢ, r) of the Wᵢ from the left factor (Σ Oᵢ, r) of the stack, float64."""
         return tuple(
-            rows if root is None else torch.linalg.solve_triangular(root.T, rows, upper=True)
+            rows if root is None else unrooted(root, rows)
             for root, rows in zip(self.roots, left.split(self.outputs), strict=True)
         )
+
+
+def _root(metric: Tensor, put: Callable[[Tensor], Tensor]) -> Tensor:
+    """See `lower_of`; Kᵀ is what is contiguous."""
+    found = lower_of(metric)
+    return put(found) if found.dim() == 1 else put(found.T).T
 
 
 def best_of_stack(stack: Stack, moments: Moments, root: Root) -> tuple[Tensor, Tensor]:

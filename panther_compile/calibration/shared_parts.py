@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.calibration.shared_input import Stack, best_of_stack
+from panther_compile.factorization.metric import whole
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.whiten import root_of, term_sizes
 from panther_compile.kinds.targets import Target
@@ -78,7 +79,7 @@ def best_of_parts(
         moments = Moments(covariance, covariance, nothing, nothing, 0, nothing, nothing)
         left, right = best_of_stack(stack, moments, root_of(covariance))
         return term_sizes(left, right, covariance, None), torch.cat(stack.parts(left)), right
-    known = [one for one in metrics if one is not None]
+    known = [whole(one) for one in metrics if one is not None]
     outer = sum(known, torch.zeros_like(total)) if known else torch.eye(len(total)).to(total)
     root = root_of(outer / outer.diagonal().mean())
     values, vectors = torch.linalg.eigh(root.factor.T @ total @ root.factor)

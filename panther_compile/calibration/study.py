@@ -20,6 +20,7 @@ from panther_compile.calibration.sensitivity import output_gradients, weight_of_
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.calibration.ties import Ties, damped
+from panther_compile.factorization.metric import lower_of, rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
 from panther_compile.kinds.kernel_metric import KernelSums
@@ -35,7 +36,7 @@ from panther_compile.shelf import Shelf
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
 BESIDE_SHELF = 1 << 30  # likewise, where all else is on a shelf
-LARGEST_GRADIENT = 8192  # output features, above which errors count alike
+LARGEST_GRADIENT = 8192  # output features, above which errors of two are taken for independent
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Study:
         values: singular values of G^½ W R, float64, descending; of matrices.
         factors: W as left (O, m) and right (m, I), m = min(O, I); the first r of each are the best
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
-        weights: G, float32; missing where no gradient arrives.
+        weights: G, float32, of wide layers its diagonal; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
@@ -185,18 +186,19 @@ def _study_gradients(
     progress: bool | None,
 ) -> None:
     """Add what errors at the outputs of layers do to the result."""
-    small = {name: one for name, one in side.watched.items() if targets[name].outputs <= LARGEST_GRADIENT}
-    views = {name: targets[name].view for name in small} | ties.views
+    wide = {name for name, one in targets.items() if one.outputs > LARGEST_GRADIENT}
+    known = {name: one for name, one in targets.items() if name not in wide or one.view.is_linear}
+    views = {name: one.view for name, one in known.items()} | ties.views
     gradients = output_gradients(
         side.model,
-        small | {name: side.followers[name] for name in ties.views},
+        {name: side.watched[name] if name in known else side.followers[name] for name in views},
         {name: view.channel_dim for name, view in views.items()},
         calls,
         seed=seed,
         logits=logits,
         progress=progress,
         shelf=study.shelf,
-        squares=ties.heads,
+        squares=ties.heads | wide,
     )
     for name in ties.views:
         if name in gradients:
@@ -324,7 +326,7 @@ def _study_reader(
     held = sum(4 * one.covariance.numel() for one in study.between.values())
     if gradient is None or not study.has_room(held + 4 * moments.covariance.numel()):
         return
-    rows = torch.linalg.cholesky(gradient).T @ weight
+    rows = rooted(lower_of(gradient), weight)
     basis = choose_features(coupling, rows, moments.covariance)
     scale = study.sensitivity[coupling.reader]
     narrowed, tails = (scale * one for one in reader_losses(coupling, rows, moments.covariance, basis))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.factorization.balance import balanced
+from panther_compile.factorization.metric import weighed
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
 from panther_compile.factorization.reliability import combinations, reliable_part
@@ -54,7 +55,7 @@ def fit_matrix_to(
         weight: W, `(O, I)`.
         bias: b, `(O,)`, or None.
         moments: of x and z, about the means if there is a bias.
-        gradient: weight of errors at the output, float64 `(O, O)`, or None.
+        gradient: weight of errors at the output, float64 `(O, O)`, its diagonal `(O,)`, or None.
         rank: r.
         pivoted: whether the pivoted form is wanted, or a balanced pair; None leaves the factors as they come,
             which is enough to try them.
@@ -85,7 +86,7 @@ def fit_beside(
     assert down is not None
     anchored = anchored_product(dense, moments)
     if pair.start is None:
-        rows = left.T if gradient is None else left.T @ gradient
+        rows = left.T if gradient is None else weighed(gradient, left).T
         solved = solve(moments.covariance, anchored.T).T  # W C S⁻¹
         right = down = torch.linalg.solve(rows @ left, rows @ solved)
     else:

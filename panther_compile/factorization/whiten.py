@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from panther_compile.factorization.metric import weighed, whole
 from panther_compile.factorization.moments import Moments
 
 _CLAMP = 1e-9  # relative, of eigenvalues
@@ -47,7 +48,7 @@ def best_low_rank(
     Args:
         weight: W, float64 `(O, I)`.
         moments: with x = z.
-        gradient: G, float64 `(O, O)`, or None for the identity.
+        gradient: G, float64 `(O, O)`, its diagonal `(O,)`, or None for the identity.
         rank: r.
     """
     by_outputs = weight.shape[0] <= weight.shape[1]
@@ -64,7 +65,7 @@ def low_rank_solution(
     Args:
         anchored: E[t zᵀ], float64 `(O, I)`.
         covariance: S = E[z zᵀ], float64 `(I, I)`.
-        gradient: G, float64 `(O, O)`, or None for the identity.
+        gradient: G, float64 `(O, O)`, its diagonal `(O,)`, or None for the identity.
         rank: r.
         by_outputs: by Uᵣ, of O rows, in place of Vᵣ, of I.
     """
@@ -75,12 +76,12 @@ def low_rank_solution(
         if gradient is None:
             vectors = torch.linalg.eigh(core)[1][:, -rank:].flip(1)
             return vectors, vectors.T @ solved
-        root = root_of(gradient)
+        root = root_of(whole(gradient))
         vectors = torch.linalg.eigh(root.factor.T @ core @ root.factor)[1][:, -rank:].flip(1)
         return root.inverse.T @ vectors, (vectors.T @ root.factor.T) @ solved
     root = root_of(covariance)
     whitened = anchored @ root.inverse.T  # W C R^-T
-    core = whitened.T @ (whitened if gradient is None else gradient @ whitened)
+    core = whitened.T @ (whitened if gradient is None else weighed(gradient, whitened))
     vectors = torch.linalg.eigh((core + core.T) / 2)[1][:, -rank:].flip(1)
     return whitened @ vectors, vectors.T @ root.inverse
 
@@ -98,9 +99,9 @@ def term_sizes(left: Tensor, right: Tensor, covariance: Tensor, gradient: Tensor
         left: `(O, r)`, of `best_low_rank` where x = z.
         right: `(r, I)`, likewise.
         covariance: S = R Rᵀ, float64 `(I, I)`.
-        gradient: G, float64 `(O, O)`, or None for the identity.
+        gradient: G, float64 `(O, O)`, its diagonal `(O,)`, or None for the identity.
     """
-    outer = left if gradient is None else gradient @ left
+    outer = left if gradient is None else weighed(gradient, left)
     return ((left * outer).sum(0) * (right @ covariance * right).sum(1)).clamp_min(0.0).sqrt()
 
 
@@ -131,7 +132,7 @@ def output_error(
         left: `(O, r)`, a factor of W'.
         right: `(r, I)`, the other.
         moments: of x and z.
-        gradient: G, `(O, O)`, or None for the identity.
+        gradient: G, `(O, O)`, its diagonal `(O,)`, or None for the identity.
     """
     wanted = moments.sample_x @ weight.float().T
     lost = wanted - (moments.sample_z @ right.float().T) @ left.float().T
@@ -141,5 +142,5 @@ def output_error(
         size, rest = wanted.square().sum(), lost.square().sum()
     else:
         metric = gradient.float()
-        size, rest = (wanted @ metric * wanted).sum(), (lost @ metric * lost).sum()
+        size, rest = ((rows * weighed(metric, rows.T).T).sum() for rows in (wanted, lost))
     return float((rest / size.clamp_min(1e-30)).clamp_min(0.0).sqrt())
