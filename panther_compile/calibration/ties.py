@@ -131,17 +131,17 @@ class Ties:
             uses = [use.relative(table) for use in uses]
         most = max(use.rows for use in uses)
         metrics = [use.metric * (use.rows / most) for use in uses]
+        metric = torch.stack(metrics).sum(0)
+        if not float(metric.trace()) > 0.0:  # as where a head is given zeros
+            return reads.shares(), _identity(table)
         traces = torch.stack([metric.trace() for metric in metrics])
-        shares = torch.stack([use.shares for use in uses])
-        found = (traces / traces.sum()) @ shares
-        return (1.0 - ALIKE) * found + ALIKE / len(found), torch.stack(metrics).sum(0)
+        found = (traces / traces.sum()) @ torch.stack([use.shares for use in uses])
+        return (1.0 - ALIKE) * found + ALIKE / len(found), metric
 
 
 def _read(sums: TableSums, gradient: Tensor | None, table: Tensor) -> _Use:
     if gradient is None:
-        identity = _nothing(table)
-        identity.diagonal().fill_(1.0)
-        return _Use(sums.shares(), identity, sums.rows, False)
+        return _Use(sums.shares(), _identity(table), sums.rows, False)
     return _Use(sums.shares(), gradient, sums.rows, True)
 
 
@@ -152,8 +152,11 @@ def _multiplied(sums: _Inputs, squares: Tensor | None, table: Tensor) -> _Use:
     return _Use(squares / squares.sum(), squares.sum() * metric, sums.rows, True)
 
 
+def _identity(table: Tensor) -> Tensor:
+    return torch.eye(table.shape[1], dtype=torch.float64, device=table.device)
+
+
 def _nothing(table: Tensor) -> Tensor:
-    """Zeros (D, D)."""
     return table.new_zeros(table.shape[1], table.shape[1], dtype=torch.float64)
 
 

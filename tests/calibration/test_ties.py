@@ -110,6 +110,14 @@ def test_work_on_tied_tables_is_taken_up_again(tmp_path):
     assert torch.equal(other.embed.codes.weight, anew.embed.codes.weight)
 
 
+def test_a_head_that_is_given_zeros_leaves_the_table_to_its_reads():
+    model, data = Decodes().eval(), texts(4)
+    nn.init.zeros_(model.body.weight)
+    nn.init.zeros_(model.body.bias)
+    small = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    assert bool(small.embed.codes.weight.isfinite().all())
+
+
 def test_a_layer_follows_what_has_its_weight():
     model, data = Decodes().eval(), texts(1)[0]
     sites = tied_sites(model)
