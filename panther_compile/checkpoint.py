@@ -429,7 +429,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], document: SketchDocument
         if isinstance(owner, NarrowLinear) and leaf == "places" and name not in tensors:
             tensors[name] = owner.first_places(device)  # as it was before narrow layers kept them
         if leaf == "trailing":
-            tensors.setdefault(name, buffer)  # likewise; nothing is in it
+            tensors.setdefault(name, buffer.to(device))  # likewise
     # What a model works out for itself, as tables of positions, may be of another size, or not there yet.
     empty = _empty_buffers(model) & set(tensors)
     wanted, given = persistent | set(buffers) | empty, set(tensors)

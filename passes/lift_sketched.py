@@ -176,6 +176,7 @@ def _layer(graph_module: fx.GraphModule, call: _Call) -> SketchedLinear:
         device="meta",
         dtype=call.down.dtype,
     )
+    layer.put_marks_beside(call.down)
     layer.down.weight, layer.up = call.down, up
     return layer.train(up.training)
 

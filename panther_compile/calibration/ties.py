@@ -14,7 +14,7 @@ for all rows, as other texts have other tokens. SmolLM2, its table of half the n
     alike for all rows           0     .1    .2    .3    .4    .5
     other topics                 1.41  1.37  1.35  1.34  1.34  1.36
     another kind                 2.75  2.52  2.38  2.29  2.25  2.26
-    of the identity in H         .3    .1    .03   .01   0             (at .3 alike)
+    of the identity in H         .3    .1    .03   .01   .001          (a third alike)
     other topics                 1.46  1.34  1.32  1.33  1.34
     another kind                 2.80  2.29  2.16  2.18  2.20
 """

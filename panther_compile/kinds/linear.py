@@ -151,6 +151,7 @@ class LinearKind(Kind):
         bias: Tensor | None = other.bias  # type: ignore[assignment]
         spec = layer.sketch_spec() | {"bias": bias is not None}
         twin = type(layer)(**spec, device="meta")
+        twin.put_marks_beside(layer.up.weight)
         twin.down = layer.down
         twin.up.weight = layer.up.weight
         if bias is not None:

@@ -80,7 +80,7 @@ def test_tensors_alone_tell_of_other_pivots(unlike: tuple[nn.Module, nn.Module])
     trailing.load_state_dict(dict(trailing.named_parameters()), strict=False)  # parameters say nothing
 
 
-def test_notes_without_the_empty_tensor_load(unlike: tuple[nn.Module, nn.Module]) -> None:
+def test_notes_without_that_tensor_load(unlike: tuple[nn.Module, nn.Module]) -> None:
     """As they were saved when only the notes told of the pivots."""
     trailing = next(model for model in unlike if starts(model)[0] > 0)
     state = trailing.state_dict()
