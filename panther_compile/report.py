@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther_compile.errors import NoTargetError
-from panther_compile.layers.base import (
-    SketchedLayer,
-    check_weights,
-    keeps_numbers_elsewhere,
-    outermost,
-    stored_tensors,
-)
+from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import holder_of
@@ -358,8 +352,12 @@ def sketch_report(model: nn.Module) -> SketchReport:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers of the modules, each tensor once; see `stored_tensors`."""
-    return list({id(tensor): tensor for module in modules for tensor in stored_tensors(module)}.values())
+    """Parameters and buffers of the modules, each tensor once."""
+    found = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def bytes_of(tensor: Tensor) -> int:

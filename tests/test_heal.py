@@ -249,7 +249,7 @@ def test_only_the_sketched_layers_learn():
     inside = [name for name, module in small.named_modules() if isinstance(module, SketchedLayer)]
     before = state(small)
     for name, tensor in healed.state_dict().items():
-        learns = tensor.is_floating_point() and name.startswith(tuple(f"{layer}." for layer in inside))
+        learns = tensor.numel() > 0 and name.startswith(tuple(f"{layer}." for layer in inside))
         assert torch.equal(tensor, before[name]) is not learns, name
 
 

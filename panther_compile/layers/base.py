@@ -143,7 +143,8 @@ class SketchedLayer(nn.Module):
     @property
     def stored_numbers(self) -> int:
         """Numbers this layer stores: parameters and buffers."""
-        return sum(tensor.numel() for tensor in stored_tensors(self))
+        tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
+        return sum(tensor.numel() for tensor in tensors)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Note the spec beside torch's version number: layers of two specs may be alike in all shapes."""
@@ -170,39 +171,40 @@ class SketchedLayer(nn.Module):
                 )
             del state_dict[prefix + name]
         self._check_spec(prefix, local_metadata.get("sketch_spec"))
-        self._check_slice(state_dict, prefix, is_known="sketch_spec" in local_metadata)
+        self._check_slice(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def _pivot_at(self, start: int, device: torch.device | str | None) -> None:
-        """Note where the slice of pivots begins; a tensor that means nothing else tells of the trailing one.
+        """Note where the slice of pivots begins; an empty tensor tells of the trailing one.
 
-        Factors of either are alike in all shapes, and a file may hold tensors alone. It is of one byte, as
-        tools take all empty tensors for one; beside factors without data it is on the CPU.
+        Factors of either are alike in all shapes, and a file may hold tensors alone. There is nothing to fill
+        in it: it is made where there is data, on the CPU beside factors without.
         """
         self.start = start
         if start:
             place = None if device is None or torch.device(device).type == "meta" else device
-            self.register_buffer(_TRAILING, torch.ones(1, dtype=torch.uint8, device=place))
+            self.register_buffer(_TRAILING, torch.empty(0, dtype=torch.uint8, device=place))
 
     def put_marks_beside(self, factor: Tensor) -> None:
         """Have the tensor of `_pivot_at` where a factor is that was put into the layer."""
         if (mark := self._buffers.get(_TRAILING)) is not None:
             self._buffers[_TRAILING] = mark.to(factor.device)
 
-    def _check_slice(self, state_dict: dict[str, Any], prefix: str, *, is_known: bool) -> None:
+    def _check_slice(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Refuse factors whose pivots are said to be the trailing inputs, where they are not.
 
-        Factors that say nothing are what is said of them elsewhere, if it is, or parameters alone.
+        Where nothing is said that tells nothing: parameters may be given alone, and `accelerate` writes of
+        all empty tensors the first.
         """
         name, here = prefix + _TRAILING, self._buffers.get(_TRAILING)
-        if name in state_dict and here is None:
+        if here is not None:
+            state_dict.setdefault(name, here)
+        elif name in state_dict:
             raise CheckpointMismatchError(
                 f"{prefix[:-1] or type(self).__name__}: these factors are of another sketch, whose pivots "
                 "are the trailing inputs, here the leading ones: load them by load_sketched, or into a "
                 "sketch of the same weights"
             )
-        if is_known and here is not None:
-            state_dict.setdefault(name, here)
 
     def _check_spec(self, prefix: str, saved: Spec | None) -> None:
         """Refuse factors that were saved by a layer of another spec; one that is not known passes."""
@@ -235,12 +237,6 @@ def _short(value: object) -> str:
 
 _TRAILING = "trailing"
 _DENSE_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight")
-
-
-def stored_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module, each once, but for marks of sketched layers, see `_pivot_at`."""
-    marks = {id(one._buffers.get(_TRAILING)) for one in module.modules() if isinstance(one, SketchedLayer)}
-    return [*module.parameters(), *(one for one in module.buffers() if id(one) not in marks)]
 
 
 def outermost(module: nn.Module, seen: set[int] | None = None) -> Iterator[SketchedLayer]:

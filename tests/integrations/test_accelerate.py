@@ -41,7 +41,7 @@ def test_what_it_cannot_take_is_refused_by_name(ranks):
 
 
 def test_a_saved_sketch_loads_strictly_and_not_into_another(tmp_path):
-    """Of tensors that share memory, as all empty ones do to it, accelerate writes one."""
+    """accelerate writes of all empty tensors the first, as if they shared memory."""
 
     def sketch_of(seed):
         torch.manual_seed(seed)
