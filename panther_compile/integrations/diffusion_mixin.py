@@ -51,7 +51,7 @@ def _from_config(cls: Any, config: Any = None, *args: Any, **options: Any) -> An
 
 
 def _initialize(layer: nn.Module, device: torch.device) -> None:
-    if next(layer.buffers(), None) is not None:
+    if any(buffer.numel() for buffer in layer.buffers()):
         raise CheckpointError(
             f"from_config of a sketch with a {type(layer).__name__}: a config does not tell its buffers, as "
             "which features narrow layers keep; use from_pretrained, or sketch with narrow=False"
