@@ -8,10 +8,10 @@ from torch.testing import assert_close
 import panther_compile as pc
 from panther_compile.calibration import study
 from panther_compile.factorization.fit_matrix import fit_beside, fit_matrix_to
-from panther_compile.factorization.metric import among, lower_of, rooted, unrooted, weighed, whole
+from panther_compile.factorization.metric import among, rooted, unrooted, weighed, whole
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.factorization.pivot import from_pivoted
-from panther_compile.factorization.whiten import best_low_rank, output_error, term_sizes
+from panther_compile.factorization.whiten import best_low_rank, lower_root, output_error, term_sizes
 
 O, I = 12, 8  # noqa: E741
 
@@ -28,8 +28,8 @@ def diagonal() -> torch.Tensor:
 def test_each_use(diagonal: torch.Tensor) -> None:
     matrix, x, places = torch.diag(diagonal), drawn(O, 3), torch.tensor([4, 0, 7])
     assert_close(weighed(diagonal, x), weighed(matrix, x))
-    assert_close(rooted(lower_of(diagonal), x), rooted(lower_of(matrix), x))
-    assert_close(unrooted(lower_of(diagonal), x), unrooted(lower_of(matrix), x))
+    assert_close(rooted(lower_root(diagonal), x), rooted(lower_root(matrix), x))
+    assert_close(unrooted(lower_root(diagonal), x), unrooted(lower_root(matrix), x))
     assert_close(torch.diag(among(diagonal, places)), among(matrix, places))
     assert_close(whole(diagonal), matrix)
 

@@ -19,7 +19,6 @@ from panther_compile.calibration.held_out import (
     HeldOut,
     Studied,
     fit_plan,
-    put_layers,
 )
 from panther_compile.calibration.inputs import LEAST
 from panther_compile.calibration.residuals import find_residuals
@@ -32,6 +31,7 @@ from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
+from panther_compile.models.watched import put_layers
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling
 from panther_compile.planning.recipe import follow_couplings

@@ -19,12 +19,12 @@ from panther_compile.calibration.held_out import (
     HeldOut,
     Studied,
     chosen_targets,
-    put_layers,
 )
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.parts import sketch_parts
 from panther_compile.kinds.targets import Target, most_are, watch
+from panther_compile.models.watched import put_layers
 from panther_compile.planning.plan import make_plan
 from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.planning.ways import Allocation

@@ -22,7 +22,7 @@ from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
-from panther_compile.models.watched import Arrival, Side
+from panther_compile.models.watched import Arrival, Side, put_layers
 from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
 from panther_compile.records import NEVER_REACHED, Cached, Fitted, SketchPlan
@@ -128,8 +128,6 @@ def fit_plan(
     repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, stored=stored)
     sketched = watch(studied.model, chosen)
-    at_once = fit.from_study()
-    put_layers(sketched, at_once)
     fit_in_lockstep(
         watch(studied.model, chosen),
         sketched,
@@ -137,7 +135,7 @@ def fit_plan(
         fit,
         residuals=studied.residuals,
         progress=config.progress,
-        fitted=at_once,
+        ready=fit.from_study(),
     )
     return fit, sketched
 
@@ -177,8 +175,7 @@ class HeldOut:
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]
             at_once = {name: trial(name, ()) for name in chosen if name in studied.study.shares}
-            put_layers(sketched, at_once)
-            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False, fitted=at_once)
+            fit_in_lockstep(dense, sketched, calls, trial, residuals={}, progress=False, ready=at_once)
         return sketched
 
     def fitted(self, plan: SketchPlan) -> Side:
@@ -280,12 +277,6 @@ class Trial:
         layer = target.build(FittedPair(left, right, None, bias, 0.0))
         self._study.put_module(layer)
         return layer
-
-
-def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:
-    """Put layers, by name, where those of a watched model are."""
-    for name, layer in layers.items():
-        side.watched[name].layer = layer
 
 
 def chosen_targets(plan: SketchPlan, targets: Mapping[str, Target]) -> dict[str, Target]:

@@ -18,7 +18,6 @@ from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, fit_beside, fit_matrix_to
 from panther_compile.factorization.moments import Moments, MomentSums
-from panther_compile.kinds.embedding import TableView
 from panther_compile.kinds.targets import Target
 from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import SketchedLayer
@@ -118,7 +117,6 @@ class LayerFit:
             layer, error = self._matrix(target, choice, moments, view.metric(weight))
             rows = moments.rows
         elif name in self._study.shares:
-            assert isinstance(view, TableView)
             layer, error = view.fit_shares(self._study.shares[name], weight, choice.rank)
             rows = self._study.reached[name]
         else:

@@ -15,7 +15,8 @@ in the order in which the model's own code calls them, whatever that code is, fo
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeGuard
 
 import torch
@@ -25,7 +26,7 @@ from panther_compile.calibration.residuals import Passage, Residuals, observe
 from panther_compile.freed_memory import FreedMemory
 from panther_compile.models.batches import Call
 from panther_compile.models.surroundings import generator_states, swap_generators
-from panther_compile.models.watched import Arrival, Side
+from panther_compile.models.watched import Arrival, Side, put_layers
 from panther_compile.reporting.progress import ProgressBar
 
 Fit = Callable[[str, Sequence[Arrival]], nn.Module]
@@ -120,7 +121,7 @@ def fit_in_lockstep(
     *,
     residuals: Residuals,
     progress: bool | None,
-    fitted: Iterable[str] = (),
+    ready: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> list[str]:
     """Fit every watched layer that the data reaches; the sketched side then holds what was fitted.
 
@@ -132,12 +133,13 @@ def fit_in_lockstep(
             made at the first call, see `repeated`.
         residuals: see `residuals.find_residuals`.
         progress: whether to show a bar; None shows one on a terminal.
-        fitted: names of layers that are in place already.
+        ready: layers, by name, that need nothing of what reaches them; they are put in place first.
 
     Returns:
         The names of the layers that were fitted, in the order in which they were reached.
     """
-    done: dict[str, None] = dict.fromkeys(fitted)
+    done: dict[str, None] = dict.fromkeys(ready)
+    put_layers(sketched, ready)
     freed = FreedMemory()
 
     def pause(name: str, value: Tensor) -> None:

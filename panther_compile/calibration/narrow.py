@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, fit_whole_to, shifted_bias
 from panther_compile.factorization.gram import gram
-from panther_compile.factorization.metric import among, lower_of, rooted, unrooted
+from panther_compile.factorization.metric import among, rooted, unrooted
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.whiten import lower_root, root_of, solve
 from panther_compile.kinds.targets import Target
@@ -161,9 +161,9 @@ def writer_losses(coupling: Coupling, left: Tensor, gradient: Tensor, basis: Ten
     """
     kept = features_kept(coupling)
     if coupling.padded:
-        return _stacked([_tails(rooted(lower_of(gradient), left))], len(kept))
+        return _stacked([_tails(rooted(lower_root(gradient), left))], len(kept))
     metric, rows = among(gradient, basis), left[basis]
-    outer = lower_of(metric)
+    outer = lower_root(metric)
     if outer.dim() == 1:
         terms = rooted(outer, rows)
         return _stacked([_tails(terms[:one]) for one in kept], len(kept))
@@ -336,7 +336,7 @@ def _truncated(weight: Tensor, spread: Tensor, metric: Tensor | None, rank: int)
     """Factors of the best matrix of a rank, where errors count by the metric and M S Mᵀ = spread spreadᵀ."""
     if metric is None:
         metric = torch.ones(len(weight)).to(weight)
-    outer = metric.sqrt() if metric.dim() == 1 else lower_root(metric)
+    outer = lower_root(metric)
     terms = rooted(outer, spread)
     if terms.shape[0] <= terms.shape[1]:
         vectors = torch.linalg.eigh(terms @ terms.T)[1][:, -rank:].flip(1)

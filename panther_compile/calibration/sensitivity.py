@@ -116,11 +116,11 @@ def output_gradients(
     return {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()}
 
 
-def weight_of_errors(gradient: Tensor) -> tuple[Tensor, float]:
+def weight_of_errors(gradient: Tensor, share: float = SHARE_OF_G) -> tuple[Tensor, float]:
     """G or its diagonal, scaled to a mean of 1 and mixed with the identity, and the mean of E[g²] before."""
     mean = float((gradient if gradient.dim() == 1 else gradient.diagonal()).mean())
-    weight = SHARE_OF_G / mean * gradient
-    (weight if weight.dim() == 1 else weight.diagonal()).add_(1.0 - SHARE_OF_G)
+    weight = share / mean * gradient
+    (weight if weight.dim() == 1 else weight.diagonal()).add_(1.0 - share)
     return weight, mean
 
 

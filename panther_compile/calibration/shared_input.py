@@ -23,10 +23,10 @@ from torch import Tensor
 
 from panther_compile.factorization.fit_matrix import FittedPair, fit_matrix_to, shifted_bias
 from panther_compile.factorization.gram import gram
-from panther_compile.factorization.metric import lower_of, rooted, unrooted
+from panther_compile.factorization.metric import rooted, unrooted
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
-from panther_compile.factorization.whiten import Root, output_error
+from panther_compile.factorization.whiten import Root, lower_root, output_error
 from panther_compile.kinds.targets import Target
 
 MOST_WITH_PAIRS = 4  # layers of a group whose pairs are tried too
@@ -109,8 +109,8 @@ class Stack:
 
 
 def _root(metric: Tensor, put: Callable[[Tensor], Tensor]) -> Tensor:
-    """See `lower_of`; Kᵀ is what is contiguous."""
-    found = lower_of(metric)
+    """See `lower_root`; Kᵀ is what is contiguous."""
+    found = lower_root(metric)
     return put(found) if found.dim() == 1 else put(found.T).T
 
 

@@ -20,9 +20,9 @@ from panther_compile.calibration.sensitivity import output_gradients, weight_of_
 from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.calibration.ties import Ties, damped
-from panther_compile.factorization.metric import lower_of, rooted
+from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
-from panther_compile.factorization.whiten import best_low_rank, root_of, term_sizes
+from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
@@ -326,7 +326,7 @@ def _study_reader(
     held = sum(4 * one.covariance.numel() for one in study.between.values())
     if gradient is None or not study.has_room(held + 4 * moments.covariance.numel()):
         return
-    rows = rooted(lower_of(gradient), weight)
+    rows = rooted(lower_root(gradient), weight)
     basis = choose_features(coupling, rows, moments.covariance)
     scale = study.sensitivity[coupling.reader]
     narrowed, tails = (scale * one for one in reader_losses(coupling, rows, moments.covariance, basis))

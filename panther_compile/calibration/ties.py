@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from panther_compile.calibration.sensitivity import SHARE_OF_G
+from panther_compile.calibration.sensitivity import SHARE_OF_G, weight_of_errors
 from panther_compile.factorization.gram import gram
 from panther_compile.kinds.table import TableSums, rows_with
 from panther_compile.kinds.targets import Target
 from panther_compile.kinds.view import LinearView
 
 ALIKE = 0.25  # of the shares is the same for all rows
-OF_INPUTS = 0.03  # of the identity in H: unlike G it is no estimate of few projections
+SHARE_OF_H = 0.97  # the rest is the identity: unlike G it is no estimate of few projections
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def _read(sums: TableSums, gradient: Tensor | None, table: Tensor) -> _Use:
 
 
 def _multiplied(sums: _Inputs, squares: Tensor | None, table: Tensor) -> _Use:
-    metric = damped(sums.total / sums.rows, OF_INPUTS) if sums.rows else sums.total
+    metric = damped(sums.total / sums.rows, SHARE_OF_H) if bool(sums.total.any()) else sums.total
     if squares is None:
         return _Use(metric.new_full((len(table),), 1 / len(table)), metric, sums.rows, False)
     return _Use(squares / squares.sum(), squares.sum() * metric, sums.rows, True)
@@ -160,9 +160,7 @@ def _nothing(table: Tensor) -> Tensor:
     return table.new_zeros(table.shape[1], table.shape[1], dtype=torch.float64)
 
 
-def damped(metric: Tensor, identity: float = 1.0 - SHARE_OF_G) -> Tensor:
-    """Mixed with so much of the identity of its trace, as the weights of errors of all layers are."""
-    mean = float(metric.diagonal().mean())
-    mixed = (1.0 - identity) * metric
-    mixed.diagonal().add_(identity * mean)
-    return mixed
+def damped(metric: Tensor, share: float = SHARE_OF_G) -> Tensor:
+    """So much of a metric, mixed with the identity as the weights of errors of all layers are."""
+    weight, mean = weight_of_errors(metric, share)
+    return mean * weight

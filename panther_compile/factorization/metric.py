@@ -10,18 +10,13 @@ def weighed(metric: Tensor, x: Tensor) -> Tensor:
     return metric[:, None] * x if metric.dim() == 1 else metric @ x
 
 
-def lower_of(metric: Tensor) -> Tensor:
-    """K of G = K Kᵀ, lower triangular (O, O), or its diagonal (O,); float64."""
-    return metric.sqrt() if metric.dim() == 1 else torch.linalg.cholesky(metric)
-
-
 def rooted(root: Tensor, x: Tensor) -> Tensor:
-    """Kᵀ x, of x (O, n)."""
+    """Kᵀ x, of x (O, n), from K of G = K Kᵀ, lower triangular (O, O), or its diagonal (O,)."""
     return root[:, None] * x if root.dim() == 1 else root.T @ x
 
 
 def unrooted(root: Tensor, x: Tensor) -> Tensor:
-    """K⁻ᵀ x, of x (O, n)."""
+    """K⁻ᵀ x, likewise."""
     if root.dim() == 1:
         return x / root[:, None]
     return torch.linalg.solve_triangular(root.T, x, upper=True)

@@ -106,7 +106,12 @@ def term_sizes(left: Tensor, right: Tensor, covariance: Tensor, gradient: Tensor
 
 
 def lower_root(matrix: Tensor) -> Tensor:
-    """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular."""
+    """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular.
+
+    Of the diagonal (n,) of a diagonal matrix, that of L.
+    """
+    if matrix.dim() == 1:
+        return matrix.sqrt()
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if not int(failed):
         return factor

@@ -79,7 +79,7 @@ class TableView(LinearView):
     def fit_shares(
         self, shares: Tensor, gradient: Tensor | None, rank: int
     ) -> tuple[SketchedEmbedding, float]:
-        """The best table of a rank where each row counts so much (V,), and its relative error; see `fit`."""
+        """See `LinearView`."""
         left, right, error = fit_table(self.layer.weight, shares, gradient, rank)
         return SketchedEmbedding.from_factors(left, right, self.layer), error
 

@@ -101,3 +101,7 @@ class LinearView(ABC):
             ridge: on second moments, of their mean power.
         """
         raise AssertionError("a matrix is fitted from moments")
+
+    def fit_shares(self, shares: Tensor, gradient: Tensor | None, rank: int) -> tuple[SketchedLayer, float]:
+        """The best table of a rank where each row counts so much (V,), and its relative error; see `fit`."""
+        raise AssertionError("only a table has rows that are read by number")

@@ -173,6 +173,12 @@ class Side:
                 one.on_input = one.on_output = None
 
 
+def put_layers(side: Side, layers: Mapping[str, nn.Module]) -> None:
+    """Put layers, by name, where those of a watched model are."""
+    for name, layer in layers.items():
+        side.watched[name].layer = layer
+
+
 def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A copy of the module tree in eval mode that shares what no run changes, with modules replaced.
 
