@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import panther_compile as pc
+from panther_compile.calibration import study
+from panther_compile.layers.linear import SketchedLinear
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -54,6 +56,48 @@ def test_sketched_there_it_is_as_close(name, with_data):
         assert {one.device.type for one in small.state_dict().values()} == {device}
         found[device] = distance(small, there, data[5:])
     assert 0 < found[DEVICE] < 1.1 * found["cpu"] + 1e-3
+
+
+class Speaker(nn.Module):
+    """A table, layers, and a head whose weight is the table's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(60, 24)
+        self.layers = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 60, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(self.norm(x + self.layers(x)))
+
+
+@pytest.mark.parametrize("include", [["table", "head"], ["table", "head", "layers.*"], ["layers.*"]])
+@pytest.mark.parametrize("wide", [False, True])
+def test_tables_and_wide_layers_there(include, wide, monkeypatch):
+    if wide:
+        monkeypatch.setattr(study, "LARGEST_GRADIENT", 40)
+    torch.manual_seed(0)
+    dense, found = Speaker().eval(), {}
+    data = [torch.randint(0, 60, (4, 12)).clamp(max=40) for _ in range(10)]
+    for device in ("cpu", DEVICE):
+        there = copy.deepcopy(dense).to(device)
+        small = pc.sketchify(there, 0.5, data=data[:8], include=include, **SKETCH)
+        assert {one.device.type for one in small.state_dict().values()} == {device}
+        found[device] = distance(small, there, data[8:])
+    assert 0 < found[DEVICE] < 1.1 * found["cpu"] + 1e-3
+
+
+def test_state_dicts_of_trailing_pivots_there():
+    layers = [SketchedLinear(32, 16, 6, form="pivoted", start=start).to(DEVICE) for start in (0, 26)]
+    leading, trailing = layers
+    state = trailing.state_dict()
+    assert state["trailing"].device.type == DEVICE
+    with pytest.raises(pc.errors.CheckpointMismatchError, match="the trailing inputs"):
+        leading.load_state_dict(dict(state))
+    trailing.load_state_dict(dict(state))
 
 
 def test_half_types():

@@ -89,21 +89,21 @@ def find_residuals(side: Side, calls: Sequence[Call]) -> dict[str, Passage]:
 
 def _residuals_of(side: Side, call: Call) -> dict[str, Passage | None]:
     """The same in one batch, of every layer that it reaches."""
-    recent: dict[int, tuple[Passage, Tensor]] = {}  # holds the tensors, so that no address is used again
-    entered: dict[str, list[tuple[Passage, Tensor]]] = {}
+    recent: dict[int, _Sighting] = {}  # holds the tensors, so that no address is used again
+    entered: dict[str, list[_Sighting]] = {}
     pending: dict[str, _Pending] = {}
     found: dict[str, Passage] = {}
 
     def see(passage: Passage, tensor: Tensor) -> None:
-        if id(tensor) not in recent:
+        known = recent.pop(id(tensor), None) is not None
+        sighting = recent[id(tensor)] = _Sighting(passage, tensor, _probe(tensor))
+        if not known:
             for name, one in list(pending.items()):
-                source = one.source_of(tensor)
+                source = one.source_of(sighting)
                 if source is not None:
                     found[name] = source
                 if source is not None or one.looks == 0:
                     del pending[name]
-        recent.pop(id(tensor), None)
-        recent[id(tensor)] = passage, tensor
 
     def enter(name: str, x: Tensor) -> None:
         if x.numel():  # an expert may be called with no token
@@ -111,9 +111,9 @@ def _residuals_of(side: Side, call: Call) -> dict[str, Passage | None]:
 
     def leave(name: str, out: Tensor) -> Tensor:
         if name in entered:
-            alike = [(at, s) for at, s in entered[name] if s.shape == out.shape and s.dtype == out.dtype]
+            alike = [one for one in entered[name] if _are_alike(one.tensor, out)]
             if name not in found and name not in pending and alike:
-                pending[name] = _Pending(out, alike[:_CANDIDATES], _LOOKS)
+                pending[name] = _Pending(out, _probe(out), alike[:_CANDIDATES], _LOOKS)
             entered[name] = []
         return out
 
@@ -122,23 +122,42 @@ def _residuals_of(side: Side, call: Call) -> dict[str, Passage | None]:
     return {name: found.get(name) for name in entered}
 
 
+@dataclass(frozen=True, slots=True)
+class _Sighting:
+    """A tensor, where it was last seen, and its first numbers."""
+
+    passage: Passage
+    tensor: Tensor
+    probe: Tensor
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    """The first numbers of a tensor, on the CPU: to look at them must not wait for a GPU each time."""
+    return tensor.flatten()[:_PROBE].cpu()
+
+
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 @dataclass(slots=True)
 class _Pending:
     """The output of a layer, the tensors that it may be added to, and how often the sum is looked for."""
 
     out: Tensor
-    candidates: list[tuple[Passage, Tensor]]
+    probe: Tensor
+    candidates: list[_Sighting]
     looks: int
 
-    def source_of(self, total: Tensor) -> Passage | None:
-        if total is self.out or total.shape != self.out.shape or total.dtype != self.out.dtype:
+    def source_of(self, total: _Sighting) -> Passage | None:
+        if total.tensor is self.out or not _are_alike(total.tensor, self.out):
             return None
         self.looks -= 1
-        probe = slice(0, _PROBE)
-        out, wanted = self.out.flatten()[probe], total.flatten()[probe]
-        for passage, source in self.candidates:
-            if torch.equal(out + source.flatten()[probe], wanted) and torch.equal(self.out + source, total):
-                return passage
+        for source in self.candidates:
+            if torch.equal(self.probe + source.probe, total.probe) and torch.equal(
+                self.out + source.tensor, total.tensor
+            ):
+                return source.passage
         return None
 
 
