@@ -400,8 +400,9 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
     numbers = sum(tensor.numel() for tensor in (*plain.parameters(), *plain.buffers()))
     if isinstance(old, SketchedLayer):
         numbers = old.dense_numbers
-    elif OF_CLASS in vars(old) and new.bias is None:  # then the module around it has the bias
-        numbers -= 0 if old.bias is None else old.bias.numel()  # type: ignore[operator, union-attr]
+    elif OF_CLASS in vars(old) and getattr(new, "bias", None) is None:  # the module around it has the bias
+        bias = getattr(old, "bias", None)
+        numbers -= 0 if bias is None else bias.numel()
     old_weight, new_weight = getattr(plain, "weight", None), getattr(new, "weight", None)
     found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
     if numbers != new.dense_numbers or found != wanted:

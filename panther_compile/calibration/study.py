@@ -147,7 +147,7 @@ def study_layers(
     if like is None:
         like = Study(shelf=shelf)
         _study_gradients(like, side, targets, ties, calls, seed=seed, logits=logits, progress=progress)
-    reached: dict[str, int] = {}
+    reached = {name: like.reached[name] for name in like.shares}  # as the ties had it
     power: dict[str, float] = {}
     studies = [
         Study(
@@ -438,7 +438,8 @@ def _moments(
             if not len(rows):  # of an expert that no token is routed to
                 return
             check_rows(rows, name, call)
-            study.reached[name] = study.reached.get(name, 0) + len(rows)
+            if name not in study.shares:
+                study.reached[name] = study.reached.get(name, 0) + len(rows)
             inputs.see(place, name, x)
             if not targets[name].view.is_matrix:
                 sums_of = others.get(name)

@@ -44,7 +44,7 @@ from panther_compile.integrations.conversions import keep_apart, without_sketche
 from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
-from panther_compile.layers.own_weights import OwnWeight
+from panther_compile.layers.own_weights import OneLayer, OwnWeight
 from panther_compile.models.substitute import replace_inside
 from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
@@ -265,13 +265,21 @@ def _tied_to(model: Any, new: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, 
     """Sketched layers for heads that are tied to a sketched table, where the saved model had none."""
     tied: dict[nn.Module, nn.Module] = {}
     for other, first in getattr(model, "all_tied_weights_keys", {}).items():
-        (table, leaf), (layer, own) = owner_of(model, first), owner_of(model, other)
-        if leaf != "weight" or own != "weight" or layer in new or not isinstance(table, nn.Embedding):
+        table, layer = _owner_of_weight(model, first), _owner_of_weight(model, other)
+        if layer is None or layer in new or not isinstance(table, nn.Embedding):
             continue
         kind, sketched = find_kind(table), new.get(table)
         if kind is not None and isinstance(sketched, SketchedLayer) and kind.can_share(table, layer):
             tied[layer] = kind.share(sketched, layer)
     return tied
+
+
+def _owner_of_weight(model: nn.Module, name: str) -> nn.Module | None:
+    """The layer of a weight, or that which stands for it; None if it has another name."""
+    owner, leaf = owner_of(model, name)
+    if leaf != "weight":
+        return None
+    return owner.weight.layer if isinstance(owner.weight, OneLayer) else owner
 
 
 _OWN_TIES = "_panther_dense_ties"  # what a model had of its own to say of ties, before it was sketched

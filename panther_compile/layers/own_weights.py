@@ -3,6 +3,7 @@
     torch.bmm(x, self.w1)            w1 (n, I, O) as n linear layers: `Matrices`
     F.linear(x[rows], self.w2[e])    w2 (n, O, I) likewise
     super().forward(pad(x))          the weight of a convolution as one: `Kernel`
+    super().forward(ids) * self.s    the weight of an embedding as one: `Table`
     x @ self.w                       w (I, O) as a linear layer: `Matrix`
     F.linear(x, self.w, self.b)      w (O, I) likewise, with its bias
 
@@ -24,10 +25,10 @@ from panther_compile.errors import FactoredWeightError
 from panther_compile.layers.factor import Factor, StandsForWeight, of_values
 from panther_compile.layers.lazy_weight import REFUSED
 from panther_compile.layers.matrix_stacks import parts_of_stack, stack_of_parts
-from panther_compile.layers.weight_products import KernelFactor, MatrixFactor
+from panther_compile.layers.weight_products import KernelFactor, MatrixFactor, TableFactor
 
 _WRITTEN = ("data", "grad", "requires_grad")
-_DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,9 @@ class OneLayer(OwnWeight):
         self.layer, self.bias_name = layer, bias
         setattr(self.layer, OF_CLASS, type(module))
         given = None if bias is None else module._parameters[bias]
-        self.layer._parameters |= {"weight": weight, "bias": given}
+        self.layer._parameters["weight"] = weight
+        if given is not None:
+            self.layer._parameters["bias"] = given
         self.__dict__["given_bias"] = given  # not registered: it is the module's
 
     def dense(self) -> nn.Parameter | None:
@@ -204,7 +207,7 @@ class OneLayer(OwnWeight):
 
     def stay_in(self, module: nn.Module) -> None:
         """See `OwnWeight`; the bias, as it was fitted, is the module's again, which passes it."""
-        bias: Any = self.layer.bias
+        bias: Any = None if self.bias_name is None else self.layer.bias
         if bias is not None:
             assert self.bias_name is not None
             module._parameters[self.bias_name] = bias
@@ -244,6 +247,30 @@ class Kernel(OneLayer):
     def factor(self) -> Factor:
         """See `OwnWeight`."""
         return KernelFactor(self.layer, self.given_bias)
+
+
+class Table(OneLayer):
+    """The weight of an embedding, as one.
+
+    Args:
+        table: a subclass of nn.Embedding.
+    """
+
+    def __init__(self, table: nn.Embedding) -> None:
+        layer = nn.utils.skip_init(
+            nn.Embedding,
+            table.num_embeddings,
+            table.embedding_dim,
+            table.padding_idx,
+            scale_grad_by_freq=table.scale_grad_by_freq,
+            sparse=table.sparse,
+            device="meta",
+        )
+        super().__init__(table, layer, table._parameters["weight"], None)
+
+    def factor(self) -> Factor:
+        """See `OwnWeight`."""
+        return TableFactor(self.layer)
 
 
 class Matrix(OneLayer):

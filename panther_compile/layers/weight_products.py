@@ -1,4 +1,4 @@
-"""Products with matrices of a stack, and with the kernel of a convolution, as calls of layers."""
+"""Products with matrices of a stack or the kernel of a convolution, and look-ups, as calls of layers."""
 
 # n matrices, T rows, I in_features, O out_features
 import operator
@@ -126,6 +126,27 @@ class KernelFactor(Factor):
         return self.like() + 0
 
 
+class TableFactor(Factor):
+    """The weight of an embedding.
+
+    Args:
+        layer: an embedding.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.shape, self.ndim = torch.Size((layer.num_embeddings, layer.embedding_dim)), 2
+
+    def like(self) -> Tensor:
+        """See `Factor`."""
+        weight: Tensor = self.layer.weight
+        return weight
+
+    def values(self) -> Tensor:
+        """See `Factor`."""
+        return self.like() + 0
+
+
 def _is_place(key: Any) -> bool:
     """Whether a key is the number of one matrix, whose value can be read."""
     if not isinstance(key, Tensor):
@@ -229,6 +250,22 @@ def _convolution(
     return out + bias.to(out.dtype).view(-1, *(1,) * axes)
 
 
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if not isinstance(weight, TableFactor) or max_norm is not None:
+        return None
+    layer: Any = weight.layer
+    options = layer.padding_idx, layer.scale_grad_by_freq, layer.sparse
+    return weight.product(layer, input) if options == (padding_idx, scale_grad_by_freq, sparse) else None
+
+
 def _each(value: Any, axes: int) -> tuple[int, ...]:
     if not isinstance(value, tuple | list):
         return (operator.index(value),) * axes
@@ -253,3 +290,4 @@ MatrixFactor.products = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm), _added),
 }
 KernelFactor.products = dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution)
+TableFactor.products = {F.embedding: _embedding}

@@ -3,18 +3,20 @@
 Before:
     experts: Llama4TextExperts      gate_up_proj: Parameter (E, H, 2 F)
     conv_in: WanCausalConv3d        weight: Parameter (O, I, 3, 3, 3), bias: Parameter (O,)
+    embed: GemmaScaledWordEmbedding weight: Parameter (V, D)
     query: whisper.model.Linear     weight: Parameter (O, I), bias: Parameter (O,)
     lin: torch_geometric.nn.Linear  weight: Parameter (O, I), bias: Parameter (O,)
     pooled: OneOfYours              w: Parameter (I, O)
 After, exact:
     experts: Llama4TextExperts      gate_up_proj: Matrices(Linear(H, 2 F), ...)
     conv_in: WanCausalConv3d        weight: Kernel(Conv3d(I, O, 3))
+    embed: GemmaScaledWordEmbedding weight: Table(Embedding(V, D))
     query: whisper.model.Linear     weight: Matrix(Linear(I, O))
     lin: torch_geometric.nn.Linear  weight: Matrix(Linear(I, O))
     pooled: OneOfYours              w: Matrix(Linear(I, O))
 
 The modules keep their class and their forward, whose text says what it does with the parameters
-(`kinds/stack_uses.py`, `kinds/conv_uses.py`); what is used otherwise stays as it is.
+(`kinds/stack_uses.py`, `kinds/conv_uses.py`, `kinds/table_uses.py`); what is used otherwise stays as it is.
 """
 
 from collections import Counter
@@ -29,8 +31,9 @@ from panther_compile.kinds.match import calls_linear, is_adapter, why_not_tensor
 from panther_compile.kinds.registry import find_kind
 from panther_compile.kinds.saving import saves_as_module
 from panther_compile.kinds.stack_uses import matrices_of, stacks_of
+from panther_compile.kinds.table_uses import reads_rows
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight
+from panther_compile.layers.own_weights import Kernel, Lifted, Matrices, Matrix, OwnWeight, Table
 from panther_compile.models.substitute import copied
 from panther_compile.passes.lift_functional import lift_functional
 from panther_compile.planning.trace import clone_structure
@@ -86,11 +89,14 @@ def lift_own_weights(model: nn.Module, only: Iterable[str] | None = None) -> Non
     for module, prefix, name, layer in list(_own_weights(model)):
         if wanted is None or f"{prefix}{name}" in wanted:
             layer.order = orders.setdefault(module, _order(module))
-            layer.marks = _INITIALIZED not in vars(module)
+            # Buffers that are not saved get their values where transformers draws initial ones.
+            layer.marks = _INITIALIZED not in vars(module) and not module._non_persistent_buffers_set
             layer.train(module.training)
             del module._parameters[name]
             module._modules[name] = layer
-            vars(module).setdefault(_INITIALIZED, True)
+            setattr(layer, _INITIALIZED, True)
+            if layer.marks:
+                setattr(module, _INITIALIZED, True)
 
 
 def lifted_tensors(model: nn.Module) -> dict[str, Lifted]:
@@ -132,9 +138,10 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if isinstance(module, SketchedLayer | OwnWeight) or is_adapter(module):
             inside.update(module.modules())
             continue
-        base, linear = convolution_called(module), calls_linear(module)
+        base, linear, table = convolution_called(module), calls_linear(module), reads_rows(module)
         stacks, matrices = stacks_of(module), {} if linear else matrices_of(module)
-        if not (base or linear or stacks or matrices) or _is_changed(module) or not _is_left_alone(module):
+        uses = base, linear, table, stacks, matrices
+        if not any(uses) or _is_changed(module) or not _is_left_alone(module):
             continue
         prefix = f"{name}." if name else ""
         if base and not _makes_words(model, module) and _may_lift(module, ("weight", "bias"), held):
@@ -142,6 +149,8 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if linear and _may_lift(module, ("weight", "bias"), held):
             bias = None if module._parameters.get("bias") is None else "bias"
             yield module, prefix, "weight", Matrix(module, "weight", transposed=False, bias=bias)
+        if table and _may_lift(module, ("weight",), Counter()):  # a head may have the weight too
+            yield module, prefix, "weight", Table(module)  # type: ignore[arg-type]
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
                 parameter = module._parameters[stack]
@@ -185,6 +194,6 @@ def _may_lift(module: nn.Module, names: Iterable[str], held: Counter[int]) -> bo
     """Whether parameters are plain ones, which nothing else holds."""
     parameters = {name: module._parameters.get(name) for name in names}
     return all(
-        one is None or (held[id(one)] == 1 and why_not_tensor(name, one) is None)
+        one is None or (held[id(one)] <= 1 and why_not_tensor(name, one) is None)
         for name, one in parameters.items()
     )

@@ -101,6 +101,15 @@ def test_tied_tables_are_fitted_to_all_their_uses(options):
 
 
 @pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+@pytest.mark.parametrize("shared", [False, True])
+def test_few_data_try_several_studies_of_the_same_uses(shared):
+    model, data = Decodes(shared=shared).eval(), [ids[:2, :4] for ids in texts(6)]
+    small = pc.sketchify(model, 0.5, data=data, **OPTIONS | {"include": ["*embed*", "body"]})
+    names = {row.name for row in pc.sketch_report(small).sketched}
+    assert {"embed", "other_embed", "embed_head"} <= names
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
 def test_work_on_tied_tables_is_taken_up_again(tmp_path):
     model, data = Decodes().eval(), texts(6)
     first = pc.sketchify(model, 0.5, data=data, resume=tmp_path, **OPTIONS)
