@@ -82,11 +82,11 @@ def conv_net():
         nn.Conv2d(3, 24, 3, padding=1),
         nn.BatchNorm2d(24),
         nn.ReLU(),
-        nn.Conv2d(24, 24, 3, padding=1),
+        nn.Conv2d(24, 24, 3, stride=2, padding=1),
         nn.BatchNorm2d(24),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(24 * 64, 5),
+        nn.Linear(24 * 16, 5),
     ).eval()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from panther_compile.factorization.metric import weighed, whole
 from panther_compile.factorization.moments import Moments
 
-_CLAMP = 1e-9  # relative, of eigenvalues
+_SHARES = (1e-9, 1e-7, 1e-5, 1e-3, 1.0)  # of the largest number on the diagonal, added to all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,21 @@ def term_sizes(left: Tensor, right: Tensor, covariance: Tensor, gradient: Tensor
 
 
 def lower_root(matrix: Tensor) -> Tensor:
-    """L of a symmetric positive matrix L Lᵀ, lower triangular; by clamped eigenvalues if it is singular.
+    """L of a symmetric positive matrix L Lᵀ, lower triangular; a singular one is shifted by a little.
 
     Of the diagonal (n,) of a diagonal matrix, that of L.
     """
     if matrix.dim() == 1:
         return matrix.sqrt()
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if not int(failed):
-        return factor
-    values, vectors = torch.linalg.eigh(matrix)
-    values = values.clamp_min(_CLAMP * float(values[-1].clamp_min(1e-30))).sqrt()
-    return torch.linalg.qr((vectors * values).T).R.T
+    size = matrix.diagonal().abs().max().clamp_min(1e-30)
+    shifted = matrix
+    for share in _SHARES:
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        if not int(failed):
+            return factor
+        shifted = matrix.clone()
+        shifted.diagonal().add_(share * size)
+    return torch.linalg.cholesky(shifted)
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:

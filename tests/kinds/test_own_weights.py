@@ -259,6 +259,15 @@ def build(cls):
     return cls().eval()
 
 
+# One of each way to multiply; the others, which differ in how the text is read, with the slow tests.
+_TELLING = {Ensemble, Loop, Equalized, Casting, Mixture, Biased, Causal}
+
+
+def each(classes):
+    """Parameters of a test that takes seconds for each."""
+    return [one if one in _TELLING else pytest.param(one, marks=pytest.mark.slow) for one in classes]
+
+
 def layers_of(model):
     return {name: one for name, one in model.named_modules() if isinstance(one, OwnWeight)}
 
@@ -343,6 +352,12 @@ def block(module):
     return Block(type(module))
 
 
+@pytest.fixture(params=each(CLASSES), ids=lambda cls: cls.__name__)
+def telling_block(request):
+    build(request.param)
+    return Block(request.param)
+
+
 def test_weights_alone_saved_and_skeleton(block, tmp_path):
     small = pc.sketchify(block, 0.6, **routes.OPTIONS)
     assert layers_of(small.inner)
@@ -375,7 +390,8 @@ def test_inplace(block):
     torch.testing.assert_close(small(BATCHES[0]), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_data_and_healing(block):
+def test_data_and_healing(telling_block):
+    block = telling_block
     routes.by_data(block, BATCHES, BATCHES[0], LAYERS)
     fitted = vars(pc.sketchify(block, 0.4, data=BATCHES, **routes.OPTIONS))["_panther_sketch"].fitted
     parts = [one for name, one in fitted.items() if name.startswith("inner.")]
@@ -385,8 +401,8 @@ def test_data_and_healing(block):
     routes.healed(block, BATCHES, BATCHES[0])
 
 
-def test_latency(block):
-    routes.by_latency(block, BATCHES[0])
+def test_latency(telling_block):
+    routes.by_latency(telling_block, BATCHES[0])
 
 
 def test_the_dense_model_is_timed_as_it_was_given():
@@ -403,11 +419,11 @@ def test_the_dense_model_is_timed_as_it_was_given():
     assert timed == [([], ["inner.up_proj"])]
 
 
-def test_backend(block):
-    routes.compiled(block, BATCHES[0], LAYERS)
+def test_backend(telling_block):
+    routes.compiled(telling_block, BATCHES[0], LAYERS)
 
 
-@pytest.mark.parametrize("cls", [one for one in CLASSES if one is not Loop])
+@pytest.mark.parametrize("cls", each(one for one in CLASSES if one is not Loop))
 def test_graphs_and_onnx(cls, tmp_path):
     block = Block(cls)
     small = pc.sketchify(block, 0.6, **routes.OPTIONS)
