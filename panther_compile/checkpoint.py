@@ -401,8 +401,7 @@ def _check_size(old: nn.Module, new: SketchedLayer, name: str, model: str, path:
     if isinstance(old, SketchedLayer):
         numbers = old.dense_numbers
     elif OF_CLASS in vars(old) and getattr(new, "bias", None) is None:  # the module around it has the bias
-        bias = getattr(old, "bias", None)
-        numbers -= 0 if bias is None else bias.numel()
+        numbers -= sum(one.numel() for key, one in old.named_parameters(recurse=False) if key == "bias")
     old_weight, new_weight = getattr(plain, "weight", None), getattr(new, "weight", None)
     found, wanted = getattr(old_weight, "shape", None), getattr(new_weight, "shape", None)
     if numbers != new.dense_numbers or found != wanted:

@@ -293,7 +293,9 @@ def _tie(model: Any, aliases: Mapping[str, str]) -> None:
     kept = {a: b for a, b in listed.items() if a in parameters and b in parameters}
     more = {a: b for a, b in aliases.items() if kept.get(b) != a}
     model.all_tied_weights_keys = {**kept, **more}
-    if len(kept) < len(listed):
+    # A property has patterns, which know the names of factors too.
+    is_property = isinstance(getattr(type(model), "_tied_weights_keys", None), property)
+    if len(kept) < len(listed) and not is_property:
         model._tied_weights_keys = dict(model.all_tied_weights_keys)
 
 

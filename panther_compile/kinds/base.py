@@ -58,6 +58,7 @@ class OnnxForm:
         build: from the weight as the kind keeps it and the attributes of the node, the layer without a bias,
             or the reason why there is none.
         flat: whether the weight is a matrix that a node may read transposed.
+        is_table: whether a node looks rows of the weight up, its first input, along its first axis.
         pads_input: whether the node's padding is of its input.
         fit: where the kind's view is no matrix: from the layer that `build` made, whether the node has a
             bias, the name, choice and options, and what reached the node, padded: the replacement, what to
@@ -69,6 +70,7 @@ class OnnxForm:
     wanted: str
     build: Callable[[Tensor, Mapping[str, Any]], nn.Module | str]
     flat: bool = False
+    is_table: bool = False
     pads_input: bool = True
     fit: (
         Callable[

@@ -8,7 +8,8 @@ After:
     %head : call_module[target=head](args = (%h,))   head: SketchedLinear(down=basis, up.weight=codes.weight)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.base import Kind
+from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.table import TableSums, fit_table
 from panther_compile.kinds.view import LinearView
@@ -171,3 +172,13 @@ def _options(module: nn.Embedding) -> dict[str, object]:
         "scale_grad_by_freq": module.scale_grad_by_freq,
         "sparse": module.sparse,
     }
+
+
+def _from_node(weight: Tensor, attributes: Mapping[str, Any]) -> nn.Module:
+    del attributes
+    table = nn.utils.skip_init(nn.Embedding, *weight.shape, device="meta")
+    table.weight = nn.Parameter(weight, requires_grad=False)
+    return table
+
+
+EmbeddingKind.onnx = OnnxForm(("Gather",), 2, "a matrix", _from_node, is_table=True)

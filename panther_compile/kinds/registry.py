@@ -99,9 +99,14 @@ def find_functional(target: Any) -> Functional | None:
     return next((one for one in known if target in one.targets), None)
 
 
-def onnx_operators(*, flat: bool | None = None) -> tuple[str, ...]:
-    """The op types of ONNX nodes that kinds compute; only those of matrices, or all others, if asked."""
-    forms = [kind.onnx for kind in KINDS if kind.onnx is not None]
+def onnx_operators(*, flat: bool | None = None, tables: bool = False) -> tuple[str, ...]:
+    """The op types of ONNX nodes that kinds compute: products, or look-ups.
+
+    Args:
+        flat: whether those of matrices alone, or all other products; None for both.
+        tables: whether look-ups in place of products.
+    """
+    forms = [kind.onnx for kind in KINDS if kind.onnx is not None and kind.onnx.is_table == tables]
     found = [op for form in forms if flat is None or form.flat == flat for op in form.operators]
     return tuple(dict.fromkeys(found))
 

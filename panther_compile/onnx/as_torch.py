@@ -163,6 +163,8 @@ class OnnxModule(nn.Module):
             return OPERATORS[node.op_type](inputs, attributes, self._program.opset)
         place, use = self._program.uses[node]
         layer, x = self.layers[place], values[node.inputs[1 - use.index]]  # type: ignore[index]
+        if use.is_table:
+            return layer(x)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         added = None if bias is None else values[bias]
         if not use.is_conv:
@@ -215,6 +217,8 @@ def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
     """
     layer = copy.copy(dense)
     layer._parameters = dict(dense._parameters)
+    if isinstance(layer, nn.Embedding):
+        return layer
     outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     assert isinstance(outputs, int)
     if all(bias_of(use, outputs) is not None for use in weight.uses):

@@ -204,6 +204,8 @@ class WeightFit:
 
         for site, kind in sites.found.sites:
             weight, view = sites.weights[site.name], kind.view(site.module)
+            if weight.uses[0].is_table:  # by its weights alone
+                continue
             seen = all(can_be_seen(weight, _data_of(use)) for use in weight.uses)
             if seen and not isinstance(view, str):
                 self._seen[site.name] = _Seen(weight, site.module, kind, view)

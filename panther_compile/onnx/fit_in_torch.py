@@ -140,8 +140,9 @@ def fit_in_torch(
     if config.refine != "none":
         healed = refine(copy_with(module, new), new.values(), module, calls, config)
     for name, (layer, _) in fitted.ready.items():
-        bias = layer.bias
-        if isinstance(bias, Tensor) and bool(bias.any()):
-            fitted.shifts[name] = bias.detach().double()
-        layer.up.bias = None  # type: ignore[union-attr] # the graph adds it
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, Tensor):
+            if bool(bias.any()):
+                fitted.shifts[name] = bias.detach().double()
+            layer.up.bias = None  # type: ignore[union-attr] # the graph adds it
     return TorchFit(plan, fitted, healed)

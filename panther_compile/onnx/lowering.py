@@ -6,6 +6,7 @@
     Conv(x, W, b)       Conv(Conv(x, down), up), or three; see layers/conv2d.py
     basis               Conv(Reshape(Conv(Reshape(x), down)), up), or Conv(x, Reshape(MatMul(up, down)))
     ConvTranspose       ConvTranspose(Conv(x, down), up)
+    Gather(W, ids)      MatMul(Gather(codes, ids), basis)
 
 A dense node keeps its name, its output and its bias; what is new gets names that nothing else has.
 """
@@ -164,7 +165,9 @@ def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None
     stored = _stored_factors(weight.uses[0], layer)
     factors = [writer.weight(graph, f"{weight.name}.{name}", tensor) for name, tensor in stored.items()]
     for use in weight.uses:
-        if use.is_conv:
+        if use.is_table:
+            _lower_table(use.node, factors, writer)
+        elif use.is_conv:
             _lower_conv(use.node, layer, factors, writer)
         else:
             _lower_matrix(use, layer, factors, writer)
@@ -193,6 +196,8 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
     """The weights of the stages, the way round that the nodes read them."""
     stages = dict(layer.named_children())
+    if use.is_table:
+        return {name: stages[name].weight for name in ("codes", "basis")}  # type: ignore[misc]
     if layer.multiplies_out:
         filters, mixing = (stages[name].weight for name in ("down", "up"))
         return {"down": filters.flatten(1), "up": mixing.reshape(-1, len(filters))}  # type: ignore[operator, arg-type]
@@ -223,6 +228,15 @@ def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], write
         (latent,) = writer.node(node, "Add", (product(others), pivots))
     node.replace_input_with(data, latent)
     node.replace_input_with(use.index, up)
+
+
+def _lower_table(node: ir.Node, factors: list[ir.Value], writer: GraphWriter) -> None:
+    codes, basis = factors
+    (found,) = writer.node(node, "Gather", (codes, node.inputs[1]), axis=0)
+    node.op_type = "MatMul"
+    node.attributes.pop("axis", None)
+    node.replace_input_with(0, found)
+    node.replace_input_with(1, basis)
 
 
 def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:

@@ -6,6 +6,7 @@ A site is a constant that nodes read as their weight, of the operators that kind
     right   y = x M      M (I, O) is the constant, transposed or not         Linear weight Mᵀ
     left    y = M x      M (O, I)                                            Linear weight M
     conv    Conv(x, W)   W (O, I/G, kh, kw)                                  Conv2d weight W
+    table   Gather(W, x) W (V, D), rows of which are looked up               Embedding weight W
 """
 
 import ast
@@ -56,6 +57,11 @@ class Use:
     def is_conv(self) -> bool:
         """Whether the weight is a kernel."""
         return self.node.op_type in onnx_operators(flat=False)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of the weight are looked up."""
+        return self.node.op_type in onnx_operators(tables=True)
 
     @property
     def linear_is_transposed(self) -> bool:
@@ -112,6 +118,8 @@ def find_onnx_sites(model: ir.Model, config: SketchConfig) -> OnnxFound:
         if reason is None and not is_picked(config.include, _selectable(weight)):
             if weight is head:
                 reason = HEAD
+            elif owner.unless_included is not None:
+                reason = owner.unless_included
             elif weight.value in factored:
                 reason = "already factored: its product feeds another one, and is narrower than both ends"
         module: nn.Module | str = reason or _as_module(weight, _form(owner))
@@ -144,6 +152,13 @@ def constant_weights(model: ir.Model) -> Iterator[OnnxWeight]:
         if is_onnx(node, *onnx_operators()):
             for value, use in _constant_operands(node):
                 uses.setdefault(value, []).append(use)
+    for node in model.graph.all_nodes():
+        if is_onnx(node, *onnx_operators(tables=True)) and _is_look_up(node):
+            use, table = Use(node, 0, False), node.inputs[0]
+            assert table is not None
+            others = uses.setdefault(table, [])
+            if all(one.is_table for one in others):  # else it is of a product that may not take it away
+                others.append(use)
     names: set[str] = set()
     for value, found in uses.items():
         tensor = ir.convenience.get_const_tensor(value)
@@ -170,6 +185,15 @@ def unique_name(name: str, taken: set[str]) -> str:
         unique = f"{name}_{number}"
     taken.add(unique)
     return unique
+
+
+def _is_look_up(node: ir.Node) -> bool:
+    """Whether a node gathers rows of a constant matrix of fractions by what is computed."""
+    table, rows = node.inputs[:2]
+    tensor = None if table is None else ir.convenience.get_const_tensor(table)
+    if tensor is None or tensor.dtype not in _FLOATS or len(_shape(tensor)) != 2:
+        return False
+    return node.attributes.get_int("axis", 0) in (0, -2) and _is_computed(rows)
 
 
 def _constant_operands(node: ir.Node) -> list[tuple[ir.Value, Use]]:
@@ -285,7 +309,7 @@ def _example(kind: Kind) -> nn.Module:
 
 def _output_head(weights: list[OnnxWeight]) -> OnnxWeight | None:
     """The last matrix, if there are others, it is not square, and what it computes is an output."""
-    matrices = [weight for weight in weights if not weight.uses[0].is_conv]
+    matrices = [one for one in weights if not one.uses[0].is_conv and not one.uses[0].is_table]
     if len(matrices) < 2:
         return None
     last = matrices[-1]
