@@ -94,9 +94,10 @@ def computes_linear(module: nn.Linear) -> bool:
         return False
     if not all(_is_product_or_sum(node) for node in graph.nodes):
         return False
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 5), (2, 4, 5)))
-    bias = None if module.bias is None else torch.randn(3, generator=generator, dtype=torch.float64)
+    # On the CPU, also while a model is made on the meta device.
+    drawn: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    weight, x = torch.randn(3, 5, **drawn), torch.randn(2, 4, 5, **drawn)
+    bias = None if module.bias is None else torch.randn(3, **drawn)
     held = {"weight": weight} | ({} if bias is None else {"bias": bias})
     return _gives(graph, held, x, F.linear(x, weight, bias))
 

@@ -95,9 +95,9 @@ class ResidualLinear(nn.Module):
         """uᵢᵀ W vᵢ of normal vectors, float32 `(32,)`, about as large as the norm of W; and that."""
         like = self.down.weight.new_empty(0, self.in_features, dtype=torch.float32)
         matrix = matrix_of(self.quantized, like).double()
-        generator = torch.Generator().manual_seed(0)
         sizes = (self.out_features, self.in_features)
-        left, right = (torch.randn(n, _PROBES, generator=generator, dtype=torch.float64) for n in sizes)
+        drawn: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+        left, right = (torch.randn(n, _PROBES, **drawn) for n in sizes)
         products = (matrix @ right.to(matrix)) * left.to(matrix)
         return products.sum(0).float(), matrix.norm()
 

@@ -18,6 +18,8 @@ from transformers import (
     BertForMaskedLM,
     DacConfig,
     DacModel,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -130,6 +132,13 @@ def test_it_comes_back_from_shards_in_another_dtype(tmp_path):
 def test_narrow_layers_come_back(build, tmp_path):
     small = sketch(build(layers=1), data=[torch.randint(0, 99, (4, 16)) for _ in range(4)])
     assert any("Narrow" in kind for kind in types(small).values())
+    small.save_pretrained(tmp_path)
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), small, (IDS,))
+
+
+def test_linear_layers_whose_class_is_read_come_back(tmp_path):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    small = sketch(FalconForCausalLM(FalconConfig(**sizes)).eval())
     small.save_pretrained(tmp_path)
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), small, (IDS,))
 
