@@ -154,3 +154,31 @@ def test_what_is_no_look_up_of_rows_is_none(tmp_path):
     source = written(tmp_path / "in.onnx", nodes, {**weights, "rows": np.array([1, 2])})
     report, _ = sketched(source, include=["table"])
     assert [one.name for one in report.plan.layers] == ["table"]
+
+
+def test_in_int8_rows_have_scales_of_their_own(tmp_path):
+    table = drawn(3000, D) * np.logspace(-2, 1, 3000, dtype=np.float32)[:, None]
+    table[7] = 0.0
+    nodes = [
+        node("Gather", ["table", "ids"], ["h"]),
+        node("Gather", ["small", "ids"], ["p"]),
+        node("Add", ["h", "p"], ["s"]),
+        node("MatMul", ["s", "w"], ["y"]),
+    ]
+    weights = {"table": table, "small": drawn(3000, 1), "w": drawn(D, 200, seed=1) / 5}
+    source = written(tmp_path / "in.onnx", nodes, weights)
+    _, target = sketched(source, 1.0, then="int8", include=None)
+    held = {one.name: numpy_helper.to_array(one) for one in onnx.load(target).graph.initializer}
+    assert "table" not in held
+    assert held["small"].dtype == np.float32  # too small to gain
+    assert held["table.int8"].dtype == np.int8
+    rounded = held["table.int8"] * held["table.scale"]
+    assert not rounded[7].any()
+    assert (np.abs(rounded - table) <= np.abs(table).max(1, keepdims=True) / 254 * 1.001).all()
+    ids = np.random.default_rng(0).integers(0, 3000, (4, 8))
+    pair = [
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"ids": ids})[0]
+        for path in (target, source)
+    ]
+    assert far(*pair) < 0.02
+    assert target.stat().st_size < 0.4 * source.stat().st_size

@@ -18,6 +18,7 @@ damage      what cutting each weight does to the outputs
 rewrite     sketched layers in place of weights
 lowering    sketched layers as nodes
 int8        products of a file in int8
+int8_tables tables of embeddings in int8, a scale for each row
 pair_range  weights in int8 that no CPU overflows on
 smooth      inputs of products scaled, for int8
 forms       operators as ONNX Runtime runs them fastest

@@ -21,6 +21,7 @@ from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
 from panther_compile.onnx.int8_conv import round_convolutions
+from panther_compile.onnx.int8_tables import round_tables
 from panther_compile.onnx.pair_range import fit_pair_range
 from panther_compile.onnx.patterns import holds_graph, is_onnx
 from panther_compile.onnx.smooth import smooth_inputs
@@ -144,7 +145,9 @@ def _as_pair(line: LayerPlan, step: int | None, kernels: bool, left: int) -> Lay
 
 @contextmanager
 def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Iterator[ir.Model]:
-    """A model whose MatMul and Gemm nodes with constant weights are in int8, for as long as this lasts.
+    """A model whose MatMul and Gemm nodes with constant weights are in int8, and its tables.
+
+    For as long as this lasts.
 
     Weights get a scale for each output, activations a range that is measured at each call. With data so do
     Conv nodes, whose ranges are fixed by it (`int8_conv.py`).
@@ -258,6 +261,7 @@ def _finished(path: Path, feeds: Sequence[Feed]) -> ir.Model:
         raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
     fuse_gelu(model)
     keep_sums_apart(model)
+    round_tables(model)
     return model
 
 
