@@ -79,8 +79,9 @@ def export_onnx(
             fixes every size.
         opset: 18 or newer.
         then: "int8" writes the products in int8, those of dense layers too: sketched layers as
-            `prepare_int8` gives them, weights with a scale for each output, ranges of activations measured at
-            each call; with data so are convolutions, where that is faster, with ranges that the data show.
+            `prepare_int8` gives them, weights with a scale for each output, tables with one for each row,
+            ranges of activations measured at each call; with data so are convolutions, where that is faster,
+            with ranges that the data show.
             What is compared with the model is then the file before it was rounded.
         data: batches as for `sketchify`, for which then="int8" prepares the factors (`prepare_int8`) and the
             ranges. They have to fit the file's inputs; larger batches than a fixed size are divided.

@@ -181,7 +181,8 @@ def sketch_onnx(
             step of the graph in place of three in all, and one more.
         then: "int8" writes the products of the sketched model in int8, those of dense weights too: factors
             are pairs that int8 costs little, of as many numbers, and the outputs compared are those of the
-            int8 file. Weights have a scale for each output, ranges of activations are measured at each call.
+            int8 file. Weights have a scale for each output, tables one for each row, ranges of activations
+            are measured at each call.
             With data so are convolutions, where that is faster, with ranges that the data show. The opset
             becomes 13 if it was older. At a ratio of 1 nothing but this is done.
         verify: whether to run both; False also writes what ONNX Runtime cannot run.
