@@ -22,7 +22,7 @@ from torch import Tensor
 from panther_compile.factorization.metric import weighed, whole
 from panther_compile.factorization.moments import Moments
 
-_SHARES = (1e-9, 1e-7, 1e-5, 1e-3, 1.0)  # of the largest number on the diagonal, added to all of them
+_SHARES = (1e-9, 1e-7, 1e-5)  # of the largest number on the diagonal, added to all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ def lower_root(matrix: Tensor) -> Tensor:
     if matrix.dim() == 1:
         return matrix.sqrt()
     size = matrix.diagonal().abs().max().clamp_min(1e-30)
-    shifted = matrix
-    for share in _SHARES:
+    for share in (0.0, *_SHARES):
+        shifted = matrix + share * size * torch.eye(len(matrix)).to(matrix) if share else matrix
         factor, failed = torch.linalg.cholesky_ex(shifted)
         if not int(failed):
             return factor
-        shifted = matrix.clone()
-        shifted.diagonal().add_(share * size)
-    return torch.linalg.cholesky(shifted)
+    values, vectors = torch.linalg.eigh(matrix)  # of rounding alone: as much below 0 as above
+    values = values.clamp_min(_SHARES[0] * float(values[-1].clamp_min(1e-30))).sqrt()
+    return torch.linalg.qr((vectors * values).T).R.T
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:

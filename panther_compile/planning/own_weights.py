@@ -149,7 +149,7 @@ def _own_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, OwnWei
         if linear and _may_lift(module, ("weight", "bias"), held):
             bias = None if module._parameters.get("bias") is None else "bias"
             yield module, prefix, "weight", Matrix(module, "weight", transposed=False, bias=bias)
-        if table and _may_lift(module, ("weight",), Counter()):  # a head may have the weight too
+        if table and _may_lift(module, ("weight",), None):  # a head may have the weight too
             yield module, prefix, "weight", Table(module)  # type: ignore[arg-type]
         for stack, rows_first in stacks.items():
             if _may_lift(module, (stack,), held):
@@ -190,10 +190,10 @@ def _is_left_alone(module: nn.Module) -> bool:
     return kind is None or kind.why_not(module) is not None
 
 
-def _may_lift(module: nn.Module, names: Iterable[str], held: Counter[int]) -> bool:
-    """Whether parameters are plain ones, which nothing else holds."""
+def _may_lift(module: nn.Module, names: Iterable[str], held: Counter[int] | None) -> bool:
+    """Whether parameters are plain ones, which nothing else holds; or may hold, if `held` is None."""
     parameters = {name: module._parameters.get(name) for name in names}
     return all(
-        one is None or (held[id(one)] <= 1 and why_not_tensor(name, one) is None)
+        one is None or ((held is None or held[id(one)] == 1) and why_not_tensor(name, one) is None)
         for name, one in parameters.items()
     )

@@ -106,6 +106,13 @@ def test_lower_root_of_a_matrix_of_any_rank(rank):
     torch.testing.assert_close(root @ root.T, matrix, atol=1e-6, rtol=0)
 
 
+def test_lower_root_of_rounding_alone():
+    noise = torch.randn(9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-9
+    root = lower_root(noise + noise.T)
+    assert torch.isfinite(root).all()
+    assert bool((root.diagonal() != 0).all())
+
+
 def test_solve_of_a_matrix_that_cholesky_refuses():
     matrix = torch.diag(torch.tensor([1.0, 1.0, -1e-12], dtype=torch.float64))
     found = solve(matrix, torch.ones(3, 1, dtype=torch.float64))
