@@ -162,15 +162,23 @@ def test_in_int8_rows_have_scales_of_their_own(tmp_path):
     nodes = [
         node("Gather", ["table", "ids"], ["h"]),
         node("Gather", ["small", "ids"], ["p"]),
-        node("Add", ["h", "p"], ["s"]),
+        node("Gather", ["boxes", "ids"], ["b"]),
+        node("ReduceMean", ["b"], ["r"], axes=[-1]),
+        *(node("Add", pair, [name]) for name, pair in (("q", ["h", "p"]), ("s", ["q", "r"]))),
         node("MatMul", ["s", "w"], ["y"]),
     ]
-    weights = {"table": table, "small": drawn(3000, 1), "w": drawn(D, 200, seed=1) / 5}
+    weights = {
+        "table": table,
+        "small": drawn(3000, 1),
+        "boxes": drawn(20000, 4),
+        "w": drawn(D, 200, seed=1) / 5,
+    }
     source = written(tmp_path / "in.onnx", nodes, weights)
     _, target = sketched(source, 1.0, then="int8", include=None)
     held = {one.name: numpy_helper.to_array(one) for one in onnx.load(target).graph.initializer}
     assert "table" not in held
     assert held["small"].dtype == np.float32  # too small to gain
+    assert held["boxes"].dtype == np.float32  # too narrow to be words
     assert held["table.int8"].dtype == np.int8
     rounded = held["table.int8"] * held["table.scale"]
     assert not rounded[7].any()

@@ -7,6 +7,7 @@ After:
 
 A row is rounded to 127 steps on each side of 0, its own largest number being the last one. A look-up moves
 few numbers: what is gained are three quarters of the table's bytes, half of a small encoder's file.
+Tables of few columns are no embeddings, but boxes or coordinates, whose steps would be pixels.
 """
 
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from panther_compile.onnx.patterns import remove_unread
 from panther_compile.onnx.sites import OnnxWeight, constant_weights, to_torch
 
 _LEAST = 1 << 16  # numbers; what is smaller is not worth three more nodes
+_LEAST_COLUMNS = 16
 _STEPS = 127
 
 
@@ -35,6 +37,7 @@ def _is_rounded(weight: OnnxWeight) -> bool:
         all(use.is_table for use in weight.uses)
         and weight.tensor.dtype == ir.DataType.FLOAT
         and weight.tensor.size >= _LEAST
+        and int(weight.tensor.shape[1]) >= _LEAST_COLUMNS  # type: ignore[arg-type]
         and nodes.issuperset(value.consumers())
         and not value.is_graph_input()
         and not value.is_graph_output()
