@@ -189,4 +189,4 @@ def test_in_int8_rows_have_scales_of_their_own(tmp_path):
         for path in (target, source)
     ]
     assert far(*pair) < 0.02
-    assert target.stat().st_size < 0.4 * source.stat().st_size
+    assert source.stat().st_size - target.stat().st_size > 0.7 * table.nbytes
