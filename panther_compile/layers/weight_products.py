@@ -102,7 +102,26 @@ class MatrixFactor(Factor):
         return self.lazy().transpose(one, other)
 
 
-class KernelFactor(Factor):
+class WholeFactor(Factor):
+    """The weight of one layer, as the layer has it.
+
+    Attributes:
+        layer: that one.
+    """
+
+    layer: Any
+
+    def like(self) -> Tensor:
+        """See `Factor`."""
+        weight: Tensor = self.layer.weight
+        return weight
+
+    def values(self) -> Tensor:
+        """See `Factor`."""
+        return self.like() + 0
+
+
+class KernelFactor(WholeFactor):
     """The weight of a convolution.
 
     Args:
@@ -116,17 +135,8 @@ class KernelFactor(Factor):
         self.shape = torch.Size((layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size))
         self.ndim = len(self.shape)
 
-    def like(self) -> Tensor:
-        """See `Factor`."""
-        weight: Tensor = self.layer.weight
-        return weight
 
-    def values(self) -> Tensor:
-        """See `Factor`."""
-        return self.like() + 0
-
-
-class TableFactor(Factor):
+class TableFactor(WholeFactor):
     """The weight of an embedding.
 
     Args:
@@ -136,15 +146,6 @@ class TableFactor(Factor):
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.shape, self.ndim = torch.Size((layer.num_embeddings, layer.embedding_dim)), 2
-
-    def like(self) -> Tensor:
-        """See `Factor`."""
-        weight: Tensor = self.layer.weight
-        return weight
-
-    def values(self) -> Tensor:
-        """See `Factor`."""
-        return self.like() + 0
 
 
 def _is_place(key: Any) -> bool:

@@ -217,7 +217,7 @@ def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
     """
     layer = copy.copy(dense)
     layer._parameters = dict(dense._parameters)
-    if isinstance(layer, nn.Embedding):
+    if weight.uses[0].is_table:
         return layer
     outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     assert isinstance(outputs, int)

@@ -13,7 +13,7 @@ Tables of few columns are no embeddings, but boxes or coordinates, whose steps w
 import onnx_ir as ir
 import torch
 
-from panther_compile.onnx.lowering import GraphWriter
+from panther_compile.onnx.lowering import GraphWriter, turn_look_up_into
 from panther_compile.onnx.patterns import remove_unread
 from panther_compile.onnx.sites import OnnxWeight, constant_weights, to_torch
 
@@ -22,13 +22,12 @@ _LEAST_COLUMNS = 16
 _STEPS = 127
 
 
-def round_tables(model: ir.Model) -> int:
-    """Round the tables of a model that are only looked up in, in place; counts them."""
+def round_tables(model: ir.Model) -> None:
+    """Round the tables of a model that are only looked up in, in place."""
     found = [one for one in constant_weights(model) if _is_rounded(one)]
     writer = GraphWriter(model)
     for weight in found:
         _round(weight, writer)
-    return len(found)
 
 
 def _is_rounded(weight: OnnxWeight) -> bool:
@@ -45,19 +44,13 @@ def _is_rounded(weight: OnnxWeight) -> bool:
 
 
 def _round(weight: OnnxWeight, writer: GraphWriter) -> None:
-    table, value = to_torch(weight.tensor), weight.value
+    table = to_torch(weight.tensor)
     steps = table.abs().amax(1, keepdim=True) / _STEPS
     numbers = (table / steps.clamp_min(torch.finfo(table.dtype).tiny)).round().to(torch.int8)
-    producer = value.producer()
-    graph = value.graph if producer is None else producer.graph
-    assert isinstance(graph, ir.Graph)
     named = {"int8": numbers, "scale": steps}
-    held = [writer.weight(graph, f"{weight.name}.{name}", one) for name, one in named.items()]
+    held = [writer.weight_beside(weight.value, f"{weight.name}.{name}", one) for name, one in named.items()]
     for node in (use.node for use in weight.uses):
         rows, scales = (writer.node(node, "Gather", (one, node.inputs[1]), axis=0)[0] for one in held)
         (wide,) = writer.node(node, "Cast", (rows,), to=ir.DataType.FLOAT.value)
-        node.op_type = "Mul"
-        node.attributes.pop("axis", None)
-        node.replace_input_with(0, wide)
-        node.replace_input_with(1, scales)
-    remove_unread(value)
+        turn_look_up_into(node, "Mul", wide, scales)
+    remove_unread(weight.value)

@@ -21,6 +21,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.onnx.branches import graph_of
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import is_onnx, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
@@ -125,6 +126,12 @@ class GraphWriter:
         graph.register_initializer(value)
         return value
 
+    def weight_beside(self, value: ir.Value, name: str, tensor: Tensor) -> ir.Value:
+        """A new weight in the graph that has a value."""
+        graph = graph_of(value)
+        assert isinstance(graph, ir.Graph)
+        return self.weight(graph, name, tensor)
+
     def node(
         self,
         before: ir.Node,
@@ -159,11 +166,10 @@ class GraphWriter:
 
 def lower(weight: OnnxWeight, layer: SketchedLayer, writer: GraphWriter) -> None:
     """Rewrite every node that reads a weight, then take the weight away."""
-    producer = weight.value.producer()
-    graph = weight.value.graph if producer is None else producer.graph
-    assert isinstance(graph, ir.Graph)
     stored = _stored_factors(weight.uses[0], layer)
-    factors = [writer.weight(graph, f"{weight.name}.{name}", tensor) for name, tensor in stored.items()]
+    factors = [
+        writer.weight_beside(weight.value, f"{weight.name}.{name}", tensor) for name, tensor in stored.items()
+    ]
     for use in weight.uses:
         if use.is_table:
             _lower_table(use.node, factors, writer)
@@ -186,10 +192,8 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
     old = bias.value
     tensor = to_torch(old.const_value or ir.convenience.get_const_tensor(old))  # type: ignore[arg-type]
     moved = (tensor.double() + bias.scale * shift.double().reshape(tensor.shape)).to(tensor.dtype)
-    producer = old.producer()
-    graph = old.graph if producer is None else producer.graph
-    assert isinstance(graph, ir.Graph)
-    bias.node.replace_input_with(bias.index, writer.weight(graph, f"{old.name or 'bias'}.shifted", moved))
+    shifted = writer.weight_beside(old, f"{old.name or 'bias'}.shifted", moved)
+    bias.node.replace_input_with(bias.index, shifted)
     _remove_weight(old)
 
 
@@ -230,13 +234,18 @@ def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], write
     node.replace_input_with(use.index, up)
 
 
+def turn_look_up_into(node: ir.Node, op_type: str, first: ir.Value, second: ir.Value) -> None:
+    """Make a Gather a node of another operator with two inputs; its name and its output stay."""
+    node.op_type = op_type
+    node.attributes.pop("axis", None)
+    node.replace_input_with(0, first)
+    node.replace_input_with(1, second)
+
+
 def _lower_table(node: ir.Node, factors: list[ir.Value], writer: GraphWriter) -> None:
     codes, basis = factors
     (found,) = writer.node(node, "Gather", (codes, node.inputs[1]), axis=0)
-    node.op_type = "MatMul"
-    node.attributes.pop("axis", None)
-    node.replace_input_with(0, found)
-    node.replace_input_with(1, basis)
+    turn_look_up_into(node, "MatMul", found, basis)
 
 
 def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:

@@ -6,7 +6,7 @@ A site is a constant that nodes read as their weight, of the operators that kind
     right   y = x M      M (I, O) is the constant, transposed or not         Linear weight Mᵀ
     left    y = M x      M (O, I)                                            Linear weight M
     conv    Conv(x, W)   W (O, I/G, kh, kw)                                  Conv2d weight W
-    table   Gather(W, x) W (V, D), rows of which are looked up               Embedding weight W
+    table   Gather(W, x) W (V, D), whose rows x names                       Embedding weight W
 """
 
 import ast
@@ -146,7 +146,7 @@ def to_torch(tensor: ir.TensorProtocol) -> Tensor:
 
 
 def constant_weights(model: ir.Model) -> Iterator[OnnxWeight]:
-    """Every constant that is a weight somewhere, in the order of first use."""
+    """Every constant that is a weight somewhere: of products, then tables, each in the order of first use."""
     uses: dict[ir.Value, list[Use]] = {}
     for node in model.graph.all_nodes():
         if is_onnx(node, *onnx_operators()):
