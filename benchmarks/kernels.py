@@ -58,7 +58,7 @@ from kernel_measure import (
     measure,
     set_precision,
 )
-from kernel_order import all_cases, in_order
+from kernel_order import all_cases, in_order, shows_low_precision
 from kernel_report import details, summary
 
 from panther_compile.kernels import dispatch
@@ -265,6 +265,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=[], help="of linear layers")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES))
     parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--low-precision", action="store_true", help="only layers int8 and fp8 are shown on")
     parser.add_argument("--seconds", type=float, help="begin no case that would probably end later")
     parser.add_argument("--output", type=Path, help="folder of kernels.jsonl and kernels.md")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="records measured before")
@@ -311,6 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.report_only:
         dtypes = options.dtypes or (["fp32"] if options.device == "cpu" else list(DTYPES))
         cases = list(all_cases(options.models, options.rows, quick=options.quick))
+        if options.low_precision:
+            cases = [case for case in cases if case.quantize and shows_low_precision(case)]
         compiled = options.device != "cpu" and not options.no_compiled
         session.run(cases, dtypes, compiled=compiled)
         session.end()

@@ -225,6 +225,13 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(smoke, monkeypatch):
     assert smoke()[1] == []
 
 
+def test_only_what_low_precision_is_shown_on(smoke, monkeypatch):
+    wide = [linear_case("BERT-base", 128, 256, rows, 0.5, "pivoted") for rows in (1, 8, 4096)]
+    monkeypatch.setattr(kernels, "all_cases", lambda *args, **options: iter(wide))
+    _, new, _ = smoke("--low-precision")
+    assert {one["rows"] for one in new} == {1, 4096}
+
+
 def test_other_errors_are_not_hidden(smoke, monkeypatch):
     def fails(*_, **__):
         raise TypeError("a mistake of the benchmark")

@@ -11,10 +11,10 @@ import panther_compile as pc
 from panther_compile.calibration import inputs
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, SketchQualityWarning
-from panther_compile.models.batches import Call, record_calls
+from panther_compile.models.batches import Call, interleaved, judged_of, record_calls, spread_out
 from panther_compile.models.natural import match_batch_norms, natural_images
 from panther_compile.models.own_text import beginnings, own_texts, text_logits
-from panther_compile.models.synthetic import BEGUN, Synthetic, make_inputs, texts_beside
+from panther_compile.models.synthetic import BEGUN, Synthetic, make_inputs, own_tokens, texts_beside
 from panther_compile.planning.sites import find_sites
 from panther_compile.planning.trace import read_graph
 
@@ -266,7 +266,7 @@ def test_a_language_model_fitted_to_data_keeps_what_data_does_not_show(monkeypat
     alone = pc.sketchify(model, 0.3, data=data, synthetic=False, **OPTIONS)
     first = str(pc.sketch_report(beside)).splitlines()[0]
     assert (
-        "on the data it was fitted to, beside 64 texts that the model sampled behind pieces of it, 8 batches"
+        "on the data it was fitted to, beside 192 texts that the model sampled behind pieces of it, 8 batches"
         in first
     )
     assert "sampled" not in str(pc.sketch_report(alone)).splitlines()[0]
@@ -283,10 +283,11 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     mixed, said = inputs.with_texts_beside(model, found, calls, SketchConfig())
     of_data = [first_of(call).shape[1] == 24 for call in mixed]
     assert of_data.count(True) == 5  # parts, of which some is held out
+    held_out = [first_of(call).shape[1] == 24 for call in judged_of(spread_out(mixed))]
+    assert {True, False} == set(held_out)
     tokens = [first_of(call).numel() for call in mixed]
-    assert sum(tokens) == 2 * 64 * 24  # as many of each kind
-    assert {True, False} == set(of_data[-5:])  # both in what is held out
-    assert f"{64 * 24 // VOCABULARY} texts" in said
+    assert sum(tokens) == (1 + 3) * 64 * 24  # three times as many beside few
+    assert f"{3 * 64 * 24 // VOCABULARY} texts" in said
     images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     found = find_sites(images, SketchConfig(min_params=1), read_graph(images))
     calls = [Call((torch.randn(2, 3, 8, 8),), {})]
@@ -437,6 +438,22 @@ def test_what_was_not_compared_is_warned_of():
 def test_option_is_checked():
     with pytest.raises(ConfigTypeError, match="synthetic"):
         pc.sketchify(nn.Linear(64, 64), 0.5, synthetic="yes")
+
+
+@pytest.mark.parametrize(("data", "own"), [(5, 15), (32, 10), (5, 40), (64, 200), (1, 9)])
+def test_of_each_kind_some_is_held_out(data, own):
+    calls = [Call((torch.tensor(place),), {}) for place in range(data + own)]
+    mixed = interleaved(calls[:data], calls[data:])
+    assert {int(call.tensors[0]) for call in mixed} == set(range(data + own))
+    assert {bool(call.tensors[0] < data) for call in judged_of(spread_out(mixed))} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("data", "own"),
+    [(1, 3), (64 * 128, 192 * 128), (20_000, 12_768), (22_528, 10_240), (32_768, 10_240), (10**6, 10_240)],
+)
+def test_few_data_get_more_texts_beside_than_many(data, own):
+    assert own_tokens(data) == own
 
 
 @pytest.mark.parametrize("given", [1, 3])

@@ -308,6 +308,8 @@ def _head_width(x: Tensor) -> int:
 def _alike(found: Tensor, wanted: Tensor) -> bool:
     if found.shape != wanted.shape:
         return False
+    if torch.equal(found, wanted):  # as nearly all are: one look, where the rest waits for a GPU four times
+        return True
     tolerance = _tolerance(wanted)
     found, wanted = found.float(), wanted.float()
     finite = wanted.isfinite()

@@ -22,7 +22,6 @@ from panther_compile.reporting.tables import counted
 
 SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
-MOST_TOKENS = 10 * 8 * 128  # of texts beside data
 LEAST = 5  # parts of the data, if samples of fewer batches can be divided, so that some can be held out
 
 
@@ -132,9 +131,7 @@ def with_texts_beside(
     if config.keeps_all or not tokens or not config.synthetic or not is_worth_it(found):
         return list(calls), ""
     try:
-        texts = texts_beside(
-            model, calls, min(tokens, MOST_TOKENS), seed=config.seed, progress=config.progress
-        )
+        texts = texts_beside(model, calls, tokens, seed=config.seed, progress=config.progress)
     except (DataError, ConfigTypeError) as error:
         return list(calls), f", no texts beside: {first_line(error)}"
     if texts is None:

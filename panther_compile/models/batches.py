@@ -160,9 +160,21 @@ def with_tensors(
 
 
 def interleaved(*kinds: Sequence[Call]) -> tuple[Call, ...]:
-    """Calls of several kinds, each in its order, evenly mixed: whatever part is held out has some of each."""
-    placed = [((place + 0.5) / len(calls), call) for calls in kinds for place, call in enumerate(calls)]
-    return tuple(call for _, call in sorted(placed, key=lambda one: one[0]))
+    """Calls of several kinds, each in its order, evenly mixed, and turned until each is in what is held out.
+
+    That is `judged_of` them, `spread_out`. Where no turn has all kinds there, they are not turned.
+    """
+    placed = [
+        ((place + 0.5) / len(calls), kind, call)
+        for kind, calls in enumerate(kinds)
+        for place, call in enumerate(calls)
+    ]
+    mixed = [(kind, call) for _, kind, call in sorted(placed, key=lambda one: one[0])]
+
+    turns = (mixed[turn:] + mixed[:turn] for turn in range(len(mixed)))
+    wanted = {kind for kind, _ in mixed}
+    fair = (one for one in turns if {kind for kind, _ in judged_of(spread_out(one))} == wanted)
+    return tuple(call for _, call in next(fair, mixed))
 
 
 def spread_out(items: Sequence[Item]) -> list[Item]:

@@ -44,6 +44,9 @@ MODEL = "model"
 
 _TEXTS = 32  # of a batch, where they cost nothing
 MOST_SPLICED = 40_960  # tokens of texts that are spliced
+MOST_TOKENS = 10 * 8 * 128  # of texts beside data, where those are many
+WANTED_TOKENS = 4 * 64 * 128  # of data and a model's own texts together, where data are few
+OWN_TEXTS = 3  # tokens of the model's own for each one of data, at most
 BEGUN = 16  # tokens of the data that a text of the model's own begins with
 WORDS_BESIDE = 1 / 8  # tokens of words at random for each one of data
 MOST_WORDS_BESIDE = 65_536  # tokens of an embedding; larger ones are of many languages, and data of one
@@ -119,9 +122,10 @@ def texts_beside(
 ) -> Synthetic | None:
     """Texts to be fitted to beside data: a causal language model's own, or for an encoder spliced ones.
 
-    A model's own texts are as good as data, and are as many; each begins with a piece of the data, where that
-    has texts. So are those that are spliced of several of the data, which are twice as many; words at random
-    are an eighth, and none where they would be of many languages. None if the model reads no texts.
+    A model's own texts are as good as data, and are three times as many where data are few, see
+    `own_tokens`; each begins with a piece of the data, where that has texts. So are those that are spliced of
+    several of the data, which are twice as many; words at random are an eighth, and none where they would be
+    of many languages. None if the model reads no texts.
 
     Args:
         model: see `make_inputs`.
@@ -140,7 +144,8 @@ def texts_beside(
     few = form.make(2, generator)
     length = few[0].numel()
     if _is_of_texts(quiet, form, few):
-        starts, given = form.make(math.ceil(tokens / length / BATCH) * BATCH, generator), 1
+        count = math.ceil(own_tokens(tokens) / length / BATCH) * BATCH
+        starts, given = form.make(count, generator), 1
         begun = beginnings(quiet, calls, len(starts), min(BEGUN, length // 2), generator)
         if begun is not None:
             given = begun.shape[1]
@@ -151,7 +156,7 @@ def texts_beside(
     parts = [_spliced_texts(calls)]
     vocabulary = _vocabulary_of(quiet, form, MOST_WORDS_BESIDE)
     if vocabulary is not None:
-        count = math.ceil(tokens * WORDS_BESIDE / mean_length(length) / BATCH)
+        count = math.ceil(min(tokens, MOST_TOKENS) * WORDS_BESIDE / mean_length(length) / BATCH)
         parts.append(_word_texts(quiet, form, vocabulary.batches(count, BATCH, length, generator)))
     parts = [one for one in parts if one.calls]
     if not parts:
@@ -159,6 +164,15 @@ def texts_beside(
     return Synthetic(
         interleaved(*(one.calls for one in parts)), " and ".join(one.what for one in parts), True
     )
+
+
+def own_tokens(tokens: int) -> int:
+    """How many tokens of a model's own texts go beside so many of data.
+
+    As many, up to MOST_TOKENS, but more where data are few: up to OWN_TEXTS times as many, until both come to
+    WANTED_TOKENS.
+    """
+    return max(min(tokens, MOST_TOKENS), min(OWN_TEXTS * tokens, WANTED_TOKENS - tokens))
 
 
 def _own_texts(
