@@ -4,12 +4,15 @@ from collections import Counter
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import far, kinds, node, reasons
 
 import panther_compile as pc
+from panther_compile.onnx.int8_tables import round_tables, rounded_rows
 
 V, D = 300, 24
 OPTIONS = {"min_params": 0, "allow_slower": True, "progress": False}
@@ -190,3 +193,52 @@ def test_in_int8_rows_have_scales_of_their_own(tmp_path):
     ]
     assert far(*pair) < 0.02
     assert source.stat().st_size - target.stat().st_size > 0.7 * table.nbytes
+
+
+@pytest.mark.parametrize(("known", "copies"), [(True, 0), (False, 1)])
+def test_a_table_is_one_with_a_product_where_the_shape_of_ids_is_known(tmp_path, known, copies):
+    table = drawn(3000, D)
+    numbers, steps = rounded_rows(torch.from_numpy(table))
+    nodes = [
+        node("Abs", ["ids"], ["computed"]),
+        node("Gather", ["table", "computed"], ["y"]),
+        node("DynamicQuantizeLinear", ["y"], ["q", "scale", "zero"]),
+        node("MatMulInteger", ["q", "head_quantized", "zero"], ["z"]),
+    ]
+    weights = {"table": table, "head_quantized": numbers.T.numpy(), "head_scale": steps[:, 0].numpy()}
+    source = written(tmp_path / "in.onnx", nodes, weights)
+    model = ir.load(source)
+    if not known:
+        model.graph[0].outputs[0].shape = None
+    round_tables(model)
+    assert sum(name == "table.int8" for name in model.graph.initializers) == copies
+    ir.save(model, tmp_path / "out.onnx")
+    given = np.random.default_rng(0).integers(0, 3000, (4, 8))
+    found, wanted = (
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(["y"], {"ids": given})[0]
+        for path in (tmp_path / "out.onnx", source)
+    )
+    assert far(found, wanted) < 0.01
+
+
+@pytest.mark.parametrize(("scaled", "copies"), [(1.0, 0), (np.linspace(0.2, 5, D, dtype=np.float32), 1)])
+def test_in_int8_a_table_and_an_output_head_are_one(tmp_path, scaled, copies):
+    """Unless the head multiplies by something else."""
+    table = drawn(3000, D)
+    nodes = [
+        node("Gather", ["table", "ids"], ["h"]),
+        node("MatMul", ["h", "w"], ["z"]),
+        node("MatMul", ["z", "head"], ["y"]),
+    ]
+    weights = {"table": table, "w": drawn(D, D, seed=1) / 5, "head": np.ascontiguousarray((table * scaled).T)}
+    source = written(tmp_path / "in.onnx", nodes, weights)
+    _, target = sketched(source, 1.0, then="int8", include=None)
+    held = {one.name: numpy_helper.to_array(one) for one in onnx.load(target).graph.initializer}
+    assert [held[name].shape for name in held if name == "table.int8"] == [(3000, D)] * copies
+    assert sum(one.size for one in held.values() if one.dtype == np.int8) < (1.1 + copies) * table.size
+    ids = np.random.default_rng(0).integers(0, 3000, (4, 8))
+    pair = [
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"ids": ids})[0]
+        for path in (target, source)
+    ]
+    assert far(*pair) < 0.02

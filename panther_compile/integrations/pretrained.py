@@ -18,7 +18,7 @@ of each dense weight.
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         new = empty_layers(model, saved, sketch.model, where)
         _check_factors_are_there(dict(zip(here, new.values(), strict=True)), checkpoint_files, where)
         new |= _tied_to(model, new)
-        _skip_initial_values(new.values())
+        _lend_biases(model, new.values())
         replace_inside(model, new)
         lower_own_weights(model)
         turn_off_nested_tensors(model)
@@ -196,6 +196,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         """Leave a model that can be trained, cast and moved as any other."""
+        _take_back(model)
         model.is_quantized = False  # what it is True for: half() and float() are refused
         del model.quantization_method
         for module in _pretrained_models(model):
@@ -330,12 +331,34 @@ def empty_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _skip_initial_values(layers: Iterable[nn.Module]) -> None:
-    """Keep transformers from writing into biases that factors have not: some classes want them everywhere."""
-    for layer in layers:
-        for part in layer.modules():
-            if getattr(part, "bias", part) is None:
-                part._is_hf_initialized = True  # type: ignore[assignment]
+def _lend_biases(model: Any, layers: Iterable[nn.Module]) -> None:
+    """While transformers writes initial values, give biases to factors that have none.
+
+    Some classes write into those of all layers below them. What is lent is thrown away; `_take_back` ends it.
+    """
+    factors = (part for layer in layers for part in layer.modules())
+    parts = [part for part in factors if part._parameters.get("bias", part) is None]
+
+    def lending(write: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def init_weights(module: nn.Module) -> None:
+            for part in parts:
+                part.bias = nn.Parameter(torch.empty(len(part.weight)))  # type: ignore[arg-type]
+            try:
+                write(module)
+            finally:
+                for part in parts:
+                    part.bias = None  # type: ignore[assignment]
+
+        return init_weights
+
+    for one in _pretrained_models(model):
+        one._init_weights = lending(one._init_weights)
+
+
+def _take_back(model: nn.Module) -> None:
+    """End what `_lend_biases` began."""
+    for one in _pretrained_models(model):
+        vars(one).pop("_init_weights", None)
 
 
 def _check_factors_are_there(

@@ -5,6 +5,9 @@ Before:
 After:
     Mul(Cast(Gather(numbers, ids)), Gather(scales, ids))        numbers (V, D) in int8, scales (V, 1)
 
+After, where an output head, say, multiplies by the same numbers, which are stored for it as (D, V):
+    Mul(Cast(Transpose(Gather(numbers, ids, axis=1))), Gather(scales, ids))
+
 A row is rounded to 127 steps on each side of 0, its own largest number being the last one. A look-up moves
 few numbers: what is gained are three quarters of the table's bytes, half of a small encoder's file.
 Tables of few columns are no embeddings, but boxes or coordinates, whose steps would be pixels.
@@ -12,18 +15,21 @@ Tables of few columns are no embeddings, but boxes or coordinates, whose steps w
 
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
+from panther_compile.onnx.branches import graph_of
 from panther_compile.onnx.lowering import GraphWriter, turn_look_up_into
-from panther_compile.onnx.patterns import remove_unread
+from panther_compile.onnx.patterns import is_onnx, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, constant_weights, to_torch
 
 _LEAST = 1 << 16  # numbers; what is smaller is not worth three more nodes
 _LEAST_COLUMNS = 16
 _STEPS = 127
+_AS_NEAR = 2.0  # times its own rounding, what a product has made of a table may be off it
 
 
 def round_tables(model: ir.Model) -> None:
-    """Round the tables of a model that are only looked up in, in place."""
+    """Round the tables of a model that are only looked up in, in place; its products are in int8 already."""
     found = [one for one in constant_weights(model) if _is_rounded(one)]
     writer = GraphWriter(model)
     for weight in found:
@@ -45,12 +51,53 @@ def _is_rounded(weight: OnnxWeight) -> bool:
 
 def _round(weight: OnnxWeight, writer: GraphWriter) -> None:
     table = to_torch(weight.tensor)
-    steps = table.abs().amax(1, keepdim=True) / _STEPS
-    numbers = (table / steps.clamp_min(torch.finfo(table.dtype).tiny)).round().to(torch.int8)
-    named = {"int8": numbers, "scale": steps}
-    held = [writer.weight_beside(weight.value, f"{weight.name}.{name}", one) for name, one in named.items()]
-    for node in (use.node for use in weight.uses):
-        rows, scales = (writer.node(node, "Gather", (one, node.inputs[1]), axis=0)[0] for one in held)
+    nodes = [use.node for use in weight.uses]
+    numbers, steps = rounded_rows(table)
+    most = _AS_NEAR * float((numbers * steps - table).norm())
+    # Which axis comes last tells the shape of the ids.
+    ranks_known = all(node.inputs[1].shape is not None for node in nodes)  # type: ignore[union-attr]
+    shared = _of_product(table, weight, most) if ranks_known else None
+    if shared is None:
+        held = writer.weight_beside(weight.value, f"{weight.name}.int8", numbers)
+    else:
+        held, steps = shared
+    scales = writer.weight_beside(weight.value, f"{weight.name}.scale", steps)
+    for node in nodes:
+        ids = node.inputs[1]
+        (rows,) = writer.node(node, "Gather", (held, ids), axis=0 if shared is None else 1)
+        if shared is not None:
+            (rows,) = writer.node(node, "Transpose", (rows,), perm=[*range(1, len(ids.shape) + 1), 0])
         (wide,) = writer.node(node, "Cast", (rows,), to=ir.DataType.FLOAT.value)
-        turn_look_up_into(node, "Mul", wide, scales)
+        (sizes,) = writer.node(node, "Gather", (scales, ids), axis=0)
+        turn_look_up_into(node, "Mul", wide, sizes)
     remove_unread(weight.value)
+
+
+def rounded_rows(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The int8 numbers of a table (V, D), and the steps (V, 1) that they count."""
+    steps = table.abs().amax(1, keepdim=True) / _STEPS
+    return (table / steps.clamp_min(torch.finfo(table.dtype).tiny)).round().to(torch.int8), steps
+
+
+def _of_product(table: Tensor, weight: OnnxWeight, most: float) -> tuple[ir.Value, Tensor] | None:
+    """The int8 numbers (D, V) of a product by the same matrix, and their steps (V, 1), if no farther from it.
+
+    They are coarser where pairs of them would overflow (`pair_range.py`), and those of another matrix where
+    the inputs of the product are scaled (`smooth.py`).
+    """
+    graph = graph_of(weight.value)
+    assert isinstance(graph, ir.Graph)
+    for value in graph.initializers.values():
+        scale = graph.initializers.get(str(value.name).removesuffix("_quantized") + "_scale")
+        stored, scales = value.const_value, None if scale is None else scale.const_value
+        if (
+            stored is not None
+            and stored.dtype == ir.DataType.INT8
+            and tuple(stored.shape) == table.T.shape
+            and scales is not None
+            and any(place == 1 and is_onnx(node, "MatMulInteger") for node, place in value.uses())
+        ):
+            steps = to_torch(scales).reshape(-1, 1)
+            if float((to_torch(stored).T * steps - table).norm()) <= most:
+                return value, steps
+    return None

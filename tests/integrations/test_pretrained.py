@@ -26,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    initialization,
     pipeline,
 )
 from transformers.quantizers import auto
@@ -90,6 +91,38 @@ def test_a_class_that_takes_biases_for_granted(tmp_path):
     assert "SketchedConv1d" in types(small).values()
     small.save_pretrained(tmp_path)
     assert_same(AutoModel.from_pretrained(tmp_path).eval(), small, (torch.randn(1, 1, 320),))
+
+
+def test_a_class_that_writes_into_biases_of_all_layers_below(tmp_path):
+    """MaskFormer's and OneFormer's heads of masks do so."""
+
+    class Head(nn.Sequential):
+        pass
+
+    class Writes(PreTrainedModel):
+        config_class = BertConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.head = Head(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+            self.post_init()
+
+        def _init_weights(self, module):
+            if isinstance(module, Head):
+                for below in module.modules():
+                    if isinstance(below, nn.Linear):
+                        initialization.constant_(below.bias, 0)
+
+        def forward(self, x):
+            return self.head(x)
+
+    small = sketch(Writes(BertConfig()).eval())
+    small.save_pretrained(tmp_path)
+    loaded = Writes.from_pretrained(tmp_path).eval()
+    assert_same(loaded, small, (torch.randn(3, 32),))
+    assert "_init_weights" not in vars(loaded)
+    assert "head.0.down.bias" not in loaded.state_dict()
 
 
 def types(model):
