@@ -54,23 +54,27 @@ def _round(weight: OnnxWeight, writer: GraphWriter) -> None:
     nodes = [use.node for use in weight.uses]
     numbers, steps = rounded_rows(table)
     most = _AS_NEAR * float((numbers * steps - table).norm())
-    # Which axis comes last tells the shape of the ids.
-    ranks_known = all(node.inputs[1].shape is not None for node in nodes)  # type: ignore[union-attr]
-    shared = _of_product(table, weight, most) if ranks_known else None
+    axes = [_axes(node.inputs[1]) for node in nodes]
+    shared = None if None in axes else _of_product(table, weight, most)
     if shared is None:
         held = writer.weight_beside(weight.value, f"{weight.name}.int8", numbers)
     else:
         held, steps = shared
     scales = writer.weight_beside(weight.value, f"{weight.name}.scale", steps)
-    for node in nodes:
+    for node, several in zip(nodes, axes, strict=True):
         ids = node.inputs[1]
         (rows,) = writer.node(node, "Gather", (held, ids), axis=0 if shared is None else 1)
-        if shared is not None:
-            (rows,) = writer.node(node, "Transpose", (rows,), perm=[*range(1, len(ids.shape) + 1), 0])
+        if shared is not None and several is not None:
+            (rows,) = writer.node(node, "Transpose", (rows,), perm=[*(one + 1 for one in several), 0])
         (wide,) = writer.node(node, "Cast", (rows,), to=ir.DataType.FLOAT.value)
         (sizes,) = writer.node(node, "Gather", (scales, ids), axis=0)
         turn_look_up_into(node, "Mul", wide, sizes)
     remove_unread(weight.value)
+
+
+def _axes(value: ir.Value | None) -> range | None:
+    """The axes of a value; None where its shape is not known."""
+    return None if value is None or value.shape is None else range(len(value.shape))
 
 
 def rounded_rows(table: Tensor) -> tuple[Tensor, Tensor]:
