@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="write the table there too")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}, wanted 1 or more")
     subject = minilm(options.cache, quick=False) if options.model == MINILM else bert_width()
     files: dict[str, Path] = {}
     for name in dict.fromkeys(["dense", *options.rows]):

@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--channels-last", action="store_true", help="memory format of images")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", default="float32", help="a name in torch, such as bfloat16")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--output", type=Path, help="also write the report here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -408,3 +408,14 @@ def test_a_dictionary_by_position(tmp_path):
     pc.export_onnx(model, (batch,), tmp_path / "named.onnx")
     found = run(tmp_path / "named.onnx", list(batch.values()))[0]
     torch.testing.assert_close(found, model(batch))
+
+
+def test_a_model_that_draws_numbers_is_told(tmp_path):
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    said = r"others in each run \(RandomNormalLike\); verify=False writes the file all the same"
+    with pytest.raises(OnnxMismatchError, match=said):
+        pc.export_onnx(Draws(), (torch.randn(4, 8),), tmp_path / "draws.onnx")
+    pc.export_onnx(Draws(), (torch.randn(4, 8),), tmp_path / "draws.onnx", verify=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import sympy
 import torch
@@ -19,6 +20,7 @@ from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
 from panther_compile.models.batches import Call, kept_by
 from panther_compile.models.outputs import LOGITS
+from panther_compile.onnx.patterns import is_onnx
 from panther_compile.records import Closeness
 from panther_compile.reporting.tables import counted
 
@@ -31,6 +33,10 @@ RUNTIME_ERRORS = (
     ort_errors.InvalidGraph,
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
+)
+_DRAWING = (
+    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    *("Bernoulli", "Multinomial"),
 )
 # What a model raises for sizes that it cannot take.
 _REFUSALS = (RuntimeError, ValueError, IndexError)
@@ -65,7 +71,8 @@ def verify_export(
             if case is example:
                 raise
             continue
-        _compare(session, case.tensors, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        wanted = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        _compare(session, case.tensors, wanted, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +347,7 @@ def _redrawn(example: Tensor, shape: tuple[int, ...], generator: torch.Generator
     return result * (0.5 + factors / 2)
 
 
-def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[Tensor]) -> None:
+def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[Tensor], path: Path) -> None:
     names = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
     shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in inputs)
@@ -364,8 +371,15 @@ def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[T
         if not distance <= allowed:
             raise OnnxMismatchError(
                 f"output {name!r} differs by {distance:.1e} of its largest magnitude for inputs {shapes}, "
-                f"{allowed:.1e} is allowed; verify=False writes the file all the same"
+                f"{allowed:.1e} is allowed{_of_draws(path)}; verify=False writes the file all the same"
             )
+
+
+def _of_draws(path: Path) -> str:
+    """In words, the nodes of a file that draw numbers; empty if none does."""
+    nodes = ir.load(path).graph.all_nodes()
+    drawing = sorted({node.op_type for node in nodes if is_onnx(node, *_DRAWING)})
+    return f", and the model draws numbers, others in each run ({', '.join(drawing)})" if drawing else ""
 
 
 def _array(tensor: Tensor) -> Any:
