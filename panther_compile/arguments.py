@@ -8,8 +8,9 @@ include: Selector | ...      --include GLOB, repeated
 
 import argparse
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from panther_compile.config import ATTENTIONS, OBJECTIVES, OUTPUTS, REFINEMENTS, SketchConfig
@@ -30,12 +31,17 @@ _OTHERWISE = ("ratio", "inplace")  # read by the commands themselves
 NAMES = tuple(field.name for field in fields(SketchConfig) if field.name not in _OTHERWISE)
 
 
-def add_options(command: argparse.ArgumentParser, names: Collection[str] = NAMES) -> None:
+def add_options(
+    command: argparse.ArgumentParser,
+    names: Collection[str] = NAMES,
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
     """Add an option for each of some fields; one that is not given is not in the namespace.
 
     Args:
         command: the parser.
         names: of the fields.
+        choices: by field, the values that the command can do something with, where those are not all.
     """
     hints, texts = get_type_hints(SketchConfig), _described()
     for name in names:
@@ -44,7 +50,7 @@ def add_options(command: argparse.ArgumentParser, names: Collection[str] = NAMES
         if name in _SELECTORS:
             how = {"action": "append", "metavar": "GLOB"}
         elif name in _CHOICES:
-            how = {"choices": _CHOICES[name]}
+            how = {"choices": choices.get(name, _CHOICES[name])}
         elif bool in allowed:
             how = {"action": argparse.BooleanOptionalAction}
         elif int in allowed:

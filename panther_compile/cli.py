@@ -39,6 +39,12 @@ from panther_compile.records import SketchPlan
 from panther_compile.report import sketch_report
 from panther_compile.storage import check_folder, checked_path
 
+# What `plan` heeds, which is given no data, of the fields of SketchConfig, and of its objectives.
+PLAN_OPTIONS = (
+    *("include", "exclude", "method", "sketch", "attention", "features", "min_params", "round_rank_to"),
+    *("allow_slower", "objective", "seed", "progress", "device"),
+)
+PLAN_OBJECTIVES = ("size", "int8")
 # What applies to an ONNX file, of the fields of SketchConfig.
 ONNX_OPTIONS = (
     *("include", "exclude", "method", "sketch", "min_params", "round_rank_to", "allow_slower", "seed"),
@@ -149,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="R | GLOB=R",
             help="stored over dense numbers; repeat GLOB=R for budgets by layer name (default 0.5)",
         )
-    add_options(plan)
+    add_options(plan, PLAN_OPTIONS, {"objective": PLAN_OBJECTIVES})
     add_options(sketch)
     add_options(onnx, ONNX_OPTIONS)
     return parser

@@ -246,6 +246,16 @@ def test_a_function_that_asks_for_arguments_is_told_of(capsys):
     assert "torch.nn:Linear: missing a required argument: 'in_features'; wanted a function of no" in said
 
 
+@pytest.mark.parametrize(
+    "given",
+    [("--objective", "latency"), ("--objective", "cache"), ("--refine", "kl"), ("--cache-ratio", "0.3")],
+)
+def test_plan_offers_nothing_that_needs_data(given, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", f"{__name__}:MADE", *given])
+    assert given[0] in capsys.readouterr().err
+
+
 def test_a_folder_that_lacks_a_weight_is_not_sketched(folder, tmp_path, capsys):
     place = tmp_path / "partial"
     shutil.copytree(folder, place)
