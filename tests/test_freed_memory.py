@@ -5,7 +5,10 @@ import sys
 import threading
 
 import pytest
+import torch
+from torch import nn
 
+import panther_compile as pc
 from panther_compile.freed_memory import FreedMemory, _is_glibc, _resident, freed_given_back
 
 MB = 1 << 20
@@ -72,3 +75,13 @@ def test_elsewhere_nothing_is_done(monkeypatch):
         assert _resident() == 0
     finally:
         _is_glibc.cache_clear()
+
+
+def test_a_fit_gives_back_after_each_stage(monkeypatch):
+    """What the gradients or a trial have freed would lie idle under the next stage."""
+    stages = set()
+    monkeypatch.setattr(FreedMemory, "give_back", lambda _: stages.add(sys._getframe(1).f_code.co_name))
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 8))
+    data = list(torch.randn(8, 16, 64))
+    pc.sketchify(model, 0.5, data=data, min_params=0, allow_slower=True, progress=False)
+    assert {"study_model", "study_layers", "tried", "go_on"} <= stages

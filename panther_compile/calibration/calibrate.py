@@ -27,6 +27,7 @@ from panther_compile.calibration.study import Study, study_layers
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, some_names
 from panther_compile.factorization.moments import RIDGE
+from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.targets import Target, find_targets, watch
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
@@ -83,6 +84,7 @@ def study_model(
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
         kept = folder.study(device_of(model) or torch.device("cpu"), shelf)
     repeated = look.repeated.intersection(targets)
+    freed = FreedMemory()
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
     looked_at = first_samples(watch(model, {}).model, calls)
     residuals = find_residuals(watch(model, targets), looked_at)
@@ -93,6 +95,7 @@ def study_model(
         writers = {name for one in cached for name in one.names}
         coupled = find_couplings(watch(model, targets), targets, looked_at)
         couplings = [one for one in coupled if writers.isdisjoint(one.names)]
+    freed.give_back()
 
     def study_with(ridges: Sequence[float], like: Study | None = None) -> list[Study]:
         return study_layers(

@@ -18,6 +18,7 @@ from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
+from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, judged_of, learnt_of
@@ -154,6 +155,7 @@ class HeldOut:
     ) -> None:
         self._studied, self._config, self._batches = studied, config, batches
         self._last: tuple[SketchPlan, Side] | None = None
+        self._freed = FreedMemory()
 
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
@@ -207,6 +209,7 @@ class HeldOut:
         kept = None if folder is None else folder.tried(plan, how, len(self._batches))
         if kept is None:
             kept = self.distances(made(plan))
+            self._freed.give_back()
             if folder is not None:
                 folder.keep_tried(plan, how, kept)
         return kept

@@ -23,6 +23,7 @@ from panther_compile.calibration.ties import Ties, damped
 from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
+from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
@@ -144,9 +145,11 @@ def study_layers(
     """
     by_reader = {coupling.reader: coupling for coupling in couplings}
     ties = Ties({} if like is not None else targets)
+    freed = FreedMemory()
     if like is None:
         like = Study(shelf=shelf)
         _study_gradients(like, side, targets, ties, calls, seed=seed, logits=logits, progress=progress)
+        freed.give_back()
     reached = {name: like.reached[name] for name in like.shares}  # as the ties had it
     power: dict[str, float] = {}
     studies = [
@@ -168,9 +171,11 @@ def study_layers(
         for study, sums in zip(studies, parts, strict=True):
             for together, total in sums.complete(names):
                 _study_parts(study, together, total)
+        freed.give_back()
     for study in studies:
         for coupling in couplings:
             _study_writers(study, coupling)
+    freed.give_back()
     return studies
 
 
