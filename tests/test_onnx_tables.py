@@ -195,9 +195,10 @@ def test_in_int8_rows_have_scales_of_their_own(tmp_path):
     assert source.stat().st_size - target.stat().st_size > 0.7 * table.nbytes
 
 
-@pytest.mark.parametrize(("known", "copies"), [(True, 0), (False, 1)])
-def test_a_table_is_one_with_a_product_where_the_shape_of_ids_is_known(tmp_path, known, copies):
+@pytest.mark.parametrize(("known", "scales", "copies"), [(True, 3000, 0), (False, 3000, 1), (True, 1, 1)])
+def test_a_table_is_one_with_a_product_of_known_ids_and_a_scale_for_each_row(tmp_path, known, scales, copies):
     table = drawn(3000, D)
+    table /= np.abs(table).max(1, keepdims=True)
     numbers, steps = rounded_rows(torch.from_numpy(table))
     nodes = [
         node("Abs", ["ids"], ["computed"]),
@@ -205,7 +206,7 @@ def test_a_table_is_one_with_a_product_where_the_shape_of_ids_is_known(tmp_path,
         node("DynamicQuantizeLinear", ["y"], ["q", "scale", "zero"]),
         node("MatMulInteger", ["q", "head_quantized", "zero"], ["z"]),
     ]
-    weights = {"table": table, "head_quantized": numbers.T.numpy(), "head_scale": steps[:, 0].numpy()}
+    weights = {"table": table, "head_quantized": numbers.T.numpy(), "head_scale": steps[:scales, 0].numpy()}
     source = written(tmp_path / "in.onnx", nodes, weights)
     model = ir.load(source)
     if not known:

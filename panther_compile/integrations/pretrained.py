@@ -337,16 +337,17 @@ def _lend_biases(model: Any, layers: Iterable[nn.Module]) -> None:
     Some classes write into those of all layers below them. What is lent is thrown away; `_take_back` ends it.
     """
     factors = (part for layer in layers for part in layer.modules())
-    parts = [part for part in factors if part._parameters.get("bias", part) is None]
+    parts = {part for part in factors if part._parameters.get("bias", part) is None}
 
     def lending(write: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def init_weights(module: nn.Module) -> None:
-            for part in parts:
+            below = [part for part in module.modules() if part in parts]
+            for part in below:
                 part.bias = nn.Parameter(torch.empty(len(part.weight)))  # type: ignore[arg-type]
             try:
                 write(module)
             finally:
-                for part in parts:
+                for part in below:
                     part.bias = None  # type: ignore[assignment]
 
         return init_weights

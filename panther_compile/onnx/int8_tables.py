@@ -99,6 +99,7 @@ def _of_product(table: Tensor, weight: OnnxWeight, most: float) -> tuple[ir.Valu
             and stored.dtype == ir.DataType.INT8
             and tuple(stored.shape) == table.T.shape
             and scales is not None
+            and scales.size == len(table)
             and any(place == 1 and is_onnx(node, "MatMulInteger") for node, place in value.uses())
         ):
             steps = to_torch(scales).reshape(-1, 1)
