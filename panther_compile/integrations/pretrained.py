@@ -19,6 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,22 +339,20 @@ def _lend_biases(model: Any, layers: Iterable[nn.Module]) -> None:
     """
     factors = (part for layer in layers for part in layer.modules())
     parts = {part for part in factors if part._parameters.get("bias", part) is None}
-
-    def lending(write: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def init_weights(module: nn.Module) -> None:
-            below = [part for part in module.modules() if part in parts]
-            for part in below:
-                part.bias = nn.Parameter(torch.empty(len(part.weight)))  # type: ignore[arg-type]
-            try:
-                write(module)
-            finally:
-                for part in below:
-                    part.bias = None  # type: ignore[assignment]
-
-        return init_weights
-
     for one in _pretrained_models(model):
-        one._init_weights = lending(one._init_weights)
+        one._init_weights = partial(_init_weights, one._init_weights, parts)
+
+
+def _init_weights(write: Callable[[nn.Module], None], parts: set[nn.Module], module: nn.Module) -> None:
+    """Write the initial values of a module, while those of the parts that are below it have biases."""
+    below = [part for part in module.modules() if part in parts]
+    for part in below:
+        part.bias = nn.Parameter(torch.empty(len(part.weight)))  # type: ignore[arg-type]
+    try:
+        write(module)
+    finally:
+        for part in below:
+            part.bias = None  # type: ignore[assignment]
 
 
 def _take_back(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from panther_compile.onnx.branches import graph_of
 from panther_compile.onnx.lowering import GraphWriter, turn_look_up_into
+from panther_compile.onnx.pair_range import scale_of
 from panther_compile.onnx.patterns import is_onnx, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, constant_weights, to_torch
 
@@ -54,27 +55,28 @@ def _round(weight: OnnxWeight, writer: GraphWriter) -> None:
     nodes = [use.node for use in weight.uses]
     numbers, steps = rounded_rows(table)
     most = _AS_NEAR * float((numbers * steps - table).norm())
-    axes = [_axes(node.inputs[1]) for node in nodes]
-    shared = None if None in axes else _of_product(table, weight, most)
+    ranks = [_rank(node.inputs[1]) for node in nodes]
+    shared = None if None in ranks else _of_product(table, weight, most)
     if shared is None:
         held = writer.weight_beside(weight.value, f"{weight.name}.int8", numbers)
     else:
         held, steps = shared
     scales = writer.weight_beside(weight.value, f"{weight.name}.scale", steps)
-    for node, several in zip(nodes, axes, strict=True):
+    for node, rank in zip(nodes, ranks, strict=True):
         ids = node.inputs[1]
         (rows,) = writer.node(node, "Gather", (held, ids), axis=0 if shared is None else 1)
-        if shared is not None and several is not None:
-            (rows,) = writer.node(node, "Transpose", (rows,), perm=[*(one + 1 for one in several), 0])
+        if shared is not None:
+            assert rank is not None
+            (rows,) = writer.node(node, "Transpose", (rows,), perm=[*range(1, rank + 1), 0])
         (wide,) = writer.node(node, "Cast", (rows,), to=ir.DataType.FLOAT.value)
         (sizes,) = writer.node(node, "Gather", (scales, ids), axis=0)
         turn_look_up_into(node, "Mul", wide, sizes)
     remove_unread(weight.value)
 
 
-def _axes(value: ir.Value | None) -> range | None:
-    """The axes of a value; None where its shape is not known."""
-    return None if value is None or value.shape is None else range(len(value.shape))
+def _rank(value: ir.Value | None) -> int | None:
+    """How many axes a value has; None where its shape is not known."""
+    return None if value is None or value.shape is None else len(value.shape)
 
 
 def rounded_rows(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +94,7 @@ def _of_product(table: Tensor, weight: OnnxWeight, most: float) -> tuple[ir.Valu
     graph = graph_of(weight.value)
     assert isinstance(graph, ir.Graph)
     for value in graph.initializers.values():
-        scale = graph.initializers.get(str(value.name).removesuffix("_quantized") + "_scale")
+        scale = scale_of(graph, value)
         stored, scales = value.const_value, None if scale is None else scale.const_value
         if (
             stored is not None

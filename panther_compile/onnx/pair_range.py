@@ -20,6 +20,11 @@ _WIDER = np.linspace(
 )  # scales that are tried, of that of the largest weight: at 2 no pair is too large
 
 
+def scale_of(graph: ir.Graph, quantized: ir.Value) -> ir.Value | None:
+    """The scales of numbers that `quantize_dynamic` made, by the name that it gives them; None without."""
+    return graph.initializers.get(str(quantized.name).removesuffix("_quantized") + "_scale")
+
+
 def fit_pair_range(model: ir.Model, plain: ir.Model) -> None:
     """Round the weights of a quantized model anew, so that no pair of neighbours overflows.
 
@@ -31,7 +36,7 @@ def fit_pair_range(model: ir.Model, plain: ir.Model) -> None:
         if not is_onnx(node, "MatMulInteger") or (quantized := node.inputs[1]) is None:
             continue
         floats = _floats(plain, str(quantized.name))
-        scale = model.graph.initializers.get(str(quantized.name).removesuffix("_quantized") + "_scale")
+        scale = scale_of(model.graph, quantized)
         if floats is None or scale is None or quantized.const_value is None or scale.const_value is None:
             continue
         rounded, scales = pair_rounded(floats, scale.const_value.numpy())
