@@ -13,7 +13,8 @@ the multiple of the identity of its trace, the more, the more the projections di
 import math
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,31 +66,22 @@ def output_gradients(
     every = max(1, round(1 / _BATCHES))
     used = calls[::every]
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
-        outputs: dict[str, Tensor] = {}
-
-        def hand_on(name: str, out: Tensor, outputs: dict[str, Tensor] = outputs) -> Tensor:
-            if name in outputs:  # called again: the first call counts
-                return out
-            out = out.clone() if out.requires_grad else out.detach().requires_grad_()
-            outputs[name] = out
-            return out.clone()  # so that the model may change it in place
-
-        for one in watched.values():
-            one.on_output = hand_on
         kept = kept_positions(model, call)
+        taps = _Taps(sums, channel_dims, kept, squares, shelf, shrunk)
+        for one in watched.values():
+            one.on_output = taps.hand_on
         with torch.enable_grad():
             result = run_dense(model, call)
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
-                names = list(outputs)
-                number, scale = _projected(result, kept, generator, logits)
-                if number is None or not names:
+                number, taps.scale = _projected(result, kept, generator, logits)
+                if number is None or not taps.zeros:
                     break
                 try:
                     with half_products(model):
-                        gradients = torch.autograd.grad(
+                        torch.autograd.grad(
                             number,
-                            [outputs[name] for name in names],
+                            taps.zeros.values(),
                             retain_graph=projection + 1 < _PROJECTIONS,
                             allow_unused=True,
                         )
@@ -103,13 +95,6 @@ def output_gradients(
                     )
                     sums.clear()
                     break
-                for name, gradient in zip(names, gradients, strict=True):
-                    if gradient is not None:
-                        gradient = gradient.float() / scale
-                        if name in squares:
-                            _add_squares(name, gradient, channel_dims[name], kept, sums)
-                        else:
-                            _add(name, gradient, channel_dims[name], kept, sums, shelf, shrunk=shrunk)
     for one in watched.values():
         one.on_output = None
     reached = {name: found for name, found in sums.items() if bool(found.squares_of().sum() > 0)}
@@ -206,35 +191,58 @@ class _Sum:
         return found
 
 
-def _add(
-    name: str,
-    gradient: Tensor,
-    channel_dim: int,
-    kept: Tensor | None,
-    sums: dict[str, _Sum],
-    shelf: Shelf | None,
-    *,
-    shrunk: bool,
-) -> None:
-    rows = kept_rows(gradient.movedim(channel_dim, -1), kept)
-    covariance = gram(rows).double()
-    square = float(covariance.square().sum()) if shrunk else 0.0
-    if name in sums:
-        sums[name].total += covariance
-    else:
-        sums[name] = _Sum(covariance if shelf is None else shelf.put(covariance))
-    sums[name].rows += len(rows)
-    sums[name].squares += square
-    sums[name].square_rows += len(rows) ** 2
+@dataclass
+class _Taps:
+    """Gradients at the outputs of layers in one call, each added to the sums as it comes: none is kept.
 
+    Attributes:
+        sums: by the name of the layer.
+        channel_dims: see `output_gradients`.
+        kept: see `kept_rows`.
+        squares: see `output_gradients`.
+        shelf: likewise.
+        shrunk: likewise.
+        zeros: added to the outputs; what gradients are asked for, so that those of outputs come by.
+        scale: what gradients were multiplied by.
+    """
 
-def _add_squares(
-    name: str, gradient: Tensor, channel_dim: int, kept: Tensor | None, sums: dict[str, _Sum]
-) -> None:
-    rows = kept_rows(gradient.movedim(channel_dim, -1), kept)
-    found = torch.linalg.vector_norm(rows, dim=0).double().square()
-    if name in sums:
-        sums[name].total += found
-    else:
-        sums[name] = _Sum(found)
-    sums[name].rows += len(rows)
+    sums: dict[str, _Sum]
+    channel_dims: Mapping[str, int]
+    kept: Tensor | None
+    squares: Container[str]
+    shelf: Shelf | None
+    shrunk: bool
+    zeros: dict[str, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+
+    def hand_on(self, name: str, out: Tensor) -> Tensor:
+        """See `Watched.on_output`."""
+        if name in self.zeros:  # called again: the first call counts
+            return out
+        zero = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
+        out = out + zero
+        if out.requires_grad:  # the model's own code may rule gradients out
+            self.zeros[name] = zero
+            out.register_hook(partial(self._see, name))
+        return out
+
+    def _see(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient at the output of a layer."""
+        rows = kept_rows((gradient.float() / self.scale).movedim(self.channel_dims[name], -1), self.kept)
+        if name in self.squares:
+            self._add(name, torch.linalg.vector_norm(rows, dim=0).double().square(), len(rows), 0.0)
+            return
+        covariance = gram(rows).double()
+        square = float(covariance.square().sum()) if self.shrunk else 0.0
+        if name not in self.sums and self.shelf is not None:
+            covariance = self.shelf.put(covariance)
+        self._add(name, covariance, len(rows), square)
+
+    def _add(self, name: str, total: Tensor, rows: int, square: float) -> None:
+        if name in self.sums:
+            self.sums[name].total += total
+        else:
+            self.sums[name] = _Sum(total)
+        self.sums[name].rows += rows
+        self.sums[name].squares += square
+        self.sums[name].square_rows += rows**2

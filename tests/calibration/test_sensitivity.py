@@ -1,9 +1,12 @@
 """E[g gᵀ] against gradients taken one by one."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+from panther_compile.calibration import sensitivity
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import Call
@@ -11,7 +14,8 @@ from panther_compile.records import Site
 
 
 def gradients(model, x, **options):
-    sites = [Site(name, model.get_submodule(name), "Linear") for name in ("0", "2")]
+    linear = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    sites = [Site(name, one, "Linear") for name, one in linear]
     targets, _ = find_targets(sites)
     side = watch(model, targets)
     return output_gradients(
@@ -61,6 +65,20 @@ def test_logits_give_the_fisher_matrix():
 def test_frozen_model():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).requires_grad_(False)
     assert set(gradients(model, torch.randn(8, 6), logits=False)) == {"0", "2"}
+
+
+def test_neither_outputs_nor_gradients_of_other_layers_are_held(monkeypatch):
+    model, held = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))).requires_grad_(False), []
+
+    def counted(rows):
+        held.append(sum(type(one) is torch.Tensor and one.shape == rows.shape for one in gc.get_objects()))
+        return gram(rows)
+
+    gram = sensitivity.gram
+    monkeypatch.setattr(sensitivity, "gram", counted)
+    gradients(model, torch.randn(77, 8), logits=False)
+    assert len(held) == 24
+    assert max(held) < 12
 
 
 class Hides(nn.Sequential):
