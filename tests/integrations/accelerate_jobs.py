@@ -72,14 +72,15 @@ def loop(rank, *, mesh, precision="no", **options):
         loader, scheduler, optimizer, same = prepared
         assert same is engine
         other = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-        near = {"rtol": 1e-5, "atol": 1e-6} if precision == "no" else {"rtol": 2e-2, "atol": 2e-3}
+        near = {"rtol": 1e-5, "atol": 1e-6}
         rates, turns = [1e-2, 1e-2 * 0.5**dp], iter(batches_of_replicas(dp, ids))
         for (batch,) in loader:
             with accelerator.accumulate(engine):
                 loss = engine(input_ids=batch, labels=batch).loss
                 accelerator.backward(loss)
                 gathered = accelerator.gather(loss.detach().reshape(1))
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                # A cache of the weights in bfloat16 would add the gradients of two batches up in bfloat16.
+                with torch.autocast("cpu", torch.bfloat16, precision == "bf16", cache_enabled=False):
                     wanted = [reference(input_ids=one, labels=one).loss for one in next(turns)]
                 (sum(wanted) / dp / TURNS).backward()
                 torch.testing.assert_close(gathered, torch.stack(wanted).detach().float(), **near)
@@ -103,9 +104,8 @@ def loop(rank, *, mesh, precision="no", **options):
         assert not rates
         state = accelerator.get_state_dict(engine)
         # Adam divides by the gradient: where that is rounding, so is the step.
-        far = 1e-4 if precision == "no" else 3e-2
         for name, value in reference.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=0.0, atol=far)
+            torch.testing.assert_close(state[name], value, rtol=0.0, atol=1e-4)
 
 
 def metrics(rank):
