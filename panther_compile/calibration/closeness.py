@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place, shown
+from panther_compile.models.outputs import AT_ONCE, LOGITS, all_named_tensors, by_place, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -63,8 +63,8 @@ def compare_models(
     results = OutputSums()
     with torch.no_grad():
         for call in calls[:: math.ceil(len(calls) / MOST_CALLS)]:
-            pairs = _pairs(call.run(dense), call.run(sketched), logits)
-            results.see(pairs, kept_positions(dense, call))
+            kept = kept_positions(dense, call)
+            results.see(_pairs(call.run(dense), call.run(sketched), logits), kept)
     return results.closeness(inputs)
 
 
@@ -138,6 +138,11 @@ class _LogitSums(_Sums):
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
         wanted, found = (thinned(kept_rows(one, kept), _MOST_ROWS) for one in (wanted, found))
+        few = max(1, AT_ONCE // wanted.shape[-1])
+        for one, other in zip(wanted.split(few), found.split(few), strict=True):
+            self._see(one, other)
+
+    def _see(self, wanted: Tensor, found: Tensor) -> None:
         lowest = torch.finfo(torch.float32).min
         target, guess = (one.log_softmax(-1) for one in shown(wanted, found, lowest))
         chances = target.exp()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from panther_compile.errors import first_line
 from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
+from panther_compile.models.divided import within_memory
 from panther_compile.models.half_products import half_products
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -33,6 +34,7 @@ from panther_compile.shelf import Shelf
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
 _BATCHES = 1 / 3  # of the data
 _PROJECTIONS = 2
+_AT_ONCE = 1 << 25  # numbers of a result, which takes several times its size
 
 
 def output_gradients(
@@ -64,7 +66,7 @@ def output_gradients(
     """
     sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
-    used = calls[::every]
+    used = within_memory(model, calls[::every], _AT_ONCE)
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
         kept = kept_positions(model, call)
         taps = _Taps(sums, channel_dims, kept, squares, shelf, shrunk)
@@ -232,17 +234,16 @@ class _Taps:
         if name in self.squares:
             self._add(name, torch.linalg.vector_norm(rows, dim=0).double().square(), len(rows), 0.0)
             return
-        covariance = gram(rows).double()
-        square = float(covariance.square().sum()) if self.shrunk else 0.0
-        if name not in self.sums and self.shelf is not None:
-            covariance = self.shelf.put(covariance)
-        self._add(name, covariance, len(rows), square)
+        products = gram(rows)
+        square = float(products.double().square().sum()) if self.shrunk else 0.0
+        self._add(name, products, len(rows), square)
 
     def _add(self, name: str, total: Tensor, rows: int, square: float) -> None:
         if name in self.sums:
             self.sums[name].total += total
         else:
-            self.sums[name] = _Sum(total)
+            total = total.double()
+            self.sums[name] = _Sum(total if self.shelf is None else self.shelf.put(total))
         self.sums[name].rows += rows
         self.sums[name].squares += square
         self.sums[name].square_rows += rows**2

@@ -167,7 +167,9 @@ def study_layers(
     parts = [PartSums(targets) for _ in ridges]
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        _study_group(studies, side, group, ties, calls, by_reader, stacks, parts, repeated, progress=progress)
+        _study_group(
+            studies, side, group, ties, calls, by_reader, stacks, parts, repeated, freed, progress=progress
+        )
         for study, sums in zip(studies, parts, strict=True):
             for together, total in sums.complete(names):
                 _study_parts(study, together, total)
@@ -224,6 +226,7 @@ def _study_group(
     stacks: Sequence[Sequence[str]],
     parts: Sequence[PartSums],
     repeated: Container[str],
+    freed: FreedMemory,
     *,
     progress: bool | None,
 ) -> None:
@@ -236,6 +239,7 @@ def _study_group(
         known[name] = sums
         for study, part in zip(studies, parts, strict=True):
             _study_layer(study, group[name], sums, part, by_reader.get(name))
+        freed.give_back()
     sets = list(inputs.found(group))
     for name, added in others.items():
         if group[name].ties and name not in studies[0].shares and (rows := ties.rows(group[name])):
@@ -246,6 +250,7 @@ def _study_group(
     for study in studies:
         for found in sets:
             _study_stacks(study, group, found, known[found[0][0]])
+            freed.give_back()
         for stack in stacks:
             if set(stack) <= set(known) and stack_name(stack) not in study.values:
                 _study_stacks(study, group, [stack], known[stack[0]])

@@ -1,5 +1,6 @@
 """Batches divided into smaller ones, where the model takes their samples one by one."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -26,16 +27,30 @@ def divided(model: nn.Module, calls: Sequence[Call], wanted: int) -> list[Call]:
     if len(calls) >= wanted:
         return list(calls)
     parts = -(-wanted // len(calls))
-    tried: list[tuple[object, bool]] = []
-    found: list[Call] = []
-    for call in calls:
-        cut, form = _parts_of(call, parts), (_form_of(call), _samples_of(call))
-        known = next((alike for one, alike in tried if one == form), None)
-        if known is None:
-            known = len(cut) > 1 and _are_alike(model, call, cut, _samples_of(call))
-            tried.append((form, known))
-        found += cut if known else [call]
-    return found
+    return _divided(model, calls, [parts] * len(calls))
+
+
+def within_memory(model: nn.Module, calls: Sequence[Call], most: int) -> list[Call]:
+    """Calls whose results have at most so many numbers each, if samples allow: see `divided`.
+
+    How many a result has is seen from the first sample of the first call, and taken to go with the numbers
+    that the model is given, so that of texts it goes with their lengths.
+
+    Args:
+        model: in eval mode; runs on a sample, and twice on the calls that are tried if some are too large.
+        calls: of it.
+        most: numbers of a result.
+    """
+    if _samples_of(calls[0]) < 2:
+        return list(calls)
+    sample = _cut(calls[0], [1])[0]
+    found = _results(model, [sample])
+    given = sum(one.numel() for one in sample.tensors)
+    if not found or not given:
+        return list(calls)
+    rate = sum(one.numel() for _, one in found[0]) / given
+    sizes = [rate * sum(one.numel() for one in call.tensors) for call in calls]
+    return _divided(model, calls, [math.ceil(size / most) for size in sizes])
 
 
 def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
@@ -56,6 +71,23 @@ def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
         return list(calls)
     alone = (_samples_of(call) > 1 and _form_of(call) == form for call in others)
     return [first, *(_cut(call, [1])[0] if one else call for call, one in zip(others, alone, strict=True))]
+
+
+def _divided(model: nn.Module, calls: Sequence[Call], wanted: Sequence[int]) -> list[Call]:
+    """Each call in so many parts, if it can be divided."""
+    tried: list[tuple[object, bool]] = []
+    found: list[Call] = []
+    for call, parts in zip(calls, wanted, strict=True):
+        cut, form = _parts_of(call, parts), (_form_of(call), _samples_of(call))
+        if len(cut) == 1:
+            found.append(call)
+            continue
+        known = next((alike for one, alike in tried if one == form), None)
+        if known is None:
+            known = _are_alike(model, call, cut, _samples_of(call))
+            tried.append((form, known))
+        found += cut if known else [call]
+    return found
 
 
 def _parts_of(call: Call, parts: int) -> list[Call]:
@@ -87,15 +119,10 @@ def _cut(call: Call, sizes: Sequence[int]) -> list[Call]:
 
 def _are_alike(model: nn.Module, call: Call, parts: Sequence[Call], samples: int) -> bool:
     """Whether results of parts, one after the other, are those of the whole."""
-    with torch.no_grad():
-        try:
-            whole = list(named_tensors(call.run(model)))
-            found = [list(named_tensors(part.run(model))) for part in parts]
-        except torch.OutOfMemoryError:
-            raise
-        # The model's own code may raise anything on fewer samples.
-        except Exception:
-            return False
+    results = _results(model, [call, *parts])
+    if not results:
+        return False
+    whole, *found = results
     if any([name for name, _ in one] != [name for name, _ in whole] for one in found):
         return False
     return bool(whole) and all(
@@ -104,11 +131,26 @@ def _are_alike(model: nn.Module, call: Call, parts: Sequence[Call], samples: int
     )
 
 
+def _results(model: nn.Module, calls: Sequence[Call]) -> list[list[tuple[str, Tensor]]]:
+    """The tensors of the result of each call; none at all if the model does not run on one of them."""
+    with torch.no_grad():
+        try:
+            return [list(named_tensors(call.run(model))) for call in calls]
+        except torch.OutOfMemoryError:
+            raise
+        # The model's own code may raise anything on fewer samples.
+        except Exception:
+            return []
+
+
 def _is_joined(parts: Sequence[Tensor], wanted: Tensor, samples: int) -> bool:
     if any(not one.dim() or one.shape[1:] != wanted.shape[1:] for one in parts) or len(wanted) != samples:
         return False
-    joined, wanted = torch.cat(list(parts)).float(), wanted.float()
-    size = float(wanted.abs().nan_to_num(posinf=0.0).max())
-    return joined.shape == wanted.shape and torch.allclose(
-        joined, wanted, rtol=0.0, atol=_NEAR * size, equal_nan=True
+    sizes = [len(one) for one in parts]
+    if sum(sizes) != samples:
+        return False
+    near = _NEAR * float(wanted.abs().nan_to_num(posinf=0.0).max())
+    return all(
+        torch.allclose(one.float(), piece.float(), rtol=0.0, atol=near, equal_nan=True)
+        for one, piece in zip(parts, wanted.split(sizes), strict=True)
     )

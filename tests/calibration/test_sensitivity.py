@@ -81,6 +81,20 @@ def test_neither_outputs_nor_gradients_of_other_layers_are_held(monkeypatch):
     assert max(held) < 12
 
 
+def test_batches_of_large_results_are_run_in_parts(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 5))
+    ran = []
+    model[0].register_forward_hook(
+        lambda _, args, out: ran.append(len(args[0])) if out.requires_grad else None
+    )
+    monkeypatch.setattr(sensitivity, "_AT_ONCE", 5000)
+    found = gradients(model, torch.randn(5000, 6), logits=False)
+    assert ran == [1000] * 5
+    weight, _ = weight_of_errors(found["2"])
+    torch.testing.assert_close(weight, torch.eye(5, dtype=torch.float64), rtol=0, atol=0.06)
+
+
 class Hides(nn.Sequential):
     """Gives results, some hidden by -inf, and a loss of no label."""
 
