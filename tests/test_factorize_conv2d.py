@@ -102,6 +102,26 @@ def test_tucker2_ranks_are_proportional():
     assert [tuple(kernel.shape) for kernel in found.kernels] == [(3, 4, 1, 1), (2, 3, 3, 3), (8, 2, 1, 1)]
 
 
+def test_tucker2_of_more_outputs_than_a_kernel_has_directions(monkeypatch):
+    """As of a layer that predicts kernels: 64 inputs, 24,576 outputs; an eigendecomposition took hours."""
+    eigh, sizes = torch.linalg.eigh, []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: sizes.append(len(matrix[0])) or eigh(matrix))
+    for shape, wide in (((600, 4, 3, 1), (4, 12)), ((4, 600, 1, 3), (12, 4))):
+        weight = random_weight(shape)
+        candidate = candidate_of(weight, 1, "tucker2")
+        assert candidate.ranks(candidate.max_rank) == wide
+        assert candidate.ranks(200) == (2, 6)[:: 1 if shape[0] == 600 else -1]
+        assert len(candidate.energies) == 600
+        assert candidate.energies[-1] == pytest.approx(1.0)
+        for rank in (100, 200, 400):
+            found = factorize_conv2d(weight, 1, "tucker2", rank, generator=generator())
+            assert found.error <= candidate.error(rank) + 1e-9
+        assert factorize_conv2d(weight, 1, "tucker2", 600, generator=generator()).error < 1e-6
+    assert max(sizes) <= 36
+    found = factorize_conv2d(random_weight((30, 4, 3, 1)), 1, "tucker2", (2, 20), generator=generator())
+    assert [tuple(kernel.shape[:2]) for kernel in found.kernels] == [(2, 4), (20, 2), (30, 20)]
+
+
 def test_a_basis_runs_its_filters_on_every_channel_or_is_multiplied_out():
     candidate = BasisCandidate((64, 32, 3, 3), 1)
     assert [candidate.macs(rank) for rank in (1, 4, 6, 9)] == [32 * 73, 32 * 4 * 73, 64 * 32 * 9, 64 * 32 * 9]

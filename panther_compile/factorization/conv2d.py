@@ -20,6 +20,7 @@ Sources: Zhang et al., TPAMI 38 (2016) (channel); Jaderberg et al., BMVC 2014 (s
 
 # G groups, O out_channels, I in_channels, kh x kw kernel; per group: o = O/G, i = I/G, k = kh kw
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -118,15 +119,16 @@ class SpatialCandidate(ConvCandidate):
 class Tucker2Candidate(ConvCandidate):
     """1 x 1, kh x kw, 1 x 1. The rank is that of the wider side; the other is proportional.
 
-    The energies are those of the truncated HOSVD; HOOI keeps at least as much.
+    Neither is more than kh kw times the other: the kernel between them has no further directions. The
+    energies are those of the truncated HOSVD; HOOI keeps at least as much.
     """
 
     scheme = "tucker2"
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """(r_in, r_out) per group, rounded up."""
-        widest = self.max_rank
-        return -(-rank * self.inputs // widest), -(-rank * self.outputs // widest)
+        (r_in, r_out), taps = self._proportional(rank), math.prod(self.kernel_size)
+        return min(r_in, taps * r_out), min(r_out, taps * r_in)
 
     def numbers(self, rank: int) -> int:
         """G (i r_in + kh kw r_in r_out + o r_out)."""
@@ -138,15 +140,21 @@ class Tucker2Candidate(ConvCandidate):
 
     def _kept_energies(self, weight: Tensor) -> Tensor:
         tensor_goik = _grouped(_checked(weight), self.groups).flatten(3)
-        u_gop = _leading(tensor_goik.flatten(2), self.outputs)
-        v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), self.inputs)
+        taps = math.prod(self.kernel_size)
+        u_gop = _leading(tensor_goik.flatten(2), min(self.outputs, taps * self.inputs))
+        v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), min(self.inputs, taps * self.outputs))
         kept = _core(tensor_goik, u_gop, v_giq).square().sum(dim=(0, 3)).cumsum(0).cumsum(1)
-        r_in, r_out = torch.tensor([self.ranks(r + 1) for r in range(self.max_rank)]).T
+        r_in, r_out = torch.tensor([self._proportional(r + 1) for r in range(self.max_rank)]).T
+        r_in, r_out = r_in.clamp_max(kept.shape[1]), r_out.clamp_max(kept.shape[0])
         return (
             kept[r_out - 1, r_in - 1] / kept[-1, -1]
             if kept[-1, -1] > 0
             else torch.ones(len(r_in), dtype=kept.dtype)
         )
+
+    def _proportional(self, rank: int) -> tuple[int, int]:
+        widest = self.max_rank
+        return -(-rank * self.inputs // widest), -(-rank * self.outputs // widest)
 
 
 class BasisCandidate(ConvCandidate):
@@ -347,13 +355,17 @@ def _tucker2(weight: Tensor, groups: int, ranks: tuple[int, ...]) -> tuple[Tenso
     """HOSVD, then HOOI: each side in turn the best for the other, so that the error only falls."""
     r_in, r_out = ranks
     tensor_goik = _grouped(weight, groups).flatten(3)
-    v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), r_in)
+    left_goqk = tensor_goik  # of all inputs, where those chosen will hold all that the outputs have
+    if r_in < tensor_goik.shape[3] * r_out:
+        v_giq = _leading(tensor_goik.transpose(1, 2).flatten(2), r_in)
+        left_goqk = torch.einsum("goik,giq->goqk", tensor_goik, v_giq)
     for _ in range(_HOOI_SWEEPS):
-        u_gop = _leading(torch.einsum("goik,giq->goqk", tensor_goik, v_giq).flatten(2), r_out)
+        u_gop = _leading(left_goqk.flatten(2), r_out)
         v_giq = _leading(torch.einsum("goik,gop->gipk", tensor_goik, u_gop).flatten(2), r_in)
-    core = _core(tensor_goik, u_gop, v_giq).flatten(0, 1).unflatten(-1, weight.shape[2:])
+        left_goqk = torch.einsum("goik,giq->goqk", tensor_goik, v_giq)
+    core = torch.einsum("goqk,gop->gpqk", left_goqk, u_gop)
     down = v_giq.transpose(1, 2).flatten(0, 1)[..., None, None]
-    return down, core, u_gop.flatten(0, 1)[..., None, None]
+    return down, core.flatten(0, 1).unflatten(-1, weight.shape[2:]), u_gop.flatten(0, 1)[..., None, None]
 
 
 def _core(tensor_goik: Tensor, u_gop: Tensor, v_giq: Tensor) -> Tensor:
@@ -362,6 +374,8 @@ def _core(tensor_goik: Tensor, u_gop: Tensor, v_giq: Tensor) -> Tensor:
 
 def _leading(matrices: Tensor, rank: int) -> Tensor:
     """The leading left singular vectors (G, m, r) of (G, m, n)."""
+    if matrices.shape[1] > matrices.shape[2]:  # m may be very large
+        return torch.linalg.svd(matrices, full_matrices=rank > matrices.shape[2])[0][..., :rank]
     return torch.linalg.eigh(matrices @ matrices.mT).eigenvectors[..., -rank:].flip(-1)
 
 
