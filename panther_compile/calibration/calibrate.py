@@ -27,8 +27,8 @@ from panther_compile.calibration.study import Study, study_layers
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, some_names
 from panther_compile.factorization.moments import RIDGE
-from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.targets import Target, find_targets, watch
+from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples

@@ -18,9 +18,9 @@ from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
-from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
 from panther_compile.models.watched import Arrival, Side, put_layers

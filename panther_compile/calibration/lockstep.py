@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.calibration.residuals import Passage, Residuals, observe
-from panther_compile.freed_memory import FreedMemory
+from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call
 from panther_compile.models.surroundings import generator_states, swap_generators
 from panther_compile.models.watched import Arrival, Side, put_layers

@@ -23,10 +23,10 @@ from panther_compile.calibration.ties import Ties, damped
 from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
-from panther_compile.freed_memory import FreedMemory
 from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
+from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
 from panther_compile.models.watched import Side
 from panther_compile.names import stack_name

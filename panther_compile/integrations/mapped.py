@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.freed_memory import freed_given_back
 from panther_compile.integrations.beside import copy_beside
 from panther_compile.integrations.folders import stored_model
 from panther_compile.integrations.stored_weights import SHARD_BYTES, StoredWeights
+from panther_compile.memory import freed_given_back
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
 from panther_compile.shelf import Shelf

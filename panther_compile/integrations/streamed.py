@@ -31,7 +31,6 @@ from panther_compile.errors import (
     ResumeError,
     check_whole,
 )
-from panther_compile.freed_memory import freed_given_back
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.beside import copy_beside
 from panther_compile.integrations.folders import empty_model
@@ -52,6 +51,7 @@ from panther_compile.integrations.stored_weights import (
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.parts import sketch_site, work_on
 from panther_compile.layers.base import SketchedLayer, outermost
+from panther_compile.memory import freed_given_back
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed

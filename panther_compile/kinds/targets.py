@@ -13,8 +13,11 @@ from panther_compile.kinds.parts import scheme_of_parts, unit_name
 from panther_compile.kinds.registry import kind_of
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.memory import memory_of
 from panther_compile.models.watched import Follower, Side, Watched, copy_sharing
 from panther_compile.records import Site
+
+_HELD = 14 * 8  # bytes a fit holds at its peak for each of I x I second moments, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,26 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
                 left_alone[name] = view
             elif site.tied and not view.is_table:
                 left_alone[name] = "several layers use it"
+            elif why := _too_wide(view):
+                left_alone[name] = why
             else:
                 ties = {other: _seen(layer) for other, layer in site.tied}
                 found[name] = Target(name, suffix, site, part, view, together.get(name, ()), ties)
     return found, left_alone
+
+
+def _too_wide(view: LinearView) -> str:
+    """Why second moments of a layer's inputs would not fit into memory; empty if they do."""
+    if not view.is_matrix:
+        return ""
+    weight = view.weight_and_bias()[0]
+    inputs, there = weight.shape[1], memory_of(weight.device)
+    needed = _HELD * inputs**2
+    if needed <= there:
+        return ""
+    return (
+        f"to fit {inputs:,} inputs takes {needed / 1e9:,.0f} GB of memory, and there are {there / 1e9:,.0f}"
+    )
 
 
 def _seen(layer: nn.Module) -> LinearView:

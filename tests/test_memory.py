@@ -9,9 +9,34 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.freed_memory import FreedMemory, _is_glibc, _resident, freed_given_back
+from panther_compile import memory
+from panther_compile.kinds import targets
+from panther_compile.memory import FreedMemory, _is_glibc, _resident, freed_given_back, memory_of
 
 MB = 1 << 20
+
+
+def test_there_is_as_much_as_the_machine_or_its_group_has(tmp_path, monkeypatch):
+    cpu, limit = torch.device("cpu"), tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_LIMIT", limit)
+    there = memory_of(cpu)
+    assert there > _resident()
+    for text, wanted in (("max\n", there), ("1048576\n", MB), (f"{1 << 62}\n", there)):
+        limit.write_text(text)
+        assert memory_of(cpu) == wanted
+    assert memory_of(torch.device("meta")) == float("inf")
+
+
+def test_layers_of_more_inputs_than_memory_has_moments_of_are_cut_by_their_weights(monkeypatch):
+    """As the first linear layer of VGG-16, of 25,088 inputs: a fit of it takes 71 GB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 64)).eval()
+    monkeypatch.setattr(targets, "memory_of", lambda _: 112 * 299**2)
+    data = [torch.randn(32, 16) for _ in range(6)]
+    small = pc.sketchify(model, 0.5, data=data, min_params=64, allow_slower=True, include=["0", "2"])
+    first, wide = pc.sketch_report(small).sketched
+    assert first.predicted_error is not None  # by the data
+    assert "data leaves it alone: to fit 300 inputs takes 0 GB of memory, and there are 0" in wide.note
 
 
 @pytest.mark.skipif(not _is_glibc(), reason="another allocator than glibc's")
@@ -39,7 +64,7 @@ def test_what_a_thread_has_freed_is_given_back():
 WAITING = """
 import threading
 import torch
-from panther_compile.freed_memory import _resident, freed_given_back
+from panther_compile.memory import _resident, freed_given_back
 
 came, end = threading.Barrier(9), threading.Event()
 def run():

@@ -1,14 +1,16 @@
-"""Memory that was freed, given back to the system, which glibc would keep for what comes.
+"""How much memory there is, and what was freed of it, which glibc would keep for what comes.
 
-It lets threads allocate from arenas of their own, and in lockstep one of many threads runs at a time, so
+glibc lets threads allocate from arenas of their own, and in lockstep one of many threads runs at a time, so
 most of what they freed lies idle: more than half of all that a fit of the benchmark's GPT took.
 
+    memory_of          bytes that a device has
     FreedMemory        gives back what has gathered, now and then; next to no time
     freed_given_back   has large tensors give back theirs at once, which a model that fits into memory would
                        run a quarter longer for
 """
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -16,9 +18,25 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import torch
+
 _SHARE, _LEAST = 1 / 8, 64 << 20  # of what the process had, and bytes, that are given back
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: from so many bytes on, freed memory is given back
 _LARGE, _USUAL = 1 << 20, 32 << 20  # bytes; the usual one is what glibc comes to by itself
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes that a device has in all, or that this process's control group may take; infinite if unknown."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return math.inf
+    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
+    return min(
+        float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        math.inf if limit == "max" else float(limit),
+    )
 
 
 class FreedMemory:
