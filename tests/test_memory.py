@@ -27,16 +27,29 @@ def test_there_is_as_much_as_the_machine_or_its_group_has(tmp_path, monkeypatch)
     assert memory_of(torch.device("meta")) == float("inf")
 
 
-def test_layers_of_more_inputs_than_memory_has_moments_of_are_cut_by_their_weights(monkeypatch):
-    """As the first linear layer of VGG-16, of 25,088 inputs: a fit of it takes 71 GB."""
+@pytest.mark.parametrize(("inputs", "there"), [(300, 299), (300, 63), (64, 63)])
+def test_layers_of_more_inputs_than_memory_has_moments_of(monkeypatch, inputs, there):
+    """As the first linear layer of VGG-16, of 25,088 inputs and 4,096 outputs: a fit of it takes 70 GB."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 64)).eval()
-    monkeypatch.setattr(targets, "memory_of", lambda _: 112 * 299**2)
-    data = [torch.randn(32, 16) for _ in range(6)]
-    small = pc.sketchify(model, 0.5, data=data, min_params=64, allow_slower=True, include=["0", "2"])
-    first, wide = pc.sketch_report(small).sketched
-    assert first.predicted_error is not None  # by the data
-    assert "data leaves it alone: to fit 300 inputs takes 0 GB of memory, and there are 0" in wide.note
+    model = nn.Sequential(nn.Linear(48, inputs), nn.ReLU(), nn.Linear(inputs, 64)).eval()
+    data = [torch.randn(128, 48) for _ in range(8)]
+    options = {"min_params": 64, "allow_slower": True, "include": ["0", "2"], "narrow": False}
+    usual = pc.sketchify(model, 0.5, data=data, **options)
+    monkeypatch.setattr(targets, "memory_of", lambda _: 112 * there**2)
+    small = pc.sketchify(model, 0.5, data=data, **options)
+    one, other = pc.sketch_report(usual).sketched[1], pc.sketch_report(small).sketched[1]
+    assert pc.sketch_report(small).sketched[0].predicted_error is not None
+    if there < 64:  # nor of its outputs
+        assert "data leaves it alone: to fit it takes 0 GB of memory, and there are 0" in other.note
+        return
+    assert other.ranks == one.ranks
+    assert small[2].form == usual[2].form == "pivoted"
+    assert other.output_error == pytest.approx(one.output_error, rel=0.02)
+    assert other.error == pytest.approx(one.error, rel=0.02)
+    with torch.no_grad():
+        wanted = model(data[0])
+        errors = [float((made(data[0]) - wanted).norm() / wanted.norm()) for made in (usual, small)]
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
 @pytest.mark.skipif(not _is_glibc(), reason="another allocator than glibc's")

@@ -269,9 +269,9 @@ class LayerFit:
         return moments
 
     def _fitted(self, target: Target, layer: SketchedLayer, error: float | None, rows: int) -> Fitted:
-        weight, _ = target.weight_and_bias()
+        weight = target.view.whole_weight().detach()
         return replace(
-            fitted_of(layer, weight.detach(), target.name, rows, error, self._config),
+            fitted_of(layer, weight, target.name, rows, error, self._config),
             sensitivity=self._study.sensitivity.get(target.name),
             predicted_error=self.choices[target.name].error if target.name in self._study.values else None,
         )

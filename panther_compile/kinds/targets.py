@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.parts import scheme_of_parts, unit_name
 from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.row_space import RowSpaceView
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.memory import memory_of
@@ -89,32 +90,31 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
         sets = [tuple(unit_name(site, one) for one in names) for names in kind.may_share(site.module)]
         together = {name: names for names in sets for name in names}
         for suffix, part in kind.parts(site.module).items():
-            view = kind_of(part).view(part)
+            seen = kind_of(part).view(part)
+            view = seen if isinstance(seen, str) else _within_memory(seen)
             name = unit_name(site, suffix)
             if isinstance(view, str):
                 left_alone[name] = view
             elif site.tied and not view.is_table:
                 left_alone[name] = "several layers use it"
-            elif why := _too_wide(view):
-                left_alone[name] = why
             else:
                 ties = {other: _seen(layer) for other, layer in site.tied}
                 found[name] = Target(name, suffix, site, part, view, together.get(name, ()), ties)
     return found, left_alone
 
 
-def _too_wide(view: LinearView) -> str:
-    """Why second moments of a layer's inputs would not fit into memory; empty if they do."""
+def _within_memory(view: LinearView) -> LinearView | str:
+    """A view whose second moments fit into memory, or why there is none."""
     if not view.is_matrix:
-        return ""
+        return view
     weight = view.weight_and_bias()[0]
-    inputs, there = weight.shape[1], memory_of(weight.device)
-    needed = _HELD * inputs**2
-    if needed <= there:
-        return ""
-    return (
-        f"to fit {inputs:,} inputs takes {needed / 1e9:,.0f} GB of memory, and there are {there / 1e9:,.0f}"
-    )
+    (outputs, inputs), there = weight.shape, memory_of(weight.device)
+    if _HELD * inputs**2 <= there:
+        return view
+    if outputs < inputs and _HELD * outputs**2 <= there:
+        return RowSpaceView(view)
+    needed = _HELD * min(outputs, inputs) ** 2
+    return f"to fit it takes {needed / 1e9:,.0f} GB of memory, and there are {there / 1e9:,.0f}"
 
 
 def _seen(layer: nn.Module) -> LinearView:

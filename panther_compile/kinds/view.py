@@ -63,6 +63,10 @@ class LinearView(ABC):
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """The matrix (O, I) and the bias (O,), or None."""
 
+    def whole_weight(self) -> Tensor:
+        """The matrix as the layer has it, where it is seen as a smaller one."""
+        return self.weight_and_bias()[0]
+
     def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
         """The layer's input as rows (n, I), padded positions left out; see `kept_rows`."""
         return kept_rows(x, kept)
