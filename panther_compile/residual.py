@@ -35,7 +35,7 @@ from panther_compile.models.batches import Call, Data, judged_of, learnt_of, rec
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copied, replace_inside
-from panther_compile.models.surroundings import undisturbed
+from panther_compile.models.surroundings import undisturbed, without_fast_attention
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import check_module
 from panther_compile.records import Closeness, kept_attribute
@@ -178,7 +178,7 @@ def add_residual(
     check_module(dense)
     check_type("inplace", inplace, bool)
     _check_size(rank, budget)
-    with undisturbed():
+    with undisturbed(), without_fast_attention():
         twins = _selected(quantized, _twins(quantized, dense), include, exclude)
         calls = None if data is None else _calls(quantized, data)
         logits = None

@@ -30,7 +30,7 @@ from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
-from panther_compile.models.surroundings import undisturbed
+from panther_compile.models.surroundings import undisturbed, without_fast_attention
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.fastest import fastest
 from panther_compile.planning.other_weights import other_weights, others_text
@@ -251,6 +251,7 @@ def _study_of_made_up(prepared: Prepared, config: SketchConfig) -> Studied | Non
     return None if inputs.fit is None else _study(prepared, config, calls, look, None, doubted=False)
 
 
+@without_fast_attention()
 def _study(
     prepared: Prepared,
     config: SketchConfig,

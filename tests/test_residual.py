@@ -416,3 +416,18 @@ def test_weights_that_are_not_finite(model):
     low.ups[1].weight[0, 0] = float("nan")
     with pytest.raises(WeightError, match=r"ups.1.*NaN"):
         pc.add_residual(low, model, rank=4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layers_behind_a_mask_that_the_fast_path_packs():
+    """Torch packed the rows of padded texts into a nested tensor, which fits refuse."""
+    torch.manual_seed(0)
+    dense = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1).eval()
+    quantized = copy.deepcopy(dense)
+    weight = quantized.layers[0].linear1.weight
+    weight.data = (weight * 8).round() / 8
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [3], [6]])
+    data = [(torch.randn(4, 6, 32), None, padding) for _ in range(6)]
+    better = pc.add_residual(quantized, dense, rank=16, data=data)
+    dense_out, low, high = (model(*data[0])[~padding] for model in (dense, quantized, better))
+    assert (high - dense_out).norm() < 0.9 * (low - dense_out).norm()

@@ -179,3 +179,43 @@ def test_put_back_when_it_raises():
         raise RuntimeError
     assert model.calls == 0
     assert not model.cache.any()
+
+
+class Notes(nn.Module):
+    """Keeps what it saw in attributes: a number, a result, a list, and one that is made in the first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.count, self.state, self.seen = 0, None, ["made"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go on from the last result."""
+        self.count, self.first = self.count + 1, x
+        self.seen.append(len(x))
+        self.state = self.up(x).relu() if self.state is None else 0.5 * self.state + self.up(x).relu()
+        return self.down(self.state)
+
+    def written(self) -> tuple[object, ...]:
+        """What a run changes."""
+        return self.count, self.state, list(self.seen), hasattr(self, "first")
+
+
+def test_healing_leaves_attributes_alone():
+    """The dense model went on from states of the calibration, and so did its sketch."""
+    model = Notes().eval()
+    small = pc.sketchify(model, 0.5, data=BATCHES, refine="kl", refine_steps=2, progress=False)
+    assert model.written() == small.written() == (0, None, ["made"], False)
+    assert pc.heal_report(small).steps == 2
+    healed = pc.heal(small, teacher=model, data=BATCHES, steps=2, progress=False)
+    assert model.written() == small.written() == healed.written() == (0, None, ["made"], False)
+    assert pc.heal_report(healed).steps == 2
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+def test_reading_a_graph_leaves_attributes_alone():
+    """Such a state had no numbers, or was the example's."""
+    model = Notes().eval()
+    pc.partition_model(model, BATCHES[0], mesh={"pp": 2})
+    assert model.written() == (0, None, ["made"], False)

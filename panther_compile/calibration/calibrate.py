@@ -32,6 +32,7 @@ from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
 from panther_compile.models.divided import divided, first_samples
+from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.models.watched import put_layers
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling
@@ -149,6 +150,7 @@ def _find_cached(
     return cached
 
 
+@without_fast_attention()
 def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = None) -> Calibrated:
     """Choose ranks and fit every layer that data can fit.
 

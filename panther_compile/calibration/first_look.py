@@ -10,6 +10,7 @@ from panther_compile.calibration.unlike import UNLIKE, NormSums
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
+from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.records import Site
 
 
@@ -36,6 +37,7 @@ class FirstLook:
         )
 
 
+@without_fast_attention()
 def look_at(model: nn.Module, sites: Iterable[tuple[Site, Kind]], calls: Sequence[Call]) -> FirstLook:
     """Run the dense model over all batches.
 

@@ -23,6 +23,7 @@ from panther_compile.layers.base import SketchedLayer
 from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
+from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.models.watched import Arrival, Side, put_layers
 from panther_compile.names import stack_name
 from panther_compile.planning.sites import Found
@@ -106,6 +107,7 @@ class Calibrated:
         return alone | dict.fromkeys(self.unreached, NEVER_REACHED)
 
 
+@without_fast_attention()
 def fit_plan(
     studied: Studied,
     config: SketchConfig,

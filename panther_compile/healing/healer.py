@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -144,7 +144,7 @@ def heal_layers(
     count = _judges(options.held_out, len(calls), options.steps)
     own = (*nn.ModuleList(layers).parameters(), *own_biases(small, set(layers)))
     learnt = [one for one in own if one.is_floating_point()]
-    with _calm((small, teacher), learnt):
+    with ExitStack() as afterwards, _calm((small, teacher), learnt):
         given = options.output
         taken = recognize_output(teacher, calls[:1]).output if given == "auto" else given
         landmarks = find_landmarks(small, teacher, [calls[place] for place in places])
@@ -163,7 +163,9 @@ def heal_layers(
             cache_bytes=options.cache_bytes,
             usual=places[:count],
         )
-        _Healer(match, layers, learnt, options, order, places[:count], places[count:]).run()
+        healer = _Healer(match, layers, learnt, options, order, places[:count], places[count:])
+        # What the model holds is put back before.
+        healer.run(lambda report: afterwards.callback(_keep_report, small, report))
 
 
 @dataclass
@@ -186,8 +188,8 @@ class _Healer:
     taken: int = 0
     stopped: str = "broken off"
 
-    def run(self) -> None:
-        """Heal the model, and leave it in the best state that was seen with a report, whatever happens."""
+    def run(self, keep: Callable[[HealReport], object]) -> None:
+        """Heal the model, leave it in the best state seen, and hand a report on, whatever happens."""
         small, options = self.match.small, self.options
         best = BestState(self.learnt, self._judge, self._objective)
         if not math.isfinite(best.first):
@@ -211,7 +213,7 @@ class _Healer:
                 lr=rates.top,
                 blocks_reverted=reverted,
             )
-            _keep_report(small, report)
+            keep(report)
 
     def _descend(self, factors: Sequence[Factor], best: BestState, rates: Rates, bar: ProgressBar) -> str:
         """Take steps, look every so often how the model does, and say why they ended."""

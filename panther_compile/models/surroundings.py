@@ -1,6 +1,8 @@
 """Work the same wherever the caller stands, and leave everything there as it was."""
 
+import copy
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,10 +12,20 @@ from torch import nn
 
 from panther_compile.models.substitute import written_tensors
 
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module: its parameters, hooks, mode
+
 
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
-    """What the models write into tensors that they hold, as they run, is put back afterwards."""
+    """What the models write into tensors and attributes of theirs, as they run, is put back afterwards."""
+    every = [vars(module) for model in models for module in model.modules()]
+    attributes = [(held, _own_attributes(held)) for held in every]
+    contents = [
+        (value, copy.copy(value))
+        for _, were in attributes
+        for value in were.values()
+        if type(value) in (list, dict, set, deque)
+    ]
     buffers = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
     before = [
         (tensor, tensor._version, tensor.detach().clone())
@@ -24,12 +36,24 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for held, were in attributes:
+            for name in _own_attributes(held).keys() - were.keys():
+                del held[name]
+            held.update(were)
+        for value, before_run in contents:
+            value.clear()
+            (value.update if isinstance(value, dict | set) else value.extend)(before_run)
         for held, were in buffers:
             held.update(were)
         with torch.no_grad():
             for tensor, version, value in before:
                 if tensor._version != version:
                     tensor.copy_(value)
+
+
+def _own_attributes(held: dict[str, Any]) -> dict[str, Any]:
+    """Of what a module holds, what its own code put there."""
+    return {name: value for name, value in held.items() if name not in _OF_TORCH}
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from panther_compile.kinds.targets import watch_layers
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, device_of, record_calls, run_dense
 from panther_compile.models.stopwatch import seconds_of
+from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.coupled import SCHEME
 from panther_compile.planning.own_weights import lower_own_weights
@@ -177,7 +178,7 @@ def _record(model: nn.Module, sites: Sequence[Site], call: Call) -> dict[str, li
         key = (repr(layer), *_form(weight), *_form(x))
         runs[units[name]].append(alike.setdefault(key, _Run(layer, x, key)))
 
-    with side.seen_by(see), torch.no_grad():
+    with side.seen_by(see), torch.no_grad(), without_fast_attention():
         run_dense(side.model, call)
     return runs
 

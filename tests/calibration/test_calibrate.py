@@ -172,3 +172,19 @@ def test_distance_of_results_of_other_shapes_and_of_what_is_not_finite():
     assert distance({"logits": hidden}, {"logits": hidden + 1.0}, None) == pytest.approx(0, abs=1e-5)
     assert distance({"logits": hidden}, {"logits": hidden * 2}, None) > 0.01
     assert distance((x[0, 0] * torch.nan, x), (x[0, 0], 2 * x), None) == pytest.approx(1.0)
+
+
+def test_layers_that_the_fast_path_of_attention_leaves_out():
+    """In eval mode torch computes a block by its weights alone: no layer of it was ever called."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    data = [torch.randn(8, 12, 32) for _ in range(8)]
+    small = pc.sketchify(block, 0.5, data=data, include="linear1", min_params=64, allow_slower=True)
+    (row,) = pc.sketch_report(small).sketched
+    assert (row.name, row.note) == ("linear1", "")
+    assert row.output_error is not None
+    both = pc.sketchify(block, 0.5, data=data, include="linear*", min_params=64, allow_slower=True)
+    plan = pc.sketch_report(both).plan
+    assert {choice.scheme for choice in plan.choices.values()} == {"narrow"}
+    again = pc.sketchify(block, plan=plan, data=data)
+    torch.testing.assert_close(again(data[0]), both(data[0]))
