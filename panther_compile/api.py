@@ -13,7 +13,7 @@ from panther_compile.kinds.match import is_adapter
 from panther_compile.layers.base import check_factors, outermost, sketched_layers
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
-from panther_compile.models.substitute import replace_inside
+from panther_compile.models.substitute import replace_inside, share_hooks
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lower_own_weights
@@ -139,7 +139,7 @@ def plan_sketch(
 
 
 def densify(model: Model, *, inplace: bool = False) -> Model:
-    """Multiply the factors out: ordinary layers again, with the outputs of the sketched ones.
+    """Multiply the factors out: ordinary layers again, with the outputs and the hooks of the sketched ones.
 
     A layer that made its weight in each call, as weight norm does, becomes a plain one: a folder that such a
     model is saved to has its weight under a name that `from_pretrained` of its class does not read.
@@ -163,6 +163,8 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
             layer: layer.to_dense() for layer in sketched_layers(model, advice="")
         }
         _tie_again(dense)
+        for layer, plain in dense.items():
+            share_hooks(layer, plain)
         result = replace_inside(model, dense) if inplace else copy_model(model, dense)
         lower_own_weights(result)
     turn_on_nested_tensors(result)

@@ -396,6 +396,35 @@ def test_densify_in_place_is_the_same_object():
         pc.sketch_report(plain)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_densify_keeps_hooks_of_layers(inplace):
+    """They were dropped without a word: one that scales what a layer gives was no longer there."""
+
+    class Watched(nn.Sequential):
+        def note(self, module, args, out):
+            self.seen = out
+
+    small = pc.sketchify(Watched(nn.Linear(48, 48), nn.Linear(48, 48)), 0.5, include="*", **OPTIONS)
+    handle = small[0].register_forward_hook(lambda module, args, out: out * 2)
+    small[1].register_forward_pre_hook(
+        lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+    )
+    small[1].register_forward_hook(small.note)
+    small[1].register_full_backward_hook(lambda module, given, had: (3 * given[0],))
+    x = torch.randn(4, 48, requires_grad=True)
+    wanted = small(x)
+    (gradient,) = torch.autograd.grad(wanted.sum(), x)
+    small.seen = None
+    plain = pc.densify(small, inplace=inplace)
+    found = plain(x)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], gradient)
+    assert torch.equal(plain.seen, found)
+    assert inplace or small.seen is None
+    handle.remove()
+    assert bool(plain[0]._forward_hooks) is not inplace
+
+
 def test_densify_keeps_ties_and_flags():
     model = mlp(64, 64, 64, 64)
     model[1].weight, model[2].bias = model[0].weight, model[0].bias

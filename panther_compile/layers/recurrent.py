@@ -109,15 +109,24 @@ class _SketchedRecurrent(RecurrentParts):
 
         Returns:
             The outputs (L, N, D P), as the input is given, and the last states.
+
+        Raises:
+            ValueError: the input has other dimensions, or an LSTM is given one state.
+            RuntimeError: a state has another shape.
         """
         if (node := kept_whole(self, input, hx)) is not None:
             return node  # type: ignore[no-any-return]
         if isinstance(input, PackedSequence):
             return self._run_packed(input, hx)
+        if input.dim() not in (2, 3):
+            given = f"{type(self).__name__}: got an input of shape {tuple(input.shape)}"
+            raise ValueError(f"{given}, wanted two or three dimensions")
         batched = input.dim() == 3
         x = input if batched else input.unsqueeze(1)
         x = x.transpose(0, 1) if batched and self.batch_first else x
-        states = None if hx is None else [one if batched else one.unsqueeze(1) for one in _listed(hx)]
+        states = self._listed(hx, (x.shape[1],) if batched else ())
+        if states is not None and not batched:
+            states = [one.unsqueeze(1) for one in states]
         out, last = self._run(x, states, None)
         if batched:
             return (out.transpose(0, 1) if self.batch_first else out), self._state(last)
@@ -126,7 +135,7 @@ class _SketchedRecurrent(RecurrentParts):
     def _run_packed(self, packed: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
         data, sizes, order, back = packed
         x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
-        states = None if hx is None else _listed(hx)
+        states = self._listed(hx, (x.shape[1],))
         if states is not None and order is not None:
             states = [one.index_select(1, order) for one in states]
         steps = torch.arange(len(x), device=x.device)[:, None]
@@ -134,6 +143,27 @@ class _SketchedRecurrent(RecurrentParts):
         if back is not None:
             last = [one.index_select(1, back) for one in last]
         return PackedSequence(pack_padded_sequence(out, lengths).data, sizes, order, back), self._state(last)
+
+    def _listed(self, hx: State | None, batch: tuple[int, ...]) -> list[Tensor] | None:
+        """The states that a run begins with; refuses what torch's layer refuses, with its errors.
+
+        Args:
+            hx: as given.
+            batch: (N,), or nothing of an input without batch.
+        """
+        if hx is None:
+            return None
+        states, output = [hx] if isinstance(hx, Tensor) else list(hx), self.proj_size or self.hidden_size
+        widths = (output,) if self.dense_type is nn.GRU else (output, self.hidden_size)
+        if len(states) != len(widths):
+            raise ValueError(f"{type(self).__name__}: got {len(states)} states, wanted {len(widths)}")
+        for state, width in zip(states, widths, strict=True):
+            wanted = (self.num_layers * (2 if self.bidirectional else 1), *batch, width)
+            if state.shape != wanted:
+                raise RuntimeError(
+                    f"{type(self).__name__}: got a state of shape {tuple(state.shape)}, wanted {wanted}"
+                )
+        return states
 
     def _run(
         self, x: Tensor, states: list[Tensor] | None, valid: Tensor | None
@@ -215,7 +245,3 @@ class SketchedGRU(_SketchedRecurrent):
         self, given: Tensor, recurrent: Tensor, state: list[Tensor], project: nn.Module | None
     ) -> list[Tensor]:
         return [gru_step(given, recurrent, state[0])]
-
-
-def _listed(hx: State) -> list[Tensor]:
-    return [hx] if isinstance(hx, Tensor) else list(hx)

@@ -11,6 +11,16 @@ from panther_compile.errors import ConfigError, ConfigTypeError, first_line
 
 Replacements = Mapping[nn.Module, nn.Module]
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 _PACKED = 65_536  # integers of a tensor, from which on they are taken for a quantized weight
 
 
@@ -42,11 +52,19 @@ def copy_with(model: nn.Module, new: Replacements) -> nn.Module:
         shared = memo.setdefault(id(old_bias), new_bias)
         _put_parameter(replacement, new_bias, shared)
     result: nn.Module = copy.deepcopy(model, memo)
+    for old, replacement in new.items():
+        held = {name: vars(old)[name] for name in _HOOKS if vars(replacement)[name] is vars(old)[name]}
+        vars(replacement).update(copy.deepcopy(held, memo))
     for replacement in new.values():  # what it shares with the model, as a configuration, follows too
         for module in replacement.modules():
             held = vars(module)
             held.update({name: memo[id(one)] for name, one in held.items() if id(one) in memo})
     return result
+
+
+def share_hooks(old: nn.Module, replacement: nn.Module) -> None:
+    """Have a replacement run the hooks of the calls of a module; a copy of the model has copies of them."""
+    vars(replacement).update({name: vars(old)[name] for name in _HOOKS})
 
 
 def replace_inside(model: nn.Module, new: Replacements) -> nn.Module:

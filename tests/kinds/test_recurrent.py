@@ -53,6 +53,30 @@ def test_packed_sequences(make, name, given):
     assert_same((pad_packed_sequence(found[0])[0], found[1]), (pad_packed_sequence(wanted[0])[0], wanted[1]))
 
 
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+def test_states_and_inputs_of_other_shapes_are_refused_as_torch_refuses_them(make):
+    """States of one sequence were spread over the batch, those of more layers were cut."""
+    dense = make(7, 9)
+    x, one = torch.randn(6, 3, 7), torch.randn(6, 7)
+    packed = pack_padded_sequence(x, torch.tensor([6, 4, 1]))
+    cases = [
+        (x, (1, 1, 9)),
+        (x, (2, 3, 9)),
+        (x, (1, 9)),
+        (one, (1, 1, 9)),
+        (packed, (1, 1, 9)),
+        (packed, (2, 3, 9)),
+    ]
+    for given, shape in [*cases, (x[None], None), (x[0, 0], None)]:
+        state = None if shape is None else torch.randn(shape)
+        for layer in (dense, routes.opened(dense)):
+            with pytest.raises((RuntimeError, ValueError)):
+                layer(given, (state, state) if shape and make is nn.LSTM else state)
+    state = torch.randn(1, 3, 9)
+    with pytest.raises(ValueError, match="states, wanted"):
+        routes.opened(dense)(x, state if make is nn.LSTM else (state, state))
+
+
 class Tagger(nn.Module):
     def __init__(self, make=nn.LSTM, layers=1):
         super().__init__()
