@@ -113,6 +113,8 @@ def test_tensors_of_the_model_that_it_returns_are_of_a_stage():
     _, weight, seen = staged(x)
     assert torch.equal(weight, model.layers[0].weight)
     assert torch.equal(seen, x.mean(0))
+    staged(x)  # as a pipeline does while the result is still to be sent
+    assert torch.equal(seen, x.mean(0))
     assert sum("seen" in stage.state_dict() for stage in staged.stages) == 1
 
 

@@ -388,11 +388,14 @@ def _captured(
 
 
 def _own_result(graph: fx.Graph, output: fx.Node, leaf: Any) -> Any:
-    """What is returned; a tensor that the model holds by a node of its own, which some stage has to run."""
-    if not isinstance(leaf, fx.Node) or leaf.op != "get_attr":
+    """What is returned; a copy of a tensor that the model holds, which some stage makes."""
+    held = leaf
+    while isinstance(held, fx.Node) and getattr(getattr(held.target, "_schema", None), "is_mutable", False):
+        held = held.args[0]  # what is written in place is the result
+    if not isinstance(held, fx.Node) or held.op != "get_attr":
         return leaf
     with graph.inserting_before(output):
-        return graph.call_function(torch.ops.aten.alias.default, (leaf,))
+        return graph.call_function(torch.ops.aten.clone.default, (leaf,))
 
 
 def _plain(tree: Any) -> Any:
