@@ -82,6 +82,19 @@ class Mlp(nn.Module):
         return self.layers[2](x)
 
 
+class Namesakes(nn.Module):
+    """Parameters that are called as an input and as results of the graph are."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        for name, size in {"x": 32, "linear": 64, "mul": 64, "add": 32}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(size)))
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x * self.x) * self.linear + self.mul)) + self.add
+
+
 def build(name, *, sketched=False, double=False):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -89,6 +102,8 @@ def build(name, *, sketched=False, double=False):
             model, inputs = Mlp(), (torch.randn(16, 32),)
         elif name == "encoder":
             model, inputs = Encoder(), (torch.randint(24, (3, 8)),)
+        elif name == "namesakes":
+            model, inputs = Namesakes(), (torch.randn(16, 32),)
         else:
             model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
     if sketched == "narrow":

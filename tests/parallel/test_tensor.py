@@ -48,6 +48,13 @@ def test_shards_are_the_model(two, name, sketched):
     assert all(whole == here for whole, here in seen.norms)
 
 
+@checked(name="namesakes")
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_parameter_may_have_the_name_of_a_result(two, pp):
+    seen, _ = two.run(tensor_jobs.check, name="namesakes", pp=pp)
+    assert {"column", "row"} <= seen.kinds
+
+
 @checked(name="bert", sketched="narrow")
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=SLOW), True])
 def test_narrow_layers_are_sharded(two, sequence):

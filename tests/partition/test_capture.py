@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
+from panther_compile import partition_model
 from panther_compile.errors import CaptureError
 from panther_compile.partition.graph.capture import capture, example_arguments
 from panther_compile.partition.graph.flow import SINK, SOURCE
@@ -85,6 +86,50 @@ def test_what_is_written_in_place_stays_together():
     written = next(node for node, note in notes.items() if note.writes)
     group = next(nodes for nodes in flow.members.values() if written.name in nodes)
     assert {"linear", "linear_1", "linear_2", written.name} <= set(group)
+
+
+class Returning(nn.Module):
+    """Gives back a weight of its first layer, and a buffer that it writes there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen.add_(x.mean(0))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, self.layers[0].weight, self.seen
+
+
+def test_tensors_of_the_model_that_it_returns_are_of_a_stage():
+    model, x = Returning(), torch.randn(2, 8)
+    part = partition_model(model, x, mesh={"pp": 2}, hardware="cpu", tied="shared")
+    staged = part.split()
+    held = [dict(stage.named_parameters()) for stage in staged.stages]
+    assert [set(one) for one in held] == [set(stage.parameters) for stage in part.stages]
+    assert all("layers.0.weight" in held[stage] for one in part.shared for stage in one.stages)
+    _, weight, seen = staged(x)
+    assert torch.equal(weight, model.layers[0].weight)
+    assert torch.equal(seen, x.mean(0))
+    staged(x)  # as a pipeline does while the result is still to be sent
+    assert torch.equal(seen, x.mean(0))
+    assert sum("seen" in stage.state_dict() for stage in staged.stages) == 1
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.graph = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.graph(x)
+
+
+def test_names_that_a_graph_module_has_are_refused():
+    with pytest.raises(CaptureError, match=r"(?s)no graph of Named.*as child module 'graph'"):
+        capture(Named(), (torch.randn(2, 8),), {})
 
 
 class Whole(nn.Module):

@@ -278,14 +278,15 @@ def _trace(
     try:
         with torch.random.fork_rng(devices=[]), checkpoints_refused():
             graph = tracer.trace(model, fixed)
-    # The tracer runs the model's own code on proxies: it may raise anything.
+        for node in list(graph.nodes):
+            if node.op == "placeholder" and not isinstance(arguments.get(node.target), Tensor):
+                node.replace_all_uses_with(None)
+                graph.erase_node(node)
+        return fx.GraphModule(tracer.root, graph), None, None
+    # The tracer runs the model's own code on proxies: it may raise anything. A graph module has no room for
+    # modules that are called as its own attributes are (`graph`, `code`).
     except Exception as error:
         return None, None, error
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not isinstance(arguments.get(node.target), Tensor):
-            node.replace_all_uses_with(None)
-            graph.erase_node(node)
-    return fx.GraphModule(tracer.root, graph), None, None
 
 
 class _BoundaryTracer(SketchTracer):
@@ -356,6 +357,7 @@ def _captured(
         )
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     outputs, found_spec = pytree.tree_flatten(_plain(output.args[0]))
+    outputs = [_own_result(graph, output, leaf) for leaf in outputs]
     out_tensors = tuple(place for place, leaf in enumerate(outputs) if isinstance(leaf, fx.Node))
     output.args = (tuple(outputs[place] for place in out_tensors),)
     graph.set_codegen(fx.graph.CodeGen())
@@ -383,6 +385,17 @@ def _captured(
     example = tuple(leaves[place] for place in tensors)
     device_type = next((tensor.device.type for tensor in (*example, *model.parameters())), "cpu")
     return Captured(graph_module, example, form, route, unused, Precision.current(device_type))
+
+
+def _own_result(graph: fx.Graph, output: fx.Node, leaf: Any) -> Any:
+    """What is returned; a copy of a tensor that the model holds, which some stage makes."""
+    held = leaf
+    while isinstance(held, fx.Node) and getattr(getattr(held.target, "_schema", None), "is_mutable", False):
+        held = held.args[0]  # what is written in place is the result
+    if not isinstance(held, fx.Node) or held.op != "get_attr":
+        return leaf
+    with graph.inserting_before(output):
+        return graph.call_function(torch.ops.aten.clone.default, (leaf,))
 
 
 def _plain(tree: Any) -> Any:

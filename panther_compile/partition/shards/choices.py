@@ -285,7 +285,7 @@ class Choices:
     def _ways_to_make(self, node: fx.Node, stage: int) -> dict[str, tuple[Shard, Statement]]:
         """By each label in which a tensor may be made in shards in a stage: its shards, and that it is."""
         key = tensor_key(node)
-        variable = self._stored_as.get(key) if node in self._parameters else self._made.get(key)
+        variable = self._stored_as.get(key) if node in self._parameters else self._made.get(node.name)
         if variable is None or self.problem.comes_from_another(node, stage):
             return {}
         shards = {

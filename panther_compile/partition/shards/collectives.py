@@ -19,6 +19,7 @@ from panther_compile.partition.shards.problem import (
     REDUCE_SCATTER,
     Problem,
     tensor_key,
+    tensor_name,
 )
 from panther_compile.partition.shards.rules import has_shape
 from panther_compile.partition.shards.sharding_plan import ShardingPlan, Step
@@ -53,7 +54,7 @@ def place_collectives(problem: Problem, plan: ShardingPlan) -> list[Placed]:
     def place(stage: int, node: fx.Node, tensor: fx.Node, kind: str, phase: str) -> None:
         if phase == "forward" or problem.is_trained(tensor):
             size = problem.tensor_bytes(tensor)
-            placed.append(Placed(Collective(stage, tensor_key(tensor), kind, phase, size), node))
+            placed.append(Placed(Collective(stage, tensor_name(tensor), kind, phase, size), node))
 
     for node in problem.graph_module.graph.nodes:
         if node.name in plan.absorbed or node.op in ("placeholder", "get_attr"):

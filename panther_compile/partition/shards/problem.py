@@ -176,7 +176,12 @@ class Problem:
 
 
 def tensor_key(node: fx.Node) -> str:
-    """What all reads of one parameter have in common."""
+    """What all reads of one parameter have in common; a result may have the name of a parameter."""
+    return str(node.target) if node.op == "get_attr" else f"%{node.name}"
+
+
+def tensor_name(node: fx.Node) -> str:
+    """Of a tensor, for records."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 
