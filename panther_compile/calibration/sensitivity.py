@@ -83,7 +83,7 @@ def output_gradients(
                     with half_products(model):
                         torch.autograd.grad(
                             number,
-                            taps.zeros.values(),
+                            list(taps.zeros.values()),
                             retain_graph=projection + 1 < _PROJECTIONS,
                             allow_unused=True,
                         )
