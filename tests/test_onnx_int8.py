@@ -280,6 +280,22 @@ def test_products_in_half_types_stay_beside_others_in_int8(tmp_path):
     assert far(run(target, x)[0], run(source, x)[0]) < 0.05
 
 
+def test_products_of_what_other_domains_make(tmp_path):
+    nodes = [
+        node("Gelu", ["x"], ["g"], domain="com.microsoft"),
+        node("Gemm", ["g", "w", "b"], ["h"]),
+        node("MatMul", ["h", "v"], ["y"]),
+    ]
+    weights = {"w": random(48, 40), "b": random(40), "v": random(40, 32)}
+    microsoft = helper.make_opsetid("com.microsoft", 1)
+    source = make(tmp_path / "in.onnx", nodes, weights, y=("n", 32), domains=[microsoft])
+    target = tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 2
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_model_that_cannot_be_in_int8(tmp_path, dtype):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval().to(dtype)

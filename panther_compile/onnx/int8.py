@@ -212,6 +212,7 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,
+        extra_options={"DefaultTensorType": ir.DataType.FLOAT},  # of what operators of other domains give
     )
     _sort(rounded)
     model = read_model(rounded)
