@@ -265,6 +265,37 @@ def test_a_product_by_a_vector_stays_in_float(tmp_path):
     assert far(run(path, x.numpy())[0], model(x).detach().numpy()) < 0.05
 
 
+def test_products_in_half_types_stay_beside_others_in_int8(tmp_path):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Cast", ["h"], ["half"], to=TensorProto.FLOAT16),
+        node("MatMul", ["half", "v"], ["made"]),
+        node("Cast", ["made"], ["y"], to=TensorProto.FLOAT),
+    ]
+    weights = {"w": low_rank(48, 40), "v": random(40, 40).astype(np.float16)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights), tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 0.5, exclude="v", then="int8", min_params=0, allow_slower=True)
+    assert (kinds(target)["MatMulInteger"], kinds(target)["MatMul"]) == (2, 1)
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
+def test_products_of_what_other_domains_make(tmp_path):
+    nodes = [
+        node("Gelu", ["x"], ["g"], domain="com.microsoft"),
+        node("Gemm", ["g", "w", "b"], ["h"]),
+        node("MatMul", ["h", "v"], ["y"]),
+    ]
+    weights = {"w": random(48, 40), "b": random(40), "v": random(40, 32)}
+    microsoft = helper.make_opsetid("com.microsoft", 1)
+    source = make(tmp_path / "in.onnx", nodes, weights, y=("n", 32), domains=[microsoft])
+    target = tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 2
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_model_that_cannot_be_in_int8(tmp_path, dtype):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval().to(dtype)

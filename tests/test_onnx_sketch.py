@@ -103,6 +103,25 @@ LEFT_ALONE = {
         {},
         "quantized: DequantizeLinear",
     ),
+    "quantized in each run": (
+        [
+            node("QuantizeLinear", ["w", "s"], ["i"]),
+            node("DequantizeLinear", ["i", "s"], ["d"]),
+            node("Transpose", ["d"], ["t"]),
+            node("Gemm", ["x", "t"], ["y"], transB=1),
+        ],
+        {},
+        "quantized: DequantizeLinear",
+    ),
+    "cast twice": (
+        [
+            node("Cast", ["w"], ["half"], to=TensorProto.FLOAT16),
+            node("Cast", ["half"], ["c"], to=TensorProto.FLOAT),
+            node("MatMul", ["x", "c"], ["y"]),
+        ],
+        {},
+        "made by Cast",
+    ),
     "quantized operator": (
         [
             node("Cast", ["x"], ["c"], to=TensorProto.INT8),

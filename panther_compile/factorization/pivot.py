@@ -105,8 +105,8 @@ def split_at(x: Tensor, rank: int, start: int) -> tuple[Tensor, Tensor]:
         width = x.shape[-1] - rank
         others = torch.narrow_copy(x, x.dim() - 1, rank if start == 0 else 0, width)
         return torch.narrow_copy(x, x.dim() - 1, start, rank), others
-    others = x[..., rank:] if start == 0 else x[..., :start]
-    return x[..., start : start + rank], others
+    # Open to the end: what has features to spare is refused behind it, and not cut to size.
+    return (x[..., :rank], x[..., rank:]) if start == 0 else (x[..., start:], x[..., :start])
 
 
 def _known_rank(values: Tensor, dtype: torch.dtype) -> int:

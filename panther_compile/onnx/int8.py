@@ -199,7 +199,7 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
         path, plain, skip_symbolic_shape=True, skip_optimization=not fold, save_as_external_data=large
     )
     source = read_model(plain)
-    others = _not_by_matrices(source)
+    others = _not_rounded(source)
     if others:  # they are left out by name
         NameFixPass()(source)
     if _drop_empty_ends(source) or others:
@@ -212,6 +212,7 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,
+        extra_options={"DefaultTensorType": ir.DataType.FLOAT},  # of what operators of other domains give
     )
     _sort(rounded)
     model = read_model(rounded)
@@ -240,17 +241,17 @@ def _drop_empty_ends(model: ir.Model) -> int:
     return len(nodes)
 
 
-def _not_by_matrices(model: ir.Model) -> list[ir.Node]:
-    """The products by a constant that ONNX Runtime takes no scale for each output of.
+def _not_rounded(model: ir.Model) -> list[ir.Node]:
+    """The products by a constant that is no matrix in float32, which ONNX Runtime's quantizer takes too.
 
-    That is a vector, a batch of matrices, or one without an entry.
+    It is a vector, a batch of matrices, one without an entry, or of another type.
     """
     return [
         node
         for node in model.graph
         if is_onnx(node, *_PRODUCTS)
         and (weight := ir.convenience.get_const_tensor(node.inputs[1])) is not None  # type: ignore[arg-type]
-        and (len(weight.shape) != 2 or weight.size == 0)
+        and (len(weight.shape) != 2 or weight.size == 0 or weight.dtype != ir.DataType.FLOAT)
     ]
 
 

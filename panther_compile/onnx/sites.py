@@ -22,7 +22,7 @@ from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import factored_weights, feeds_output, is_onnx
+from panther_compile.onnx.patterns import factored_weights, feeds_output, holds_graph, is_onnx
 from panther_compile.planning.selection import (
     HEAD,
     Selectable,
@@ -335,10 +335,10 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
                     reason = "its matrices are gathered by row, as experts: sketch the model, then export it"
                     yield _stays_dense(name, node.op_type, several, reason)
                     break
-                if maker is None or any(_is_computed(operand) for operand in maker.inputs):
+                if maker is None or (makers := _makers_of_constants(value)) is None:
                     continue
                 reason = f"its weight is made by {maker.op_type}"
-                if maker.op_type == "DequantizeLinear":
+                if any(is_onnx(one, "DequantizeLinear") for one in makers):
                     reason = "quantized: DequantizeLinear makes its weight"
                 yield LayerPlan(name, node.op_type, (), 0, None, reason)
                 break
@@ -348,6 +348,23 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
                 name = f"{function.name}/{node.name or node.op_type}"
                 reason = f"inside the function {function.name}: onnx.inliner takes it out of there"
                 yield LayerPlan(name, node.op_type, (), 0, None, reason)
+
+
+def _makers_of_constants(value: ir.Value | None) -> set[ir.Node] | None:
+    """The nodes that make a value, if they do it of constants alone; else None."""
+    found: set[ir.Node] = set()
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if one is None or not _is_computed(one):
+            continue
+        maker = one.producer()
+        if maker is None or not maker.inputs or holds_graph(maker):
+            return None
+        if maker not in found:
+            found.add(maker)
+            pending.extend(maker.inputs)
+    return found
 
 
 def _gathered_from(maker: ir.Node | None) -> ir.TensorProtocol | None:

@@ -17,6 +17,21 @@ from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("features", [IN - 1, IN + 1, 2 * IN])
+def test_other_numbers_of_features_are_refused(form, features):
+    layer, x = build(form), torch.randn(5, features, dtype=torch.float64)
+    example = torch.randn(5, IN, dtype=torch.float64)
+    free = torch.export.Dim.AUTO
+    exported = torch.export.export(layer, (example,), dynamic_shapes=({0: free, 1: free},)).module()
+    for call in (layer, exported):
+        with pytest.raises((RuntimeError, AssertionError)):
+            call(x)
+    layer.down.register_forward_hook(lambda *_: None)  # factors that have to be called
+    with pytest.raises(RuntimeError):
+        layer(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("leading", LEADING)
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_is_the_product(form, leading, bias):
