@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from panther_compile.errors import ParallelError, some_names
 from panther_compile.parallel.devices import Devices
@@ -106,6 +107,7 @@ def shard_replicas(
         options["mp_policy"] = mp_policy
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
+    root.register_forward_hook(_copy_held)  # ahead of those of `fully_shard`, which free what is held
     for unit in (*reversed(units), root):
         fully_shard(unit, **options)
     for first in cast(Sequence[FSDPModule], units[:1]):
@@ -114,6 +116,18 @@ def shard_replicas(
     for one, following in pairwise(cast(Sequence[FSDPModule], units)):
         one.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([one])
+
+
+def _copy_held(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    """A copy of what is a parameter, or a view of one, in a result: torch reads freed memory there."""
+    del module, args
+
+    def is_held(one: Any) -> bool:
+        return isinstance(one, Tensor) and isinstance(one if one._base is None else one._base, nn.Parameter)
+
+    if not any(map(is_held, tree_leaves(result))):
+        return result
+    return tree_map(lambda one: one.clone() if is_held(one) else one, result)
 
 
 def replicate(

@@ -258,6 +258,33 @@ def units_of(rank, *, mesh):
     return names
 
 
+class ReturnsItsOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.centres = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, self.centres, self.centres[2:]
+
+
+def own_results(rank):
+    """Parameters that a model returns are whole, and learn of what is made of them."""
+    model, x = ReturnsItsOwn(), torch.randn(4, 8)
+    alone = copy.deepcopy(model)
+    plan = partition_model(model, x, mesh={"dp": 2}, microbatches=1, hardware="cpu")
+    engine = parallelize_model(model, plan, data_parallel="fsdp", reshard_after_forward=True)
+    for run in (engine, alone):
+        out, centres, some = run(x)
+        assert type(centres) is not DTensor
+        (out.square().mean() + (centres - 1.0).square().mean() + some.sum()).backward()
+    for (name, one), (_, wanted) in zip(engine.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(joined(engine, name, one.grad), wanted.grad)
+
+
 def plans_choice(rank, *, kind):
     """data_parallel="auto" does as the plan has it."""
     model, inputs = deep()

@@ -223,6 +223,11 @@ def test_units_are_sharded_one_by_one(ranks, count, mesh):
 
 
 @SLOW
+def test_parameters_that_a_model_returns(ranks):
+    """torch frees them behind the forward, and their gradient ended in a segmentation fault."""
+    ranks(2).run(sharding_jobs.own_results)
+
+
 def test_two_units_are_whole_at_once(ranks):
     """The peak of ZeRO-3 by blocks: two units, gradients of two, and not the whole model as with one unit."""
     by_blocks = ranks(2).run(sharding_jobs.peak, units=None)[0]
