@@ -10,7 +10,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile import memory
-from panther_compile.kinds import targets
+from panther_compile.kinds import row_space
 from panther_compile.memory import FreedMemory, _is_glibc, _resident, freed_given_back, memory_of
 
 MB = 1 << 20
@@ -35,7 +35,7 @@ def test_layers_of_more_inputs_than_memory_has_moments_of(monkeypatch, inputs, t
     data = [torch.randn(128, 48) for _ in range(8)]
     options = {"min_params": 64, "allow_slower": True, "include": ["0", "2"], "narrow": False}
     usual = pc.sketchify(model, 0.5, data=data, **options)
-    monkeypatch.setattr(targets, "memory_of", lambda _: 112 * there**2)
+    monkeypatch.setattr(row_space, "memory_of", lambda _: 112 * there**2)
     small = pc.sketchify(model, 0.5, data=data, **options)
     one, other = pc.sketch_report(usual).sketched[1], pc.sketch_report(small).sketched[1]
     assert pc.sketch_report(small).sketched[0].predicted_error is not None

@@ -11,6 +11,7 @@ from zoo import ZOO
 
 import panther_compile as pc
 from panther_compile.errors import ConfigError, ConfigTypeError, DataError, OnnxMismatchError
+from panther_compile.kinds import row_space
 from panther_compile.onnx import files as onnx_files
 from panther_compile.onnx import fit as onnx_fit
 from panther_compile.onnx.data import ObservedModel
@@ -98,6 +99,21 @@ def test_a_matrix_keeps_what_the_data_shows(case, tmp_path):
     without, found = both_errors(source, batches(lambda: inputs(16)), inputs(64))
     assert without > 0.3
     assert found < 0.02
+
+
+@pytest.mark.parametrize("case", ["MatMul, Add", "Gemm, transA", "left", "behind a Transpose"])
+def test_a_matrix_of_more_inputs_than_memory_has_moments_of(case, tmp_path, monkeypatch):
+    """It is fitted in its row space, of 32 dimensions."""
+    monkeypatch.setattr(row_space, "memory_of", lambda _: 112 * 40**2)
+    test_a_matrix_keeps_what_the_data_shows(case, tmp_path)
+
+
+def test_a_matrix_that_memory_has_no_moments_of_is_cut_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_space, "memory_of", lambda _: 112 * 30**2)
+    nodes, weights, _ = MATRICES["Gemm"]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 48))
+    report, _ = sketch(source, data=batches(lambda: rows(16)), **ALL)
+    assert [fitted.method for fitted in report.fitted.values()] == ["svd"]
 
 
 CONVS = {

@@ -18,6 +18,9 @@ from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.memory import memory_of
+
+_HELD = 14 * 8  # bytes that a fit holds at its peak for each of I x I second moments, measured
 
 
 class RowSpaceView(LinearView):
@@ -73,3 +76,17 @@ class RowSpaceView(LinearView):
         """Q and L."""
         basis, upper = torch.linalg.qr(self.whole_weight().detach().float().T)
         return basis, upper.T.contiguous()
+
+
+def view_within_memory(view: LinearView) -> LinearView | str:
+    """A view whose second moments fit into memory, or why there is none."""
+    if not view.is_matrix:
+        return view
+    weight = view.weight_and_bias()[0]
+    (outputs, inputs), there = weight.shape, memory_of(weight.device)
+    if _HELD * inputs**2 <= there:
+        return view
+    if outputs < inputs and _HELD * outputs**2 <= there:
+        return RowSpaceView(view)
+    needed = _HELD * min(outputs, inputs) ** 2
+    return f"to fit it takes {needed / 1e9:,.0f} GB of memory, and there are {there / 1e9:,.0f}"

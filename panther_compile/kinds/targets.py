@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.parts import scheme_of_parts, unit_name
 from panther_compile.kinds.registry import kind_of
-from panther_compile.kinds.row_space import RowSpaceView
+from panther_compile.kinds.row_space import view_within_memory
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.memory import memory_of
 from panther_compile.models.watched import Follower, Side, Watched, copy_sharing
 from panther_compile.records import Site
-
-_HELD = 14 * 8  # bytes a fit holds at its peak for each of I x I second moments, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
         together = {name: names for names in sets for name in names}
         for suffix, part in kind.parts(site.module).items():
             seen = kind_of(part).view(part)
-            view = seen if isinstance(seen, str) else _within_memory(seen)
+            view = seen if isinstance(seen, str) else view_within_memory(seen)
             name = unit_name(site, suffix)
             if isinstance(view, str):
                 left_alone[name] = view
@@ -101,20 +98,6 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
                 ties = {other: _seen(layer) for other, layer in site.tied}
                 found[name] = Target(name, suffix, site, part, view, together.get(name, ()), ties)
     return found, left_alone
-
-
-def _within_memory(view: LinearView) -> LinearView | str:
-    """A view whose second moments fit into memory, or why there is none."""
-    if not view.is_matrix:
-        return view
-    weight = view.weight_and_bias()[0]
-    (outputs, inputs), there = weight.shape, memory_of(weight.device)
-    if _HELD * inputs**2 <= there:
-        return view
-    if outputs < inputs and _HELD * outputs**2 <= there:
-        return RowSpaceView(view)
-    needed = _HELD * min(outputs, inputs) ** 2
-    return f"to fit it takes {needed / 1e9:,.0f} GB of memory, and there are {there / 1e9:,.0f}"
 
 
 def _seen(layer: nn.Module) -> LinearView:

@@ -27,6 +27,7 @@ from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, term_sizes
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.row_space import RowSpaceView, view_within_memory
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, check_rows
@@ -159,7 +160,7 @@ class _Seen:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight (O, I)."""
+        """The weight (O, I), as it is seen."""
         return self.view.weight_and_bias()[0].detach()
 
     @property
@@ -169,7 +170,9 @@ class _Seen:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for weights that are given the same rows."""
-        rows_of = None if self.form.flat else (self.kind, str(self.module))
+        rows_of: object = None if self.form.flat else (self.kind, str(self.module))
+        if isinstance(self.view, RowSpaceView):  # of no other weight
+            rows_of = self.weight.name
         return tuple((_data_of(use).name, use.index, _is_flipped(use), rows_of) for use in self.weight.uses)
 
     def rows(self, use: Use, x: Tensor, kept: Tensor | None) -> Tensor:
@@ -177,8 +180,8 @@ class _Seen:
         if not self.form.flat:
             return self.view.rows(_padded(x, use.node) if self.form.pads_input else x, None)
         if use.index == 0:  # M x: the columns of x
-            return (x if _is_flipped(use) else x.transpose(-1, -2)).reshape(-1, self.matrix.shape[1])
-        return kept_rows(x.t() if _is_flipped(use) else x, kept)
+            return self.view.rows(x if _is_flipped(use) else x.transpose(-1, -2), None)
+        return self.view.rows(x.t() if _is_flipped(use) else x, kept)
 
 
 class WeightFit:
@@ -207,6 +210,7 @@ class WeightFit:
             if weight.uses[0].is_table:  # by its weights alone
                 continue
             seen = all(can_be_seen(weight, _data_of(use)) for use in weight.uses)
+            view = view if isinstance(view, str) else view_within_memory(view)
             if seen and not isinstance(view, str):
                 self._seen[site.name] = _Seen(weight, site.module, kind, view)
 
@@ -375,7 +379,9 @@ class WeightFit:
         rows: int,
         fitted: FittedWeights,
     ) -> None:
-        record = fitted_of(layer, self._seen[name].matrix, name, rows, error, self._config)
+        record = fitted_of(
+            layer, self._seen[name].view.whole_weight().detach(), name, rows, error, self._config
+        )
         fitted.ready[name] = layer, record
         if shift is not None:
             fitted.shifts[name] = shift
