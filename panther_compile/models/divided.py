@@ -50,7 +50,7 @@ def within_memory(model: nn.Module, calls: Sequence[Call], most: int) -> list[Ca
         return list(calls)
     rate = sum(one.numel() for _, one in found[0]) / given
     sizes = [rate * sum(one.numel() for one in call.tensors) for call in calls]
-    return _divided(model, calls, [math.ceil(size / most) for size in sizes])
+    return _divided(model, calls, [max(1, math.ceil(size / most)) for size in sizes])
 
 
 def first_samples(model: nn.Module, calls: Sequence[Call]) -> list[Call]:
