@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import AT_ONCE, LOGITS, all_named_tensors, by_place, shown
+from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place, log_chances, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -138,13 +138,10 @@ class _LogitSums(_Sums):
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
         wanted, found = (thinned(kept_rows(one, kept), _MOST_ROWS) for one in (wanted, found))
-        few = max(1, AT_ONCE // wanted.shape[-1])
-        for one, other in zip(wanted.split(few), found.split(few), strict=True):
-            self._see(one, other)
+        for target, guess in log_chances(wanted, found):
+            self._add(target, guess)
 
-    def _see(self, wanted: Tensor, found: Tensor) -> None:
-        lowest = torch.finfo(torch.float32).min
-        target, guess = (one.log_softmax(-1) for one in shown(wanted, found, lowest))
+    def _add(self, target: Tensor, guess: Tensor) -> None:
         chances = target.exp()
         self.rows += len(target)
         self.divergence += float((chances * (target - guess)).nansum() if _finite(guess) else math.inf)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from panther_compile.errors import first_line
 from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.divided import within_memory
+from panther_compile.models.divided import divided_by_results
 from panther_compile.models.half_products import half_products
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -66,7 +66,7 @@ def output_gradients(
     """
     sums: dict[str, _Sum] = {}
     every = max(1, round(1 / _BATCHES))
-    used = within_memory(model, calls[::every], _AT_ONCE)
+    used = divided_by_results(model, calls[::every], _AT_ONCE)
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
         kept = kept_positions(model, call)
         taps = _Taps(sums, channel_dims, kept, squares, shelf, shrunk)

@@ -19,8 +19,8 @@ fit_conv2d      A sketched convolution from data
 kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
 plain_form      layers that make their weight in each call, and the plain ones that they stand for
-row_space       A layer of very many inputs and fewer outputs, seen in the row space of its weight
 recurrent       nn.LSTM, nn.GRU, nn.LSTMCell and nn.GRUCell become SketchedLSTM, ...
+row_space       A layer of very many inputs and fewer outputs, seen in the row space of its weight
 source          The text of a class's own methods
 stack_uses      How a module's own code uses its 3-D parameters
 view            What data sees of a dense layer, whatever its kind

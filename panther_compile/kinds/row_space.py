@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.pivot import from_pivoted, to_pivoted
+from panther_compile.kinds.base import Kind
 from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.memory import memory_of
@@ -78,9 +79,10 @@ class RowSpaceView(LinearView):
         return basis, upper.T.contiguous()
 
 
-def view_within_memory(view: LinearView) -> LinearView | str:
-    """A view whose second moments fit into memory, or why there is none."""
-    if not view.is_matrix:
+def view_within_memory(kind: Kind, layer: nn.Module) -> LinearView | str:
+    """What data sees of a layer, its second moments within memory, or why data leaves it alone."""
+    view = kind.view(layer)
+    if isinstance(view, str) or not view.is_matrix:
         return view
     weight = view.weight_and_bias()[0]
     (outputs, inputs), there = weight.shape, memory_of(weight.device)

@@ -87,8 +87,7 @@ def find_targets(sites: Sequence[Site]) -> tuple[dict[str, Target], dict[str, st
         sets = [tuple(unit_name(site, one) for one in names) for names in kind.may_share(site.module)]
         together = {name: names for names in sets for name in names}
         for suffix, part in kind.parts(site.module).items():
-            seen = kind_of(part).view(part)
-            view = seen if isinstance(seen, str) else view_within_memory(seen)
+            view = view_within_memory(kind_of(part), part)
             name = unit_name(site, suffix)
             if isinstance(view, str):
                 left_alone[name] = view

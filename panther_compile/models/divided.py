@@ -30,7 +30,7 @@ def divided(model: nn.Module, calls: Sequence[Call], wanted: int) -> list[Call]:
     return _divided(model, calls, [parts] * len(calls))
 
 
-def within_memory(model: nn.Module, calls: Sequence[Call], most: int) -> list[Call]:
+def divided_by_results(model: nn.Module, calls: Sequence[Call], most: int) -> list[Call]:
     """Calls whose results have at most so many numbers each, if samples allow: see `divided`.
 
     How many a result has is seen from the first sample of the first call, and taken to go with the numbers

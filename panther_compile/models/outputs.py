@@ -14,7 +14,7 @@ from panther_compile.models.rows import kept_rows
 
 LOGITS = "logits"
 _LOSS = "loss"
-AT_ONCE = 1 << 22  # numbers of a result that are compared together
+_AT_ONCE = 1 << 22  # numbers of a result that are compared together
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -97,12 +97,21 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
 
 
 def _divergence(wanted: Tensor, found: Tensor) -> float:
-    """The mean divergence of rows, a few at once: those of a large vocabulary are larger than all else."""
-    few, total = max(1, AT_ONCE // wanted.shape[-1]), 0.0
-    for one, other in zip(wanted.split(few), found.split(few), strict=True):
-        target, guess = (x.log_softmax(-1) for x in shown(one, other, torch.finfo(torch.float32).min))
-        total += float(F.kl_div(guess, target, log_target=True, reduction="sum"))
+    """The mean divergence of rows."""
+    parts = log_chances(wanted, found)
+    total = sum(float(F.kl_div(guess, target, log_target=True, reduction="sum")) for target, guess in parts)
     return total / max(1, len(wanted))
+
+
+def log_chances(wanted: Tensor, found: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logarithms of the chances that rows of logits give, float32, of both models.
+
+    Some rows at once: those of a large vocabulary are larger than all else.
+    """
+    few, lowest = max(1, _AT_ONCE // wanted.shape[-1]), torch.finfo(torch.float32).min
+    for one, other in zip(wanted.split(few), found.split(few), strict=True):
+        target, guess = shown(one, other, lowest)
+        yield target.log_softmax(-1), guess.log_softmax(-1)
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:

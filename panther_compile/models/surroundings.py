@@ -18,15 +18,15 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module: its para
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
     """What the models write into tensors and attributes of theirs, as they run, is put back afterwards."""
-    every = [vars(module) for model in models for module in model.modules()]
-    attributes = [(held, _own_attributes(held)) for held in every]
+    modules = [module for model in models for module in model.modules()]
+    attributes = [(vars(module), _own_attributes(vars(module))) for module in modules]
     contents = [
         (value, copy.copy(value))
         for _, were in attributes
         for value in were.values()
         if type(value) in (list, dict, set, deque)
     ]
-    buffers = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
     before = [
         (tensor, tensor._version, tensor.detach().clone())
         for model in models
@@ -52,7 +52,7 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
 
 
 def _own_attributes(held: dict[str, Any]) -> dict[str, Any]:
-    """Of what a module holds, what its own code put there."""
+    """The attributes of a module but for those that every module has."""
     return {name: value for name, value in held.items() if name not in _OF_TORCH}
 
 

@@ -206,11 +206,11 @@ class WeightFit:
             return is_float and graph_of(value) in graphs and names[value.name] == 1
 
         for site, kind in sites.found.sites:
-            weight, view = sites.weights[site.name], kind.view(site.module)
+            weight = sites.weights[site.name]
             if weight.uses[0].is_table:  # by its weights alone
                 continue
             seen = all(can_be_seen(weight, _data_of(use)) for use in weight.uses)
-            view = view if isinstance(view, str) else view_within_memory(view)
+            view = view_within_memory(kind, site.module)
             if seen and not isinstance(view, str):
                 self._seen[site.name] = _Seen(weight, site.module, kind, view)
 
@@ -379,9 +379,8 @@ class WeightFit:
         rows: int,
         fitted: FittedWeights,
     ) -> None:
-        record = fitted_of(
-            layer, self._seen[name].view.whole_weight().detach(), name, rows, error, self._config
-        )
+        weight = self._seen[name].view.whole_weight().detach()
+        record = fitted_of(layer, weight, name, rows, error, self._config)
         fitted.ready[name] = layer, record
         if shift is not None:
             fitted.shifts[name] = shift

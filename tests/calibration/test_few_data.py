@@ -10,7 +10,7 @@ from panther_compile.calibration.unlike import off_batch_norms
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.factorization.moments import RIDGE
 from panther_compile.models.batches import Call
-from panther_compile.models.divided import divided, first_samples, within_memory
+from panther_compile.models.divided import divided, divided_by_results, first_samples
 
 OPTIONS = {"min_params": 1, "allow_slower": True, "include": "*"}
 
@@ -222,16 +222,16 @@ def test_batches_of_large_results_are_divided():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)).eval()
     texts = [Call((torch.randint(50, shape),), {}) for shape in ((8, 6), (8, 3), (1, 90), (5, 6))]
-    parts = within_memory(model, texts, 700)  # numbers, of 300 a token for each of the longest texts
+    parts = divided_by_results(model, texts, 700)  # numbers, of 300 a token for each of the longest texts
     assert [tuple(one.args[0].shape) for one in parts] == [(2, 6)] * 4 + [(4, 3)] * 2 + [(1, 90)] + [
         (2, 6),
         (2, 6),
         (1, 6),
     ]
-    assert within_memory(model, texts, 5000) == texts
-    assert within_memory(model, texts[2:], 10) == texts[2:]  # of one text
+    assert divided_by_results(model, texts, 5000) == texts
+    assert divided_by_results(model, texts[2:], 10) == texts[2:]  # of one text
     norm, x = nn.BatchNorm1d(8).train(), torch.randn(10, 8)
-    assert [_rows(call) for call in within_memory(norm, [Call((x,), {})], 16)] == [10]
+    assert [_rows(call) for call in divided_by_results(norm, [Call((x,), {})], 16)] == [10]
 
 
 def test_the_first_samples_stand_for_batches_of_the_same_form():

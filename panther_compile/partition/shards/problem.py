@@ -181,7 +181,7 @@ def tensor_key(node: fx.Node) -> str:
 
 
 def tensor_name(node: fx.Node) -> str:
-    """Of a tensor, for records."""
+    """The name of a tensor in records: a parameter's own, or a node's."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 
