@@ -30,6 +30,11 @@ def feeds_output(value: ir.Value) -> bool:
     )
 
 
+def is_read_once(value: ir.Value) -> bool:
+    """Whether one node reads a value, once, and it is no output."""
+    return not value.is_graph_output() and len(value.uses()) == 1
+
+
 def holds_graph(node: ir.Node) -> bool:
     """Whether a node has branches or a body, which may read any value of the graph around it."""
     kinds = {attribute.type for attribute in node.attributes.values()}

@@ -21,6 +21,8 @@ from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import check_apart, check_target, read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
+from panther_compile.onnx.fold_scales import fold_scales
+from panther_compile.onnx.forms import fuse_gelu, fuse_hard_swish
 from panther_compile.onnx.int8 import (
     as_pairs,
     check_can_round,
@@ -76,6 +78,7 @@ class OnnxReport:
         made_up: whether they were fitted to images, sounds or texts that were made up.
         closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
         healed: what healing did, if it was asked for.
+        folded: scales, shifts and activations of several nodes that went into the nodes beside them.
     """
 
     plan: SketchPlan
@@ -87,6 +90,7 @@ class OnnxReport:
     made_up: bool = False
     closeness: Closeness = NOT_COMPARED
     healed: HealReport | None = None
+    folded: int = 0
 
     @property
     def achieved_ratio(self) -> float:
@@ -137,6 +141,7 @@ class OnnxReport:
                 f"output {name}: relative error {error:.1e} on {inputs}"
                 for name, error in self.output_errors.items()
             ),
+            *([f"folded: {self.folded} nodes into those beside them"] if self.folded else []),
             *([] if healed is None else [healed.line()]),
         ]
 
@@ -156,7 +161,9 @@ def sketch_onnx(
 
     The budget, the ranks and the factors are found as `sketchify` finds them, with two differences: a name is
     that of an initializer (with or without ".weight") or of a node, and biases are not counted. IR version,
-    opset, inputs and outputs stay. Quantized weights, already factored ones, and those that something else
+    opset, inputs and outputs stay. Scales and shifts by constants go into the convolutions beside them, and
+    hard swishes and GELUs into the nodes that ONNX Runtime knows: the same function in less time; at a ratio
+    of 1 nothing but this is done. Quantized weights, already factored ones, and those that something else
     reads too are left alone; the report says why.
 
     Before the result is put in its place, ONNX Runtime runs it and the source on the same inputs: the last
@@ -242,6 +249,8 @@ def _sketched(
     check_apart(target, model)
     before = stored_bytes(model, source)
     fold_made_weights(model)
+    fuse_gelu(model)
+    folded = fuse_hard_swish(model) + fold_scales(model)
     if then == "int8":
         check_can_round(model)
         model = for_int8(model)
@@ -251,7 +260,7 @@ def _sketched(
         return plan if then != "int8" else _in_pairs(plan, sites, config, kernels=data is not None)
 
     plan = form(make_plan(sites.found, config, GRAPH))
-    if not plan.sketched and (then == "none" or not config.keeps_all):
+    if not plan.sketched and not (config.keeps_all and (folded or then != "none")):
         wanted = "wanted a MatMul, Gemm or Conv with a constant weight"
         raise NoTargetError(f"nothing to sketch in {source}: {wanted}{reasons_text(plan)}")
     done = FittedToData(plan, {}, ())
@@ -290,6 +299,7 @@ def _sketched(
         has_data=data is not None,
         made_up=fits_made_up,
         healed=done.healed,
+        folded=folded,
     )
     if not compared:
         return report
