@@ -118,11 +118,15 @@ class PantherAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Let a scheduler take one step for each replica and step of the optimizer, as accelerate counts.
 
+        With `split_batches=True` it takes one step for all replicas, and with
+        `step_scheduler_with_optimizer=False` one for each call.
+
         Args:
             scheduler: of the optimizer.
         """
         engine, is_done = self._engine, getattr(scheduler, "_is_accelerate_prepared", False)
-        if engine is not None and engine.devices.shape.tp > 1 and not is_done:
+        once_a_process = self.step_scheduler_with_optimizer and not self.split_batches
+        if engine is not None and engine.devices.shape.tp > 1 and once_a_process and not is_done:
             scheduler = _OncePerReplica(scheduler, engine.devices.shape.tp)
         return super().prepare_scheduler(scheduler)
 
