@@ -143,6 +143,8 @@ def metrics(rank):
         assert objects == [f"text {one}" for one in range(10)]
         counted = {"turns": torch.tensor(turns)}
         assert accelerator.reduce(counted)["turns"] == accelerator.reduce(counted, "max")["turns"] == 3
+        with accelerator.split_between_processes([1, 2, 3]) as share:
+            assert share == [1, 2, 3]
         last = texts(ROWS - 1)
         with pytest.raises(BatchError, match=r"input_ids has the shape \(3, 8\); with tp a graph runs"):
             engine(input_ids=last, labels=last)
