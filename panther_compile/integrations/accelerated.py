@@ -10,15 +10,19 @@ belief that each process is a replica is set right where the mesh has a tp axis:
     prepare_data_loader   one share of the data a replica, the same on all ranks of a tp group
     clip_grad_norm_       the norm of the whole model
     gather, reduce        one value a replica, and so are the objects of gather_for_metrics
+    split_between_...     one share of the inputs a replica
     get_state_dict        the whole model's
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import PartialState
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -118,11 +122,15 @@ class PantherAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Let a scheduler take one step for each replica and step of the optimizer, as accelerate counts.
 
+        With `split_batches=True` it takes one step for all replicas, and with
+        `step_scheduler_with_optimizer=False` one for each call.
+
         Args:
             scheduler: of the optimizer.
         """
         engine, is_done = self._engine, getattr(scheduler, "_is_accelerate_prepared", False)
-        if engine is not None and engine.devices.shape.tp > 1 and not is_done:
+        once_a_process = self.step_scheduler_with_optimizer and not self.split_batches
+        if engine is not None and engine.devices.shape.tp > 1 and once_a_process and not is_done:
             scheduler = _OncePerReplica(scheduler, engine.devices.shape.tp)
         return super().prepare_scheduler(scheduler)
 
@@ -189,6 +197,21 @@ class PantherAccelerator(Accelerator):
         if reduction == "sum" and self._is_copy:
             tensor = recursively_apply(torch.zeros_like, tensor)
         return super().reduce(tensor, reduction, scale)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Divide inputs over replicas: the ranks of a tp group get the same.
+
+        Args:
+            inputs: of `Accelerator.split_between_processes`.
+            apply_padding: likewise.
+        """
+        state = copy.copy(PartialState())  # with an own dictionary, where instances share one
+        if self._engine is not None:
+            devices = self._engine.devices
+            state.num_processes, state.process_index = devices.shape.dp, devices.dp
+        with state.split_between_processes(inputs, apply_padding=apply_padding) as share:
+            yield share
 
     @property
     def _is_copy(self) -> bool:

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "panther_compile.training", 1
-_ITEMS, _TUPLE, _TENSOR = _WORDS = "(items)", "(tuple)", "(tensor)"
+_ITEMS, _COUNTS, _TUPLE, _TENSOR = _WORDS = "(items)", "(counts)", "(tuple)", "(tensor)"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _FILE = re.compile(r"\.?[\w-]+(\.[\w-]+)*")  # no path
 
@@ -86,11 +87,13 @@ class Manifest:
 
 
 def pack(value: Any) -> Any:
-    """What JSON has no word for, in words that it has: tuples, tensors, and keys that are no texts."""
+    """What JSON has no word for, in words that it has: tuples, tensors, counters, keys that are no texts."""
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not set(_WORDS) & set(value):
+        is_plain = all(isinstance(key, str) for key in value) and not set(_WORDS) & set(value)
+        if is_plain and not isinstance(value, Counter):
             return {key: pack(one) for key, one in value.items()}
-        return {_ITEMS: [[pack(key), pack(one)] for key, one in value.items()]}
+        items = [[pack(key), pack(one)] for key, one in value.items()]
+        return {_COUNTS if isinstance(value, Counter) else _ITEMS: items}
     if isinstance(value, tuple):
         return {_TUPLE: [pack(one) for one in value]}
     if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
@@ -127,6 +130,8 @@ def _unpack(value: Any) -> Any:
         return torch.tensor(list(b64decode(text)), dtype=torch.uint8).view(dtype).reshape(shape)
     if set(value) == {_ITEMS}:
         return {_unpack(key): _unpack(one) for key, one in value[_ITEMS]}
+    if set(value) == {_COUNTS}:
+        return Counter({_unpack(key): _unpack(one) for key, one in value[_COUNTS]})
     return {key: _unpack(one) for key, one in value.items()}
 
 

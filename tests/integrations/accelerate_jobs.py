@@ -108,6 +108,24 @@ def loop(rank, *, mesh, precision="no", **options):
             torch.testing.assert_close(state[name], value, rtol=0.0, atol=1e-4)
 
 
+def schedules(rank, **options):
+    """A rate falls as often as accelerate says, whatever the tp axis."""
+    with as_of_torchrun(rank):
+        AcceleratorState._reset_state(True)
+        accelerator = pc.PantherAccelerator(cpu=True, gradient_accumulation_steps=TURNS, **options)
+        *_, engine = make_engine({"tp": 2})
+        optimizer = torch.optim.SGD(engine.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        _, optimizer, scheduler = accelerator.prepare(engine, optimizer, scheduler)
+        for call in range(1, 4 * TURNS):
+            with accelerator.accumulate(engine):
+                optimizer.step()
+                scheduler.step()
+            halves = call // TURNS if accelerator.step_scheduler_with_optimizer else call
+            assert scheduler.get_last_lr() == [0.5**halves]
+        AcceleratorState._reset_state(True)
+
+
 def metrics(rank):
     """Copies on a tp axis count once, as tensors, as objects and in sums."""
     with as_of_torchrun(rank):
@@ -125,6 +143,8 @@ def metrics(rank):
         assert objects == [f"text {one}" for one in range(10)]
         counted = {"turns": torch.tensor(turns)}
         assert accelerator.reduce(counted)["turns"] == accelerator.reduce(counted, "max")["turns"] == 3
+        with accelerator.split_between_processes([1, 2, 3]) as share:
+            assert share == [1, 2, 3]
         last = texts(ROWS - 1)
         with pytest.raises(BatchError, match=r"input_ids has the shape \(3, 8\); with tp a graph runs"):
             engine(input_ids=last, labels=last)

@@ -28,6 +28,20 @@ def test_a_plain_loop(ranks, count, options):
     ranks(count).run(accelerate_jobs.loop, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dataloader_config": accelerate.DataLoaderConfiguration(split_batches=True)},
+        {"step_scheduler_with_optimizer": False},
+    ],
+)
+def test_schedulers_keep_their_pace_over_tp(ranks, options):
+    from integrations import accelerate_jobs
+
+    ranks(2).run(accelerate_jobs.schedules, **options)
+
+
 def test_copies_count_once(ranks):
     from integrations import accelerate_jobs
 

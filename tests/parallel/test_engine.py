@@ -219,6 +219,28 @@ def test_what_is_saved_beside_a_training_comes_back_as_it_was(one_rank, tmp_path
         checkpoints.save(engine, optimizer, step=2, extra={"endless": endless})
 
 
+def test_a_warm_up_before_milestones_is_resumed(one_rank, tmp_path):
+    """Where `SequentialLR` begins with a MultiStepLR, that asks its milestones, a Counter, for elements."""
+    engine = parallelize_model(*one_rank)
+
+    def made():
+        optimizer = torch.optim.SGD(engine.parameters(), lr=1.0)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 2, 2])
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, steps], [2])
+
+    (optimizer, scheduler), (resumed, other) = made(), made()
+    optimizer.step()
+    scheduler.step()
+    checkpoints = TrainingCheckpoints(tmp_path / "run")
+    checkpoints.save(engine, optimizer, step=1, extra=scheduler.state_dict())
+    other.load_state_dict(checkpoints.load(engine, resumed).extra)
+    for _ in range(4):
+        for one in (scheduler, other):
+            one.step()
+        assert other.get_last_lr() == scheduler.get_last_lr()
+
+
 def test_a_scheduler_of_a_rate_that_is_a_tensor_is_saved(one_rank, tmp_path):
     engine = parallelize_model(*one_rank)
 
