@@ -5,6 +5,7 @@ model ──► partition ──► PantherTrainer: parallelize_model ──► 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME
 
 from panther_compile.config import read_options
@@ -86,6 +88,11 @@ class PantherTrainer(Trainer):
                 "load_best_model_at_end=True reads the training state of a checkpoint, which "
                 "save_only_model=True leaves out; leave one of the two out"
             )
+        inner = getattr(getattr(model, "base_model", None), "model", model)  # beneath adapters of PEFT
+        names = {type(one).__name__ for one in (model, inner)}
+        if self.label_smoother is not None and names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+            # The Trainer goes by the name of the class that it calls, which is the engine's.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         # Trainer's names of what weight decay is for, before modules are wrapped.
         self._decayed = super().get_decay_parameter_names(model)
         self.engine = parallelize_model(model, part, **options)

@@ -107,6 +107,17 @@ def refusals(rank, *, folder):
             trainer.train(resume_from_checkpoint=f"{folder}/none")
 
 
+def smoothed(rank, *, folder):
+    """A decoder's labels are shifted where they are smoothed."""
+    with as_of_torchrun(rank):
+        ddp = {"data_parallel": "ddp"}
+        trainer = make_trainer(folder, {"dp": 2}, ddp, label_smoothing_factor=0.1)
+        batch = {key: torch.stack([one[key] for one in Texts(ROWS)]) for key in ("input_ids", "labels")}
+        logits = small_llama()(input_ids=batch["input_ids"]).logits[:, :-1].transpose(1, 2)
+        wanted = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:], label_smoothing=0.1)
+        torch.testing.assert_close(trainer.compute_loss(trainer.engine, batch), wanted)
+
+
 def best(rank, *, folder):
     """The best model is loaded at the end, and another kind of replicas goes on from a checkpoint."""
     options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}

@@ -61,6 +61,12 @@ def test_the_best_model_and_another_mesh(ranks, tmp_path):
     ranks(2).run(hf_trainer_jobs.best, folder=str(tmp_path))
 
 
+def test_smoothed_labels_are_shifted(ranks, tmp_path):
+    from integrations import hf_trainer_jobs
+
+    ranks(2).run(hf_trainer_jobs.smoothed, folder=str(tmp_path))
+
+
 def test_a_pipeline_is_refused_by_name(ranks, tmp_path):
     from integrations import hf_trainer_jobs
 
