@@ -243,8 +243,8 @@ def _size(options: argparse.Namespace, name: str, default: int, applies: bool) -
 
 def _read_plan(file: str) -> SketchPlan:
     try:
-        return SketchPlan.from_json(Path(file).read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        return SketchPlan.from_json(Path(file).read_bytes())
+    except OSError as error:
         raise ConfigError(f"--plan {file}: {first_line(error)}") from error
 
 

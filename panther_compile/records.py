@@ -226,7 +226,7 @@ class SketchPlan:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """The plan that `to_json` gave, as it was edited.
 
         Raises:

@@ -209,8 +209,8 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
         inplace: change the model given, in place of a copy.
 
     Raises:
-        CheckpointMismatchError: the state dict holds no branch; or one whose layer the model lacks, or has in
-            another size or of other quantized weights.
+        CheckpointMismatchError: the state dict holds no branch; or one whose tensors do not fit together, or
+            whose layer the model lacks, or has in another size or of other quantized weights.
         ConfigTypeError: the model is no `nn.Module`, or cannot be copied; or the state dict is no mapping.
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
     """
@@ -228,18 +228,16 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
         result = quantized if inplace else cast(Model, copied(copy.deepcopy, quantized))
         layers = {}
         for name in names:
-            saved = {part: state_dict[_key(name, part)] for part in ("up.weight", "up.bias", "down.weight")}
-            (rank, inputs), outputs = saved["down.weight"].shape, len(saved["up.weight"])
+            saved = _branch(state_dict, name)
+            like, (rank, inputs), outputs = saved[_UP], saved["down.weight"].shape, len(saved[_UP])
             try:
                 layer = result.get_submodule(name)
             except AttributeError as error:
                 raise CheckpointMismatchError(f"the model has no layer {name!r} for its branch") from error
             if _size_of(layer) != (outputs, inputs):
                 raise CheckpointMismatchError(
-                    f"{name} is {layer}: the branch in the state dict is of a layer of {inputs} inputs and "
-                    f"{outputs} outputs"
+                    f"{name} is {layer}: the branch given is of {inputs} inputs and {outputs} outputs"
                 )
-            like = saved["up.weight"]
             layers[name] = ResidualLinear(layer, inputs, outputs, rank, device=like.device, dtype=like.dtype)
             for part, values in saved.items():
                 copy_into(layers[name].get_parameter(part), values)
@@ -266,11 +264,21 @@ def residual_report(model: nn.Module) -> ResidualReport:
     return report
 
 
-_UP = "up.weight"
+_UP, _PARTS = "up.weight", ("up.weight", "up.bias", "down.weight")
 
 
 def _key(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
+
+
+def _branch(state_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The tensors (O, r), (O,) and (r, I) of a branch."""
+    saved = {_key(name, part): state_dict.get(_key(name, part)) for part in _PARTS}
+    up, bias, down = shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in saved.values()]
+    if len(up) != 2 or (bias, down[:-1]) != (up[:1], up[1:]):
+        given = f"{', '.join(saved)} of {', '.join(map(str, shapes))}"
+        raise CheckpointMismatchError(f"given {given}: wanted tensors of (O, r), (O,) and (r, I)")
+    return dict(zip(_PARTS, saved.values(), strict=True))
 
 
 def _check_size(rank: int | None, budget: float | None) -> None:

@@ -191,7 +191,7 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["plan", "made:build", "--ratio", "0.5", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     document["layers"][1]["choice"]["rank"] = 16
-    Path("plan.json").write_text(json.dumps(document))
+    Path("plan.json").write_text(json.dumps(document), "utf-16")  # as PowerShell writes what is printed
     assert main(["sketch", "made:build", "small", "--plan", "plan.json", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["1"]["ranks"] == [16]

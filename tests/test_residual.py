@@ -329,6 +329,26 @@ def test_bad_state_dicts(model):
         pc.load_residual(rounded(Blocks(32)), saved)
 
 
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("down.weight", lambda one: one[:1]),
+        ("down.weight", lambda one: one.flatten()),
+        ("up.weight", lambda one: one.flatten()),
+        ("up.bias", lambda one: one[:2]),
+        ("up.weight", lambda one: one.numpy()),
+        ("up.bias", None),
+    ],
+)
+def test_branches_whose_tensors_do_not_fit_together(model, part, change):
+    low = rounded(model)
+    saved = pc.add_residual(low, model, rank=2).state_dict()
+    key = f"ups.0.{part}"
+    one = saved.pop(key)
+    with pytest.raises(CheckpointMismatchError, match=r"ups\.0\.up\.weight, .* wanted tensors of \(O, r\)"):
+        pc.load_residual(low, saved if change is None else saved | {key: change(one)})
+
+
 @pytest.mark.parametrize("form", ["tensor", "plain", "module"])
 def test_branches_of_other_quantized_weights_are_refused(model, form):
     saved = pc.add_residual(rounded(model, form=form), model, rank=2).state_dict()
