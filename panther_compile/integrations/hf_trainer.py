@@ -43,6 +43,7 @@ class PantherTrainer(Trainer):
     """
 
     engine: ParallelEngine
+    label_smoother: Any  # of `Trainer`, which does not say its type
 
     def __init__(
         self,
