@@ -22,7 +22,7 @@ import onnx_ir as ir
 import torch
 
 from panther_compile.onnx.lowering import GraphWriter
-from panther_compile.onnx.patterns import is_onnx, is_read_once, remove_unread
+from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, put_in_place_of, remove_unread
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _UNPADDED = ("NOTSET", "VALID")
@@ -73,12 +73,14 @@ class _Conv:
 
     Attributes:
         node: the convolution.
+        value: that its weight is.
         weight: `(O, I / G, ...)`, float64.
         bias: `(O,)`, likewise.
         groups: G.
     """
 
     node: ir.Node
+    value: ir.Value
     weight: np.ndarray
     bias: np.ndarray
     groups: int
@@ -87,6 +89,13 @@ class _Conv:
     def inputs(self) -> int:
         """I."""
         return self.weight.shape[1] * self.groups
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type that it computes in."""
+        tensor = fixed_tensor(self.value)
+        assert tensor is not None
+        return tensor.dtype.numpy()
 
     @property
     def is_padded(self) -> bool:
@@ -128,7 +137,7 @@ def _fold_behind_one(node: ir.Node, writer: GraphWriter) -> int:
     folded = replace(conv, weight=conv.times(scale, outputs=True), bias=scale * conv.bias + shift)
     if not _store([folded], writer):
         return 0
-    _leave_out(affine.output, affine.value)
+    put_in_place_of(affine.output, affine.value)
     return 1
 
 
@@ -156,7 +165,7 @@ def _fold_ahead_of_all(node: ir.Node, writer: GraphWriter) -> int:
     if not _store(folded, writer):
         return 0
     value = _shifted(affine, left, folded[0], writer) if stays else affine.value
-    _leave_out(affine.output, value)
+    put_in_place_of(affine.output, value)
     return affine.nodes - stays
 
 
@@ -166,7 +175,7 @@ def _affine(node: ir.Node) -> _Affine | None:
         return None
     for index in (1, 0) if is_onnx(node, "Mul", "Add") else (1,):
         value, constant = node.inputs[1 - index], _constant(node.inputs[index])
-        if value is None or constant is None or _constant(value) is not None:
+        if value is None or constant is None or fixed_tensor(value) is not None:
             continue
         if is_onnx(node, "Add", "Sub"):
             return _Affine(value, np.ones(()), -constant if node.op_type == "Sub" else constant, node)
@@ -184,37 +193,31 @@ def _conv(node: ir.Node) -> _Conv | None:
     if weight is None or array is None or len(weight.uses()) != 1 or (bias is not None and added is None):
         return None
     added = np.zeros(len(array)) if added is None else added
-    return _Conv(node, array, added, node.attributes.get_int("group", 1))
+    return _Conv(node, weight, array, added, node.attributes.get_int("group", 1))
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:
     """A constant in float64; None if it is no constant, or none of these types."""
-    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(value)
     return None if tensor is None or tensor.dtype not in _WIDE else tensor.numpy().astype(np.float64)
 
 
 def _store(convs: Sequence[_Conv], writer: GraphWriter) -> bool:
     """Give convolutions their weights and biases: all, or none where one is not finite in its type."""
-    tensors = []
-    for conv in convs:
-        weight = conv.node.inputs[1]
-        assert weight is not None
-        with np.errstate(all="ignore"):
-            arrays = [one.astype(_type_of(weight)) for one in (conv.weight, conv.bias)]
-        if not all(np.isfinite(one).all() for one in arrays):
-            return False
-        tensors.append((conv.node, weight, arrays))
-    for node, weight, (array, bias) in tensors:
-        tensor, maker = ir.tensor(array, name=weight.name), weight.producer()
+    with np.errstate(all="ignore"):
+        arrays = [[one.astype(conv.dtype) for one in (conv.weight, conv.bias)] for conv in convs]
+    if not all(np.isfinite(one).all() for pair in arrays for one in pair):
+        return False
+    for conv, (array, bias) in zip(convs, arrays, strict=True):
+        tensor, maker = ir.tensor(array, name=conv.value.name), conv.value.producer()
         if maker is None:
-            weight.const_value = tensor
+            conv.value.const_value = tensor
         else:
             maker.attributes["value"] = ir.AttrTensor("value", tensor)
-        before = node.inputs[2:]
-        node.resize_inputs(3)
-        node.replace_input_with(
-            2, writer.weight_beside(weight, f"{weight.name}.bias", torch.from_numpy(bias))
-        )
+        before = conv.node.inputs[2:]
+        conv.node.resize_inputs(3)
+        added = writer.weight_beside(conv.value, f"{conv.value.name}.bias", torch.from_numpy(bias))
+        conv.node.replace_input_with(2, added)
         for value in before:
             if value is not None:
                 remove_unread(value)
@@ -222,22 +225,8 @@ def _store(convs: Sequence[_Conv], writer: GraphWriter) -> bool:
 
 
 def _shifted(affine: _Affine, left: np.ndarray, conv: _Conv, writer: GraphWriter) -> ir.Value:
-    """The value and what is left of the shift."""
-    graph, weight = affine.last.graph, conv.node.inputs[1]
-    assert isinstance(graph, ir.Graph)
-    assert weight is not None
-    stored = torch.from_numpy(left.astype(_type_of(weight)))
-    constant = writer.weight(graph, f"{affine.last.name or 'shift'}.left", stored)
+    """The value and what is left of the shift, in the type of the convolution."""
+    name = f"{affine.last.name or 'shift'}.left"
+    constant = writer.weight_beside(affine.output, name, torch.from_numpy(left.astype(conv.dtype)))
     (value,) = writer.node(affine.last, "Add", (affine.value, constant))
     return value
-
-
-def _type_of(weight: ir.Value) -> np.dtype:
-    tensor = ir.convenience.get_const_tensor(weight)
-    assert tensor is not None
-    return tensor.dtype.numpy()
-
-
-def _leave_out(old: ir.Value, new: ir.Value) -> None:
-    ir.convenience.replace_all_uses_with(old, new)
-    remove_unread(old)

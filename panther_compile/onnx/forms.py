@@ -13,7 +13,7 @@ x86). all-MiniLM-L6-v2 in int8, 32 texts of 64 tokens, one thread: 157 ms, 107 w
 import onnx_ir as ir
 
 from panther_compile.onnx.lowering import GraphWriter
-from panther_compile.onnx.patterns import is_onnx, is_read_once, remove_unread
+from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, put_in_place_of
 
 _CLOSE = 1e-6  # of a number to the sixth that it stands for
 _SUMMED = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # what ONNX Runtime's Sum takes
@@ -46,17 +46,14 @@ def fuse_hard_swish(model: ir.Model) -> int:
             continue
         if (x := _clipped(sixfold)) is not None:
             (whole,) = writer.node(node, "HardSigmoid", (x,), alpha=1 / 6, beta=0.5)
-        elif (product := _swished(sixfold)) is not None:
-            node_of, place, x = product
-            (gate,) = writer.node(node_of, "HardSigmoid", (x,), alpha=1 / 6, beta=0.5)
-            clipped = node_of.inputs[place]
-            node_of.replace_input_with(place, gate)
-            remove_unread(clipped)  # type: ignore[arg-type] # `_clipped` has read it
+        elif (swished := _swished(sixfold)) is not None:
+            clipped, x = swished
+            (gate,) = writer.node(clipped.consumers()[0], "HardSigmoid", (x,), alpha=1 / 6, beta=0.5)
+            put_in_place_of(clipped, gate)
             whole = sixfold
         else:
             continue
-        ir.convenience.replace_all_uses_with(node.outputs[0], whole)
-        remove_unread(node.outputs[0])
+        put_in_place_of(node.outputs[0], whole)
         count += 1
     return count
 
@@ -95,20 +92,20 @@ def _clipped(value: ir.Value | None) -> ir.Value | None:
     return next((x for x, three in (added.inputs, added.inputs[::-1]) if _number(three) == 3), None)
 
 
-def _swished(value: ir.Value) -> tuple[ir.Node, int, ir.Value] | None:
-    """The node that multiplies x by clip(x + 3, 0, 6) to a value, the place of the latter, and x."""
+def _swished(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """The clip(x + 3, 0, 6) that a value is x times, and x."""
     node = value.producer()
     if node is None or not is_onnx(node, "Mul"):
         return None
-    for place, other in ((1, node.inputs[0]), (0, node.inputs[1])):
-        if other is not None and _clipped(node.inputs[place]) is other:
-            return node, place, other
+    for x, gate in (node.inputs, node.inputs[::-1]):
+        if x is not None and gate is not None and _clipped(gate) is x:
+            return gate, x
     return None
 
 
 def _number(value: ir.Value | None) -> float | None:
     """A constant of one float32 number that adds no axis to what it is beside."""
-    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(value)
     if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size != 1 or len(tensor.shape) > 1:
         return None
     return float(tensor.numpy().reshape(()))

@@ -19,7 +19,7 @@ from panther_compile.errors import ConfigError, NoTargetError, SketchQualityWarn
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
-from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
+from panther_compile.onnx.forms import keep_sums_apart
 from panther_compile.onnx.int8_conv import round_convolutions
 from panther_compile.onnx.int8_tables import round_tables
 from panther_compile.onnx.pair_range import fit_pair_range
@@ -260,7 +260,6 @@ def _finished(path: Path, feeds: Sequence[Feed]) -> ir.Model:
     model = read_model(path)
     if not any(is_onnx(node, *_IN_INT8) for node in model.graph.all_nodes()):
         raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
-    fuse_gelu(model)
     keep_sums_apart(model)
     round_tables(model)
     return model

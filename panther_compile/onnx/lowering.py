@@ -23,7 +23,7 @@ from torch import Tensor
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.onnx.branches import graph_of
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import is_onnx, remove_unread
+from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
 
 # From this opset on, Split takes the sizes as an input.
@@ -64,8 +64,8 @@ def bias_of(use: Use, outputs: int) -> Bias | None:
         return None if use.index == 0 else added_bias(node.outputs[0], outputs)
     index = 2
     value = node.inputs[index] if index < len(node.inputs) else None
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    if value is None or tensor is None or value.is_graph_input() or (use.index == 0 and not use.is_conv):
+    tensor = fixed_tensor(value)
+    if tensor is None or (use.index == 0 and not use.is_conv):
         return None
     if not _is_row(tensor, outputs):
         return None
@@ -80,15 +80,12 @@ def added_bias(value: ir.Value, outputs: int) -> Bias | None:
         value: made by a product.
         outputs: O.
     """
-    consumers = value.consumers()
-    if len(consumers) != 1 or value.is_graph_output() or not is_onnx(consumers[0], "Add"):
+    reader = value.consumers()[0] if is_read_once(value) else None
+    if reader is None or not is_onnx(reader, "Add"):
         return None
-    index = 1 if consumers[0].inputs[0] is value else 0
-    other = consumers[0].inputs[index]
-    tensor = None if other is None else ir.convenience.get_const_tensor(other)
-    if other is None or tensor is None or other.is_graph_input() or not _is_row(tensor, outputs):
-        return None
-    return Bias(consumers[0], index, 1.0)
+    index = 1 if reader.inputs[0] is value else 0
+    tensor = fixed_tensor(reader.inputs[index])
+    return Bias(reader, index, 1.0) if tensor is not None and _is_row(tensor, outputs) else None
 
 
 def _is_row(tensor: ir.TensorProtocol, outputs: int) -> bool:

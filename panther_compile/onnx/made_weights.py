@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from panther_compile.kinds.registry import onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import is_onnx, remove_unread
+from panther_compile.onnx.patterns import is_onnx, put_in_place_of
 
 _MAKERS = (
     *("Abs", "Add", "Clip", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sigmoid"),
@@ -90,8 +90,7 @@ def _fold(value: ir.Value, model: ir.Model) -> bool:
     if tensor.size > sum(freed) + sum(one.size for one in written if one is not None):
         return False
     made = ir.Value(name=value.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    ir.convenience.replace_all_uses_with(value, made)
-    remove_unread(value)
+    put_in_place_of(value, made)
     graph.register_initializer(made)
     return True
 

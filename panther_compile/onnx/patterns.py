@@ -35,6 +35,17 @@ def is_read_once(value: ir.Value) -> bool:
     return not value.is_graph_output() and len(value.uses()) == 1
 
 
+def fixed_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """What a value always holds; None if a run makes it, or it may be given."""
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
+def put_in_place_of(old: ir.Value, new: ir.Value) -> None:
+    """Have all that reads a value read another one, and take the old one away."""
+    ir.convenience.replace_all_uses_with(old, new)
+    remove_unread(old)
+
+
 def holds_graph(node: ir.Node) -> bool:
     """Whether a node has branches or a body, which may read any value of the graph around it."""
     kinds = {attribute.type for attribute in node.attributes.values()}
