@@ -1,6 +1,7 @@
 """Fit sketched layers to what a model computes on data: no labels, no training.
 
 sensitivity   what an error at a layer's output does to the model's
+data_pass     what reaches layers of the dense model, added up over the data
 study         what the dense model shows of its layers on the data
 residuals         where the output of a layer is added to what went around it
 couplings         layers that hand their features to one other layer only

@@ -3,12 +3,12 @@
 # O out_features, I in_features
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther_compile.calibration.data_pass import Arrived, DataPass
 from panther_compile.calibration.narrow import (
     Between,
     choose_features,
@@ -17,7 +17,7 @@ from panther_compile.calibration.narrow import (
     writer_losses,
 )
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
-from panther_compile.calibration.shared_input import InputGroups, Stack, best_of_stack
+from panther_compile.calibration.shared_input import Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.calibration.ties import Ties, damped
 from panther_compile.factorization.metric import rooted
@@ -27,12 +27,11 @@ from panther_compile.kinds.kernel_metric import KernelSums
 from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
 from panther_compile.memory import FreedMemory
-from panther_compile.models.batches import Call, check_rows, kept_positions, run_dense
+from panther_compile.models.batches import Call
 from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Choice
-from panther_compile.reporting.progress import ProgressBar
 from panther_compile.shelf import Shelf
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
@@ -165,11 +164,10 @@ def study_layers(
         for ridge in ridges
     ]
     parts = [PartSums(targets) for _ in ridges]
+    data = DataPass(side, calls, ties, repeated, progress)
     for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
         group = {name: targets[name] for name in names}
-        _study_group(
-            studies, side, group, ties, calls, by_reader, stacks, parts, repeated, freed, progress=progress
-        )
+        _study_group(studies, data.over(group), ties, by_reader, stacks, parts, freed)
         for study, sums in zip(studies, parts, strict=True):
             for together, total in sums.complete(names):
                 _study_parts(study, together, total)
@@ -218,35 +216,32 @@ def _study_gradients(
 
 def _study_group(
     studies: Sequence[Study],
-    side: Side,
-    group: Mapping[str, Target],
+    arrived: Arrived,
     ties: Ties,
-    calls: Sequence[Call],
     by_reader: Mapping[str, Coupling],
     stacks: Sequence[Sequence[str]],
     parts: Sequence[PartSums],
-    repeated: Container[str],
     freed: FreedMemory,
-    *,
-    progress: bool | None,
 ) -> None:
     """Add layers whose moments fit into memory together, and the stacks of them."""
-    inputs = InputGroups()
+    first, group = studies[0], arrived.targets  # what no ridge changes all studies share
+    first.power.update(arrived.power)
+    for name, rows in arrived.rows.items():
+        if name not in first.shares:
+            first.reached[name] = first.reached.get(name, 0) + rows
     known: dict[str, MomentSums] = {}
-    views = {name: target.view for name, target in group.items() if not target.view.is_matrix}
-    others = {name: made for name, view in views.items() if (made := view.input_sums()) is not None}
-    for name, sums in _moments(side, group, calls, studies[0], inputs, others, ties, repeated, progress):
+    for name, sums in arrived.moments():
         known[name] = sums
         for study, part in zip(studies, parts, strict=True):
             _study_layer(study, group[name], sums, part, by_reader.get(name))
         freed.give_back()
-    sets = list(inputs.found(group))
-    for name, added in others.items():
-        if group[name].ties and name not in studies[0].shares and (rows := ties.rows(group[name])):
-            reached = studies[0].reached  # its own layer may never be called, as the `shared` of T5
-            reached[name] = max(reached.get(name, 0), rows)
-        if name in studies[0].reached:
+    for name, added in arrived.others.items():
+        if group[name].ties and name not in first.shares and (reads := ties.rows(group[name])):
+            # Its own layer may never be called, as the `shared` of T5.
+            first.reached[name] = max(first.reached.get(name, 0), reads)
+        if name in first.reached:
             _study_other(studies, group[name], added, ties)
+    sets = list(arrived.inputs.found(group))
     for study in studies:
         for found in sets:
             _study_stacks(study, group, found, known[found[0][0]])
@@ -404,71 +399,3 @@ def _groups(targets: Mapping[str, Target], most: int) -> Iterator[list[str]]:
 
 def _bytes_of_moments(target: Target) -> int:
     return 8 * target.shape[1] ** 2 if target.view.is_matrix else 0
-
-
-def _moments(
-    side: Side,
-    targets: Mapping[str, Target],
-    calls: Sequence[Call],
-    study: Study,
-    inputs: InputGroups,
-    others: Mapping[str, KernelSums | TableSums],
-    ties: Ties,
-    repeated: Container[str],
-    progress: bool | None,
-) -> Iterator[tuple[str, MomentSums]]:
-    """Second moments of the inputs of matrices; layers that are given the same tensor share them.
-
-    What reaches kernels and tables is added to their sums, and what no ridge changes to the study.
-    """
-    sums: dict[str, MomentSums] = {}
-    same_as: dict[str, str] = {}
-    followers = [other for target in targets.values() for other in target.ties if other in ties.views]
-
-    def size(name: str, out: Tensor) -> Tensor:
-        view = targets[name].view
-        if not view.is_matrix:
-            rows = max(1, out.numel() // out.shape[view.channel_dim])
-            study.power[name] = float(out.double().square().sum()) / rows
-        return out
-
-    for place, call in enumerate(ProgressBar(calls, desc="moments", progress=progress)):
-        kept = kept_positions(side.model, call)
-        seen: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used again
-
-        def see(
-            name: str,
-            x: Tensor,
-            kept: Tensor | None = kept,
-            seen: dict[int, tuple[str, Tensor]] = seen,
-            place: int = place,
-            call: Call = call,
-        ) -> None:
-            rows = targets[name].rows(x, kept)
-            if not len(rows):  # of an expert that no token is routed to
-                return
-            check_rows(rows, name, call)
-            if name not in study.shares:
-                study.reached[name] = study.reached.get(name, 0) + len(rows)
-            inputs.see(place, name, x)
-            if not targets[name].view.is_matrix:
-                sums_of = others.get(name)
-                if isinstance(sums_of, TableSums):
-                    sums_of.add(rows)
-                elif sums_of is not None:
-                    sums_of.add(x)
-                return
-            first, _ = (name, x) if name in repeated else seen.setdefault(id(x), (name, x))
-            if name not in sums and first != name and targets[name].view.is_linear:
-                same_as.setdefault(name, first)
-            if same_as.get(name) != first:
-                if name not in sums:
-                    sums[name] = MomentSums(rows.shape[1], rows.device)
-                sums[name].add(rows, rows)
-
-        add = partial(ties.add, kept=kept)
-        with side.seen_by(see, size, targets), side.seen_by(add, names=followers), torch.no_grad():
-            run_dense(side.model, call)
-    for name in targets:
-        if same_as.get(name, name) in sums:
-            yield name, sums[same_as.get(name, name)]
