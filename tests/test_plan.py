@@ -441,6 +441,26 @@ def test_nothing_is_left_whole(how):
     assert all(line.choice for line in lines)
 
 
+def test_what_no_cut_can_use_of_a_budget_keeps_units_whole_without_data():
+    """Cuts hold 95 % of their numbers at most, of which there would be no more here."""
+    units = [(unit(name, (64, 64)), "Linear") for name in "abcd"]
+    lines = plan_units(units, 0.98, None, True)
+    assert sum(line.whole for line in lines) == 2
+    assert all(line.choice is None and "no cut uses" in line.reason for line in lines if line.whole)
+    stored, dense = (sum(getattr(line, f"{what}_numbers") for line in lines) for what in ("stored", "dense"))
+    assert 0.97 * dense < stored <= 0.98 * dense
+    assert not any(line.whole for line in plan_units(units, 0.98, None, True, Allocation("uniform")))
+
+
+def test_a_high_ratio_without_data_is_used():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    x = torch.randn(32, 64)
+    cut, more = (pc.sketchify(model, ratio, synthetic=False, **OPTIONS) for ratio in (0.95, 0.98))
+    assert 0.97 < pc.sketch_report(more).achieved_ratio <= 0.98
+    assert (more(x) - model(x)).norm() < 0.9 * (cut(x) - model(x)).norm()
+
+
 def test_a_model_with_a_layer_left_whole(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 192), nn.Tanh(), nn.Linear(192, 48))

@@ -26,7 +26,16 @@ from panther_compile.planning.in_data import in_data
 from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.selection import is_picked, of_site
 from panther_compile.planning.sites import Found
-from panther_compile.planning.ways import BY_ENERGY, FINEST, Allocation, Limits, Options, Way, options_of
+from panther_compile.planning.ways import (
+    BY_ENERGY,
+    FINEST,
+    Allocation,
+    Limits,
+    Options,
+    Way,
+    options_of,
+    with_dense,
+)
 from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import with_progress
 
@@ -38,6 +47,7 @@ _REASONS = 10  # of layers that stay dense, that an error lists
 PAYS = 1.05
 TIMED = "measured here"  # how the reason of a layer begins that stays dense for that
 WHOLE = "whole within the budget: its last numbers are worth the most"
+REST = "whole within the budget: no cut uses what is left of it"
 
 
 Clock = Callable[[str, Choice], Timed | None]
@@ -119,7 +129,7 @@ def make_plan(
             continue
         stacks, rest = stack_cached(pool, cached, values)
         plan_pool = partial(_plan_pool, config=config, allocation=how, found=timed, whole=whole)
-        plan_at = partial(plan_pool, stacks)
+        plan_at = partial(plan_pool, stacks, whole=False)
         written = within_cache(config.cache_ratio, ratio, pool, cached, plan_at)
         lines.extend(unstack(written, pool, cached))
         ratio = with_rest(ratio, written, rest)
@@ -238,8 +248,9 @@ def plan_units(
     """One line for each (unit, kind of layer): how it is stored under a common budget.
 
     Units whose sketch would not be smaller, or would be slower, stay dense and leave the budget. One that is
-    judged in the metric of data may also stay dense within it. The last ranks of the pivoted form cost next
-    to nothing, a fifth of a square matrix's those above `CEILING`; kernels of few channels have none there.
+    judged in the metric of data may also stay dense within it, and others where no cut can use what is left.
+    The last ranks of the pivoted form cost next to nothing, a fifth of a square matrix's those above
+    `CEILING`; kernels of few channels have none there.
 
     Args:
         units: the weights that share the budget.
@@ -292,9 +303,13 @@ def plan_units(
             chosen = _fill(options, start, budget, enough)
             if _spent(options, chosen) >= enough:
                 break
+    if whole and all(place == len(one.ways) - 1 for one, place in zip(options, chosen, strict=True)):
+        options = [with_dense(option, allocation) for option in options]
+        chosen = _fill(options, chosen, budget)
     for choice, option in zip(chosen, options, strict=True):
         way = option.ways[choice]
-        line = _line(option.unit, option.kind, way, WHOLE if way is None else "")
+        why = "" if way is not None else WHOLE if option.unit.in_data else REST
+        line = _line(option.unit, option.kind, way, why)
         lines[option.unit.name] = replace(line, whole=way is None)
     return tuple(lines[unit.name] for unit, _ in units)
 

@@ -5,9 +5,10 @@ A way is a candidate and its rank; None leaves the weight as it is.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from panther_compile.factorization import cost
@@ -198,16 +199,27 @@ def options_of(
             front.append(way)
     front = front or affordable[-1:]
     ways: list[tuple[int, float, Way]] = [(way[0], way[1], (way[2], way[3])) for way in front]
-    whole = whole and unit.in_data and allocation.name != "uniform"
-    if whole and all(candidate.whole is None for candidate in limits.ranks):
-        ways.append((unit.dense_numbers, allocation.most(unit), None))
     numbers, values, choices = zip(*ways, strict=True)
-    return Options(
+    options = Options(
         unit,
         kind,
         torch.tensor(numbers, dtype=torch.float64),
         torch.tensor(values, dtype=torch.float64),
         choices,
+    )
+    return with_dense(options, allocation) if whole and unit.in_data else options
+
+
+def with_dense(options: Options, allocation: Allocation) -> Options:
+    """The ways with that of leaving the unit as it is, where it may be."""
+    unit, ways = options.unit, options.ways
+    if allocation.name == "uniform" or None in ways or any(one.whole is not None for one in unit.candidates):
+        return options
+    return replace(
+        options,
+        numbers=F.pad(options.numbers, (0, 1), value=unit.dense_numbers),
+        values=F.pad(options.values, (0, 1), value=allocation.most(unit)),
+        ways=(*ways, None),
     )
 
 
