@@ -452,6 +452,16 @@ def test_what_no_cut_can_use_of_a_budget_keeps_units_whole_without_data():
     assert not any(line.whole for line in plan_units(units, 0.98, None, True, Allocation("uniform")))
 
 
+def test_what_loses_nothing_is_cut_however_much_of_a_budget_is_left():
+    values = torch.zeros(64, dtype=torch.float64)
+    values[:3] = 1.0
+    candidate = LinearCandidate(64, 64, "pivoted", singular_values=values)
+    for known in (False, True):
+        low = [replace(unit(name, (64, 64)), candidates=(candidate,), in_data=known) for name in "abcd"]
+        lines = plan_units([(one, "Linear") for one in low], 0.9, 1, True)
+        assert all(3 <= line.choice.rank < 12 for line in lines)
+
+
 def test_a_high_ratio_without_data_is_used():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])

@@ -18,6 +18,7 @@ from panther_compile.records import Unit
 
 # A sketched weight keeps at least FLOOR of its share of the budget, and at most CEILING of its dense numbers.
 FLOOR, CEILING = 0.3, 0.95
+EXACT = 1e-9  # of the energy: a cut that loses no more is off by rounding alone
 # Decay of the squared singular values, i^-0.5, assumed where a spectrum is unknown.
 _ASSUMED_DECAY = -0.5
 FINEST = -1  # in place of a multiple: the one of `cost.finest_step`
@@ -211,14 +212,16 @@ def options_of(
 
 
 def with_dense(options: Options, allocation: Allocation) -> Options:
-    """The ways with that of leaving the unit as it is, where it may be."""
-    unit, ways = options.unit, options.ways
+    """The ways with that of leaving the unit as it is, where it may be and a cut loses something."""
+    unit, ways, most = options.unit, options.ways, allocation.most(options.unit)
     if allocation.name == "uniform" or None in ways or any(one.whole is not None for one in unit.candidates):
+        return options
+    if most - float(options.values[-1]) <= EXACT * (most or 1.0):
         return options
     return replace(
         options,
         numbers=F.pad(options.numbers, (0, 1), value=unit.dense_numbers),
-        values=F.pad(options.values, (0, 1), value=allocation.most(unit)),
+        values=F.pad(options.values, (0, 1), value=most),
         ways=(*ways, None),
     )
 
