@@ -4,11 +4,13 @@ model ──► partition ──► PantherTrainer: parallelize_model ──► 
                             │ checkpoint-N/  the whole model by save_pretrained, and `training/` for any mesh
 """
 
+import random
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +22,7 @@ from panther_compile.config import read_options
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, ParallelError
 from panther_compile.integrations.accelerated import PantherAccelerator
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
+from panther_compile.parallel.tensor import share_random_state
 from panther_compile.partition import Partition
 
 _TRAINING = "training"
@@ -171,6 +174,20 @@ class PantherTrainer(Trainer):
             return
         TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore generators; the ranks of a tp group go on with those of the first of them.
+
+        They have to draw alike. A file is of one rank of the mesh that saved: some may have none, or others.
+        """
+        super()._load_rng_state(checkpoint)
+        devices = self.engine.devices
+        if checkpoint is not None and devices.shape.tp > 1:
+            share_random_state(devices.device, devices.group("tp"))
+            states: list[Any] = [random.getstate(), np.random.get_state()]
+            dist.broadcast_object_list(states, group=devices.group("tp"), group_src=0)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
     def _load_best_model(self) -> None:
         checkpoint = self.state.best_model_checkpoint

@@ -1,5 +1,8 @@
 """transformers' Trainer over an engine; each function runs on every rank."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +119,21 @@ def smoothed(rank, *, folder):
         logits = small_llama()(input_ids=batch["input_ids"]).logits[:, :-1].transpose(1, 2)
         wanted = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:], label_smoothing=0.1)
         torch.testing.assert_close(trainer.compute_loss(trainer.engine, batch), wanted)
+
+
+def alike(rank, *, folder):
+    """Ranks of a tp group draw alike after a checkpoint of ranks that drew otherwise."""
+    with as_of_torchrun(rank):
+        trainer = make_trainer(folder, {"tp": 2}, {})
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(rank)
+        trainer._save_rng_state(folder)
+        dist.barrier()
+        trainer._load_rng_state(folder)
+        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        everyone = [None, None]
+        dist.all_gather_object(everyone, drawn)
+        assert everyone[0] == everyone[1]
 
 
 def best(rank, *, folder):
