@@ -155,9 +155,8 @@ class PantherTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints = TrainingCheckpoints(Path(output_dir, _TRAINING), keep=1)
-        checkpoints.save(self.engine, self.optimizer.optimizer, step=self.state.global_step)
-        checkpoints.wait()
+        with TrainingCheckpoints(Path(output_dir, _TRAINING), keep=1) as checkpoints:
+            checkpoints.save(self.engine, self.optimizer.optimizer, step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -172,7 +171,7 @@ class PantherTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
+        self._load_training(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -190,5 +189,10 @@ class PantherTrainer(Trainer):
             np.random.set_state(states[1])
 
     def _load_best_model(self) -> None:
-        checkpoint = self.state.best_model_checkpoint
-        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
+        self._load_training(self.state.best_model_checkpoint)
+
+    def _load_training(self, checkpoint: str) -> None:
+        folder = Path(checkpoint, _TRAINING)
+        with TrainingCheckpoints(folder, keep=1) as kept:
+            if kept.load(self.engine, self.optimizer.optimizer) is None:
+                raise CheckpointError(f"{folder} holds no training state: its writing was cut off")
