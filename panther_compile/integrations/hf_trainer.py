@@ -47,6 +47,7 @@ class PantherTrainer(Trainer):
 
     engine: ParallelEngine
     label_smoother: Any  # of `Trainer`, which does not say its type
+    _counts_own = False
 
     def __init__(
         self,
@@ -127,13 +128,18 @@ class PantherTrainer(Trainer):
         return super().create_optimizer(self.engine)
 
     def get_tp_size(self) -> int:
-        """Ranks that get the same batches."""
-        return self.engine.devices.shape.tp
+        """Ranks that get the same batches; 1 while one rank counts the items of its own."""
+        return 1 if self._counts_own else self.engine.devices.shape.tp
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
-        items = super()._get_num_items_in_batch(batch_samples, device)
-        # The Trainer divides by tp, as its sum counts each rank; `PantherAccelerator.gather` does not.
+        # The Trainer divides by tp, as its sum counts each rank; `PantherAccelerator.gather` does not. It
+        # also does where it has summed nothing.
         is_summed = self.args.average_tokens_across_devices and self.args.world_size > 1
+        self._counts_own = not is_summed
+        try:
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._counts_own = False
         return items * self.get_tp_size() if items is not None and is_summed else items
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:

@@ -121,6 +121,19 @@ def smoothed(rank, *, folder):
         torch.testing.assert_close(trainer.compute_loss(trainer.engine, batch), wanted)
 
 
+def per_token(rank, *, folder):
+    """Over a tp axis a loss is the mean over tokens, whether they are counted over all ranks or not."""
+    with as_of_torchrun(rank):
+        batch = {key: torch.stack([one[key] for one in Texts(ROWS)]) for key in ("input_ids", "labels")}
+        wanted = small_llama()(**batch).loss
+        for counts_all in (True, False):
+            options = {"average_tokens_across_devices": counts_all}
+            trainer = make_trainer(folder, {"tp": 2}, {}, **options)
+            items = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+            loss = trainer.compute_loss(trainer.engine, dict(batch), num_items_in_batch=items)
+            torch.testing.assert_close(loss, wanted)
+
+
 def alike(rank, *, folder):
     """Ranks of a tp group draw alike after a checkpoint of ranks that drew otherwise."""
     with as_of_torchrun(rank):
