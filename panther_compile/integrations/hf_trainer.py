@@ -70,7 +70,8 @@ class PantherTrainer(Trainer):
         Raises:
             ParallelError: the mesh has a pipeline, or the Trainer is to wrap the model by itself.
             ConfigTypeError: there is no model, or no partition; or an option of `parallel` is unknown.
-            ConfigError: the best of checkpoints that hold the model alone is to be loaded.
+            ConfigError: the best of checkpoints that hold the model alone is to be loaded; or noise is to be
+                added to embeddings over a tp axis.
         """
         if not isinstance(model, nn.Module) or not isinstance(part, Partition):
             raise ConfigTypeError(
@@ -92,6 +93,12 @@ class PantherTrainer(Trainer):
             raise ConfigError(
                 "load_best_model_at_end=True reads the training state of a checkpoint, which "
                 "save_only_model=True leaves out; leave one of the two out"
+            )
+        noise = self.args.neftune_noise_alpha
+        if noise is not None and part.mesh.tp > 1:
+            raise ConfigError(
+                f"neftune_noise_alpha={noise} hooks into the model's embedding, and over {part.mesh} a graph "
+                "runs in its place, without noise; leave it out, or use dp alone"
             )
         inner = getattr(getattr(model, "base_model", None), "model", model)  # beneath adapters of PEFT
         names = {type(one).__name__ for one in (model, inner)}

@@ -105,6 +105,8 @@ def refusals(rank, *, folder):
             make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"}, **alone)
         with pytest.raises(ConfigTypeError, match="parallel: unknown option fsdp; those of parallelize"):
             make_trainer(folder, {"dp": 2}, {"fsdp": True})
+        with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5\.0 hooks into the model's embedding"):
+            make_trainer(folder, {"tp": 2}, {}, neftune_noise_alpha=5.0)
         trainer = make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"})
         with pytest.raises(CheckpointError, match="none has no folder training/: it was not written by"):
             trainer.train(resume_from_checkpoint=f"{folder}/none")
