@@ -337,10 +337,11 @@ class PantherStrategy(DDPStrategy):
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
         rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
-        module = self.lightning_module
-        for key, tensor in _own_tensors(module, self._name):
-            if key in rest:
-                tensor.data.copy_(rest[key])
+        setattr(self.lightning_module, self._name, nn.Module())  # of which there is nothing to load
+        try:
+            super().load_model_state_dict({**checkpoint, "state_dict": rest}, strict)
+        finally:
+            setattr(self.lightning_module, self._name, self.engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizer, on whatever mesh it was saved.
@@ -378,13 +379,3 @@ def _folder(path: Path) -> Path:
 def _joined(value: Any) -> Any:
     """A tensor on the CPU, where it is in shards."""
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _own_tensors(module: nn.Module, without: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a module outside of one of its children."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-    for name, child in module.named_children():
-        if name != without:
-            yield from child.named_parameters(prefix=name)
-            yield from child.named_buffers(prefix=name)

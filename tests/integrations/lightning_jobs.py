@@ -282,8 +282,14 @@ def cut_off(rank, file, other, folder, same):
         for key, value in begun.state.items():
             assert torch.equal(value, written[f"net.{key}"])
     if rank == 0:
+        content = torch.load(file, weights_only=False)
+        del content["state_dict"]["scale"]
+        torch.save(content, f"{folder}/lacking.ckpt")
+        shutil.copytree(states, f"{folder}/lacking.ckpt.training")
         shutil.rmtree(step)
     dist.barrier()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scale"'):
+        fit(Classifier(), strategy_of(**strategy), folder, resume=f"{folder}/lacking.ckpt", **same)
     with pytest.raises(ParallelError, match=r"one\.ckpt\.training has no training state of step 3, which"):
         fit(Classifier(), strategy_of(**strategy), folder, resume=file, **same)
 
