@@ -348,6 +348,8 @@ def build_model(source: str, *, weights: bool = True) -> nn.Module:
 def _function(source: str) -> Any:
     """What "module:function" names; raises ModelSourceError if there is none."""
     module_name, _, function = source.partition(":")
+    if module_name.startswith("."):
+        raise ModelSourceError(f"{source}: wanted the whole name of a module")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

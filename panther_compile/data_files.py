@@ -44,8 +44,15 @@ def read_batches(path: str | os.PathLike[str], batch_size: int) -> list[dict[str
 
 def read_tensors(path: str | os.PathLike[str], batch_size: int) -> list[dict[str, Tensor]]:
     """The same as keyword arguments of a torch model; raises as `read_batches`."""
+
+    def tensor(name: str, array: np.ndarray) -> Tensor:
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError) as error:  # of texts or dates, or in another order of bytes
+            raise DataError(f"{path}: {name} is {array.dtype}, of which torch makes no tensor") from error
+
     return [
-        {name: torch.from_numpy(array) for name, array in batch.items()}
+        {name: tensor(name, array) for name, array in batch.items()}
         for batch in read_batches(path, batch_size)
     ]
 
@@ -71,7 +78,7 @@ def read_text(
         from transformers import AutoTokenizer  # the command line works without it
 
         tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, KeyError) as error:  # KeyError of an incomplete tokenizer.json
         raise ConfigError(
             f"text needs the tokenizer of a Hugging Face model, none in {model_folder}: {first_line(error)}"
         ) from error

@@ -251,6 +251,14 @@ def some_names(names: Iterable[str]) -> str:
     return ", ".join(shown[:_SHOWN]) + rest
 
 
+def check_sizes(folder: Path, misfits: Iterable[str]) -> None:
+    """Raise ModelSourceError if weights in the files of a folder have other sizes than its config says."""
+    if names := list(misfits):
+        raise ModelSourceError(
+            f"{folder} has weights of other sizes than its config.json: {some_names(names)}"
+        )
+
+
 def check_whole(folder: Path, missing: Iterable[str]) -> None:
     """Raise ModelSourceError if weights are missing in the files of a folder: they would be random."""
     names = list(missing)

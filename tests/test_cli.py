@@ -222,6 +222,14 @@ def test_files_that_are_no_data(folder, tmp_path):
         read_text(tmp_path / "none.txt", folder, 16, 8)
     with pytest.raises(DataError, match=r"wanted a \.npz file"):
         read_tensors(text, 8)
+    for kind in ("U1", ">f4", "datetime64[D]"):
+        np.savez(tmp_path / "odd.npz", x=np.zeros((4, 3), kind))
+        with pytest.raises(DataError, match=r"odd\.npz: x is .*, of which torch makes no tensor"):
+            read_tensors(tmp_path / "odd.npz", 8)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="text needs the tokenizer of a Hugging Face model"):
+        read_text(text, tmp_path, 16, 8)
 
 
 def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
@@ -232,12 +240,42 @@ def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
         (place / "config.json").write_text(text)
         assert main(["sketch", str(place), str(tmp_path / "out"), "--ratio", "0.5"]) == 2
         assert "is no Hugging Face model that can be made" in capsys.readouterr().err
+    assert main(["plan", ".models:build"]) == 2
+    assert "wanted the whole name of a module" in capsys.readouterr().err
     assert main(["plan", "os:sep", "--ratio", "0.5"]) == 2
     assert "is a str, wanted a function" in capsys.readouterr().err
     assert main(["plan", f"{__name__}:MADE", "--ratio", "0.5"]) == 2
     assert "MADE is a Linear, wanted a function that makes a model" in capsys.readouterr().err
     assert main(["sketch", str(tmp_path / "none"), str(tmp_path / "out"), "--stream"]) == 2
     assert "none is no Hugging Face model: it has no config.json" in capsys.readouterr().err
+
+
+def test_a_config_of_another_size_than_its_weights_is_told_of(folder, tmp_path, capsys):
+    """`--stream` wrote a folder that no model fits."""
+    place = tmp_path / "other"
+    shutil.copytree(folder, place)
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {
+        "vocab_size": (
+            "has weights of other sizes than its config.json: lm_head.weight ((99, 64) in place",
+            50,
+        ),
+        "num_attention_heads": ("is no Hugging Face model that can be made", 5),
+    }
+    for name, (says, size) in sizes.items():
+        (place / "config.json").write_text(json.dumps(config | {name: size}))
+        for options in ([], ["--stream"]):
+            assert main(["sketch", str(place), str(tmp_path / "out"), *options, *SMALL]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_of_another_model_is_told_of(source, folder, tmp_path, capsys):
+    for one, other in ((source, str(folder)), (str(folder), source)):
+        assert main(["plan", one, *SMALL]) == 0
+        (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+        assert main(["sketch", other, str(tmp_path / "out"), "--plan", str(tmp_path / "plan.json")]) == 2
+        assert "has no module of any name in it: it is the plan of another model" in capsys.readouterr().err
 
 
 def test_a_function_that_asks_for_arguments_is_told_of(capsys):

@@ -92,14 +92,26 @@ class PantherAccelerator(Accelerator):
     ) -> DataLoader[Any]:
         """Divide the data over replicas: the ranks of a tp group get the same batches.
 
+        With a tp axis every rank reads an `IterableDataset` itself, which has to give the same on each.
+
         Args:
             data_loader: of the whole data.
             device_placement: whether batches are moved to this rank's device.
             slice_fn_for_dispatch: of `dispatch_batches`.
+
+        Raises:
+            ConfigError: `dispatch_batches=True` over a tp axis, whose ranks would get different batches.
         """
         if self._engine is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        devices = self._engine.devices
+        devices, dispatches = self._engine.devices, self.dispatch_batches
+        if devices.shape.tp > 1:
+            if dispatches:
+                raise ConfigError(
+                    f"dispatch_batches=True over {devices.shape}: accelerate would give each rank of a tp "
+                    "group other rows; leave it out, and let the data be the same on every rank"
+                )
+            dispatches = False
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -108,7 +120,7 @@ class PantherAccelerator(Accelerator):
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
-            dispatch_batches=self.dispatch_batches,
+            dispatch_batches=dispatches,
             even_batches=self.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             use_seedable_sampler=self.use_seedable_sampler,

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -44,7 +45,8 @@ def stored_model(folder: Path, *, dense: bool, **options: Any) -> nn.Module:
     config, made = _architecture(folder, dense=dense)
     try:
         model, told = made.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    # RuntimeError: weights of other sizes than the config says.
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise no_model(folder, error) from error
     if _is_dense(config):  # a quantizer of transformers sees to its own
         check_whole(folder, told["missing_keys"])
@@ -57,7 +59,7 @@ def _architecture(folder: Path, *, dense: bool) -> tuple[Any, Any]:
         raise ModelSourceError(f"{folder} is no Hugging Face model: it has no config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise no_model(folder, error) from error
     if dense and not _is_dense(config):
         raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")

@@ -4,11 +4,13 @@ model ──► partition ──► PantherTrainer: parallelize_model ──► 
                             │ checkpoint-N/  the whole model by save_pretrained, and `training/` for any mesh
 """
 
+import random
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +22,7 @@ from panther_compile.config import read_options
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError, ParallelError
 from panther_compile.integrations.accelerated import PantherAccelerator
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
+from panther_compile.parallel.tensor import share_random_state
 from panther_compile.partition import Partition
 
 _TRAINING = "training"
@@ -44,6 +47,7 @@ class PantherTrainer(Trainer):
 
     engine: ParallelEngine
     label_smoother: Any  # of `Trainer`, which does not say its type
+    _counts_own = False
 
     def __init__(
         self,
@@ -66,7 +70,8 @@ class PantherTrainer(Trainer):
         Raises:
             ParallelError: the mesh has a pipeline, or the Trainer is to wrap the model by itself.
             ConfigTypeError: there is no model, or no partition; or an option of `parallel` is unknown.
-            ConfigError: the best of checkpoints that hold the model alone is to be loaded.
+            ConfigError: the best of checkpoints that hold the model alone is to be loaded; or noise is to be
+                added to embeddings over a tp axis.
         """
         if not isinstance(model, nn.Module) or not isinstance(part, Partition):
             raise ConfigTypeError(
@@ -88,6 +93,12 @@ class PantherTrainer(Trainer):
             raise ConfigError(
                 "load_best_model_at_end=True reads the training state of a checkpoint, which "
                 "save_only_model=True leaves out; leave one of the two out"
+            )
+        noise = self.args.neftune_noise_alpha
+        if noise is not None and part.mesh.tp > 1:
+            raise ConfigError(
+                f"neftune_noise_alpha={noise} hooks into the model's embedding, and over {part.mesh} a graph "
+                "runs in its place, without noise; leave it out, or use dp alone"
             )
         inner = getattr(getattr(model, "base_model", None), "model", model)  # beneath adapters of PEFT
         names = {type(one).__name__ for one in (model, inner)}
@@ -124,13 +135,18 @@ class PantherTrainer(Trainer):
         return super().create_optimizer(self.engine)
 
     def get_tp_size(self) -> int:
-        """Ranks that get the same batches."""
-        return self.engine.devices.shape.tp
+        """Ranks that get the same batches; 1 while one rank counts the items of its own."""
+        return 1 if self._counts_own else self.engine.devices.shape.tp
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
-        items = super()._get_num_items_in_batch(batch_samples, device)
-        # The Trainer divides by tp, as its sum counts each rank; `PantherAccelerator.gather` does not.
+        # The Trainer divides by tp, as its sum counts each rank; `PantherAccelerator.gather` does not. It
+        # also does where it has summed nothing.
         is_summed = self.args.average_tokens_across_devices and self.args.world_size > 1
+        self._counts_own = not is_summed
+        try:
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._counts_own = False
         return items * self.get_tp_size() if items is not None and is_summed else items
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -152,9 +168,8 @@ class PantherTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints = TrainingCheckpoints(Path(output_dir, _TRAINING), keep=1)
-        checkpoints.save(self.engine, self.optimizer.optimizer, step=self.state.global_step)
-        checkpoints.wait()
+        with TrainingCheckpoints(Path(output_dir, _TRAINING), keep=1) as checkpoints:
+            checkpoints.save(self.engine, self.optimizer.optimizer, step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -169,9 +184,28 @@ class PantherTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
+        self._load_training(checkpoint)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore generators; the ranks of a tp group go on with those of the first of them.
+
+        They have to draw alike. A file is of one rank of the mesh that saved: some may have none, or others.
+        """
+        super()._load_rng_state(checkpoint)
+        devices = self.engine.devices
+        if checkpoint is not None and devices.shape.tp > 1:
+            share_random_state(devices.device, devices.group("tp"))
+            states: list[Any] = [random.getstate(), np.random.get_state()]
+            dist.broadcast_object_list(states, group=devices.group("tp"), group_src=0)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
     def _load_best_model(self) -> None:
-        checkpoint = self.state.best_model_checkpoint
-        TrainingCheckpoints(Path(checkpoint, _TRAINING), keep=1).load(self.engine, self.optimizer.optimizer)
+        self._load_training(self.state.best_model_checkpoint)
+
+    def _load_training(self, checkpoint: str) -> None:
+        folder = Path(checkpoint, _TRAINING)
+        with TrainingCheckpoints(folder, keep=1) as kept:
+            if kept.load(self.engine, self.optimizer.optimizer) is None:
+                raise CheckpointError(f"{folder} holds no training state: its writing was cut off")

@@ -27,10 +27,12 @@ from torch.utils import _pytree as pytree
 from panther_compile.config import check_type, read_options
 from panther_compile.errors import ConfigError, ParallelError
 from panther_compile.parallel import ParallelEngine, TrainingCheckpoints, parallelize_model
-from panther_compile.parallel.checkpoint_folder import remove_later
+from panther_compile.parallel.checkpoint_folder import keep_one
 from panther_compile.parallel.model_state import laid_out_like
 from panther_compile.partition import Mesh, partition_model
 from panther_compile.partition.records import RUN_AXES
+
+_ALL = 2**20  # states beside a file; the one of the file's own step stays
 
 
 class PantherStrategy(DDPStrategy):
@@ -276,7 +278,9 @@ class PantherStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file, and while `fit` runs the folder beside it; every rank has to call this.
+        """Write while `fit` runs the training state, then Lightning's file; every rank has to call this.
+
+        A process that is killed meanwhile leaves the file that was there, and its state beside it.
 
         Args:
             checkpoint: of Lightning.
@@ -284,15 +288,15 @@ class PantherStrategy(DDPStrategy):
             storage_options: of its `CheckpointIO`.
         """
         path = Path(self.broadcast(str(filepath)))
-        super().save_checkpoint(checkpoint, path, storage_options)
         if self.engine is None or "optimizer_states" not in checkpoint:  # weights alone
+            super().save_checkpoint(checkpoint, path, storage_options)
             return
         folder, step = _folder(path), checkpoint["global_step"]
+        with TrainingCheckpoints(folder, keep=_ALL) as written:
+            written.save(self.engine, self.optimizers[0], step=step)
+        super().save_checkpoint(checkpoint, path, storage_options)
         if self.is_global_zero:
-            remove_later(folder, step)  # of another training, under the same name, they would be the newest
-        written = TrainingCheckpoints(folder, keep=1)
-        written.save(self.engine, self.optimizers[0], step=step)
-        written.wait()
+            keep_one(folder, step)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file and the folder beside it.
@@ -333,10 +337,11 @@ class PantherStrategy(DDPStrategy):
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
         rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
-        module = self.lightning_module
-        for key, tensor in _own_tensors(module, self._name):
-            if key in rest:
-                tensor.data.copy_(rest[key])
+        setattr(self.lightning_module, self._name, nn.Module())  # of which there is nothing to load
+        try:
+            super().load_model_state_dict({**checkpoint, "state_dict": rest}, strict)
+        finally:
+            setattr(self.lightning_module, self._name, self.engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizer, on whatever mesh it was saved.
@@ -345,18 +350,25 @@ class PantherStrategy(DDPStrategy):
             checkpoint: that was read.
 
         Raises:
-            ParallelError: the folder beside the file is not there.
+            ParallelError: the folder beside the file is not there, or has no state of the file's step.
         """
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self._resumed is not None
-        folder = _folder(self._resumed)
+        # Lightning's save_last="link" makes a link of the last file.
+        folder = _folder(self._resumed.resolve() if self._resumed.is_symlink() else self._resumed)
         if not folder.is_dir():
             raise ParallelError(
                 f"{folder} is not there: {self._resumed} has the model, and not its optimizer"
             )
-        TrainingCheckpoints(folder, keep=1).load(self.engine, self.optimizers[0])
+        step = checkpoint["global_step"]
+        with TrainingCheckpoints(folder, keep=_ALL) as kept:
+            if kept.load(self.engine, self.optimizers[0], step=step) is None:
+                raise ParallelError(
+                    f"{folder} has no training state of step {step}, which {self._resumed} is of: one of the "
+                    "two was copied, removed or written over alone"
+                )
 
 
 def _folder(path: Path) -> Path:
@@ -367,13 +379,3 @@ def _folder(path: Path) -> Path:
 def _joined(value: Any) -> Any:
     """A tensor on the CPU, where it is in shards."""
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _own_tensors(module: nn.Module, without: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a module outside of one of its children."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-    for name, child in module.named_children():
-        if name != without:
-            yield from child.named_parameters(prefix=name)
-            yield from child.named_buffers(prefix=name)

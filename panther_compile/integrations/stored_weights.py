@@ -62,6 +62,18 @@ class StoredWeights:
             and not any(re.search(pattern, name) for pattern in ignored)
         ]
 
+    def misfits(self, model: nn.Module) -> list[str]:
+        """Parameters of the folder's model that have another shape in the files, with both shapes."""
+        found = []
+        for name, parameter in model.named_parameters():
+            if name in self._stored:
+                stored = self._stored[name]
+                with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+                    shape = tuple(stream.get_slice(stored).get_shape())
+                if shape != tuple(parameter.shape):
+                    found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
+        return found
+
     def read_lifted(self, model: nn.Module) -> None:
         """Have tensors of layers that stand for parameters read from those; see `lift_own_weights`."""
         self._lifted = lifted_tensors(model)

@@ -29,6 +29,7 @@ from panther_compile.errors import (
     NoTargetError,
     PantherError,
     ResumeError,
+    check_sizes,
     check_whole,
 )
 from panther_compile.integrations.aliases import parameter_aliases
@@ -160,6 +161,7 @@ def _sketch_unseen(
         model = empty_model(given, dense=True)
         weights = StoredWeights(given, model)
         check_whole(given, weights.missing(model))
+        check_sizes(given, weights.misfits(model))
         lift_own_weights(model)
         weights.read_lifted(model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")

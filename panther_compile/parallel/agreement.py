@@ -67,8 +67,10 @@ def digest(model: nn.Module, part: Partition, options: Mapping[str, Any]) -> byt
         ],
         "sequence": plan["sequence"],
         "tensors": [
-            (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()
+            (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+            for name, tensor in model.state_dict(keep_vars=True).items()
         ],
+        "training": [module.training for module in model.modules()],
         "options": dict(options),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
@@ -88,8 +90,8 @@ def check_agreement(mine: bytes, device: torch.device) -> None:
     if differing:
         raise RankMismatchError(
             f"ranks {differing} were given another plan, model or options than rank 0 (this is rank "
-            f"{dist.get_rank()}): every rank must build the same model and call partition_model and "
-            "parallelize_model with the same arguments"
+            f"{dist.get_rank()}): every rank must build the same model, in the same mode and with the same "
+            "parameters frozen, and call partition_model and parallelize_model with the same arguments"
         )
 
 

@@ -135,27 +135,33 @@ def _unpack(value: Any) -> Any:
     return {key: _unpack(one) for key, one in value.items()}
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a folder by their names, the newest first, whole or not; of one checkpoint, itself."""
+def list_checkpoints(folder: Path, step: int | None = None) -> list[Path]:
+    """Checkpoints of a folder by their names, the newest first, whole or not; of one checkpoint, itself.
+
+    Args:
+        folder: of all.
+        step: that they are of; any if None.
+    """
     if not folder.is_dir():
         return []
     if _NAME.fullmatch(folder.resolve().name):
         return [folder]
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [(match, path) for match, path in found if step in (None, int(match[1]))]
     found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
     return [path for _, path in found]
 
 
-def remove_later(folder: Path, step: int) -> None:
-    """Remove the checkpoints of a folder whose steps are later than one.
+def keep_one(folder: Path, step: int) -> None:
+    """Remove all checkpoints of a folder but the newest of a step.
 
     Args:
         folder: of all checkpoints.
-        step: that stays, with all before it.
+        step: of the one that stays.
     """
+    kept = list_checkpoints(folder, step)[:1]
     for path in list_checkpoints(folder):
-        match = _NAME.fullmatch(path.name)
-        if match and int(match[1]) > step:
+        if path not in kept:
             shutil.rmtree(path)
 
 

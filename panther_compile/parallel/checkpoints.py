@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,9 @@ class TrainingCheckpoints:
         ...     if (step + 1) % 100 == 0:
         ...         checkpoints.save(engine, optimizer, step=step + 1, extra={"seed": 0})
         >>> checkpoints.wait()
+
+    As a context it waits at the end, and gives back the connections that it writes by: for one that is made
+    anew for each save.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -113,6 +116,17 @@ class TrainingCheckpoints:
             _warn_of_shared_store()
         with self._named("TrainingCheckpoints"):
             self._agree(self._on_first_rank(self._clean), CheckpointError)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait, and end the group of ranks that it writes by."""
+        try:
+            self.wait()
+        finally:
+            dist.destroy_process_group(self._group)
 
     # -------------------------------------------------------------------------------------- save
 
@@ -236,15 +250,18 @@ class TrainingCheckpoints:
         with self._named("latest"):
             return self._find_newest()
 
-    def load(self, engine: ParallelEngine, optimizer: Optimizer) -> Resumed | None:
+    def load(
+        self, engine: ParallelEngine, optimizer: Optimizer, *, step: int | None = None
+    ) -> Resumed | None:
         """Restore an engine and its optimizer from the newest whole checkpoint, of whatever mesh.
 
         Args:
             engine: of the model that was saved.
             optimizer: of `engine.parameters()`, of the kind that was saved.
+            step: whose checkpoint is wanted; the latest if None.
 
         Returns:
-            The step to go on from, or None if the folder has no checkpoint.
+            The step to go on from, or None if the folder has no such checkpoint.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, and none is whole.
@@ -253,7 +270,7 @@ class TrainingCheckpoints:
         self.wait()
         self._check(engine, optimizer)
         with self._named("load"):
-            path = self._find_newest()
+            path = self._find_newest(step)
             if path is None:
                 return None
             manifest, reader = read_manifest(path), PieceReader(path)
@@ -268,8 +285,8 @@ class TrainingCheckpoints:
             optimizer_state.take_options(optimizer)
         return Resumed(manifest.step, extra, path)
 
-    def _find_newest(self) -> Path | None:
-        shown: list[Any] = [[path.name for path in list_checkpoints(self._folder)]]
+    def _find_newest(self, step: int | None = None) -> Path | None:
+        shown: list[Any] = [[path.name for path in list_checkpoints(self._folder, step)]]
         dist.broadcast_object_list(shown, 0, group=self._group)
 
         def damage(path: Path) -> list[str]:

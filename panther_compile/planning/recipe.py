@@ -53,12 +53,22 @@ def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchCo
 
 
 def options_of(plan: SketchPlan, config: SketchConfig, model: nn.Module) -> SketchConfig:
-    """The options with which what the plan sketches in a model is found, however small it is."""
+    """The options with which what the plan sketches in a model is found, however small it is.
+
+    Raises:
+        ConfigError: the model has nothing of what the plan sketches.
+    """
     names = {line.name for line in plan.sketched}
     names |= {name.rpartition(".")[0] for name in names}  # an attention, whose projections the plan names
     modules = dict(model.named_modules(remove_duplicate=False))
     held = {id(one) for name in names if name in modules for one in modules[name]._parameters.values()}
     held.discard(id(None))
+    if not held and not (names - {""}) & modules.keys():
+        first = plan.sketched[0]
+        raise ConfigError(
+            f"the plan sketches {first.name} ({_shape(first.shape)}), and {type(model).__name__} has no "
+            "module of any name in it: it is the plan of another model"
+        )
     tied = (name for name, one in modules.items() if not held.isdisjoint(map(id, one._parameters.values())))
     names.update(tied)
     wanted = re.compile("|".join(map(re.escape, sorted(names))))

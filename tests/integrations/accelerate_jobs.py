@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState
 from integrations.launched import as_of_torchrun
 from parallel.training import EAGER, joined
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import panther_compile as pc
@@ -145,6 +145,8 @@ def metrics(rank):
         assert accelerator.reduce(counted)["turns"] == accelerator.reduce(counted, "max")["turns"] == 3
         with accelerator.split_between_processes([1, 2, 3]) as share:
             assert share == [1, 2, 3]
+        stream = accelerator.prepare(DataLoader(Stream(), batch_size=ROWS))
+        assert [batch.tolist() for batch in stream] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
         last = texts(ROWS - 1)
         with pytest.raises(BatchError, match=r"input_ids has the shape \(3, 8\); with tp a graph runs"):
             engine(input_ids=last, labels=last)
@@ -153,6 +155,18 @@ def metrics(rank):
         accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=ROWS))
         with pytest.raises(ParallelError, match=r"a loader or a scheduler was prepared before the engine"):
             accelerator.prepare(engine)
+        AcceleratorState._reset_state(True)
+        sends = DataLoaderConfiguration(dispatch_batches=True)
+        accelerator = pc.PantherAccelerator(cpu=True, dataloader_config=sends)
+        with pytest.raises(ConfigError, match="would give each rank of a tp group other rows"):
+            accelerator.prepare(engine, DataLoader(Stream(), batch_size=ROWS))
+
+
+class Stream(IterableDataset):
+    """What a loader cannot divide by itself."""
+
+    def __iter__(self):
+        return iter(range(10))
 
 
 def refusals(rank):

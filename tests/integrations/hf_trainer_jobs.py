@@ -1,5 +1,8 @@
 """transformers' Trainer over an engine; each function runs on every rank."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +105,8 @@ def refusals(rank, *, folder):
             make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"}, **alone)
         with pytest.raises(ConfigTypeError, match="parallel: unknown option fsdp; those of parallelize"):
             make_trainer(folder, {"dp": 2}, {"fsdp": True})
+        with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5\.0 hooks into the model's embedding"):
+            make_trainer(folder, {"tp": 2}, {}, neftune_noise_alpha=5.0)
         trainer = make_trainer(folder, {"dp": 2}, {"data_parallel": "ddp"})
         with pytest.raises(CheckpointError, match="none has no folder training/: it was not written by"):
             trainer.train(resume_from_checkpoint=f"{folder}/none")
@@ -116,6 +121,34 @@ def smoothed(rank, *, folder):
         logits = small_llama()(input_ids=batch["input_ids"]).logits[:, :-1].transpose(1, 2)
         wanted = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:], label_smoothing=0.1)
         torch.testing.assert_close(trainer.compute_loss(trainer.engine, batch), wanted)
+
+
+def per_token(rank, *, folder):
+    """Over a tp axis a loss is the mean over tokens, whether they are counted over all ranks or not."""
+    with as_of_torchrun(rank):
+        batch = {key: torch.stack([one[key] for one in Texts(ROWS)]) for key in ("input_ids", "labels")}
+        wanted = small_llama()(**batch).loss
+        for counts_all in (True, False):
+            options = {"average_tokens_across_devices": counts_all}
+            trainer = make_trainer(folder, {"tp": 2}, {}, **options)
+            items = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+            loss = trainer.compute_loss(trainer.engine, dict(batch), num_items_in_batch=items)
+            torch.testing.assert_close(loss, wanted)
+
+
+def alike(rank, *, folder):
+    """Ranks of a tp group draw alike after a checkpoint of ranks that drew otherwise."""
+    with as_of_torchrun(rank):
+        trainer = make_trainer(folder, {"tp": 2}, {})
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(rank)
+        trainer._save_rng_state(folder)
+        dist.barrier()
+        trainer._load_rng_state(folder)
+        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        everyone = [None, None]
+        dist.all_gather_object(everyone, drawn)
+        assert everyone[0] == everyone[1]
 
 
 def best(rank, *, folder):

@@ -1,10 +1,12 @@
 """Lightning's Trainer over an engine; each function runs on every rank."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from integrations.launched import as_of_torchrun
 from lightning.pytorch import LightningModule, Trainer
@@ -252,9 +254,44 @@ def one_name(rank, *, folder):
         written = torch.load(file, weights_only=False)["state_dict"]
         for name, value in pc.read_state_dict(f"{file}.training").items():
             assert torch.equal(value, written[f"net.{name}"])
+        other = f"{folder}/other.ckpt"
+        fit(first, strategy_of({"dp": 2}, ddp), folder, callbacks=[SaveAt(6, other)], **same)
+        cut_off(rank, file, other, folder, same)
         light = ModelCheckpoint(dirpath=f"{folder}/light", save_weights_only=True)
         fit(first, strategy_of({"dp": 2}, ddp), folder, callbacks=[light], enable_checkpointing=True, **same)
         assert not list(Path(folder, "light").glob("*.training"))
+
+
+class StateAtStart(Callback):
+    def on_train_start(self, trainer, module):
+        self.state = module.net.state_dict(full=True)
+
+
+def cut_off(rank, file, other, folder, same):
+    """A file goes with the state of its own step, however far a save came that was cut off."""
+    states, written = Path(f"{file}.training"), torch.load(file, weights_only=False)["state_dict"]
+    step, later = states / "step-000000003", Path(f"{other}.training", "step-000000006")
+    strategy = {"mesh": {"dp": 2}, "parallel": {"data_parallel": "ddp"}}
+    if rank == 0:
+        shutil.copytree(later, states / later.name)  # as of a save that was killed before its file
+        Path(folder, "link.ckpt").symlink_to(file)
+    dist.barrier()
+    for name in (file, f"{folder}/link.ckpt"):
+        begun = StateAtStart()
+        fit(Classifier(), strategy_of(**strategy), folder, callbacks=[begun], resume=name, **same)
+        for key, value in begun.state.items():
+            assert torch.equal(value, written[f"net.{key}"])
+    if rank == 0:
+        content = torch.load(file, weights_only=False)
+        del content["state_dict"]["scale"]
+        torch.save(content, f"{folder}/lacking.ckpt")
+        shutil.copytree(states, f"{folder}/lacking.ckpt.training")
+        shutil.rmtree(step)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scale"'):
+        fit(Classifier(), strategy_of(**strategy), folder, resume=f"{folder}/lacking.ckpt", **same)
+    with pytest.raises(ParallelError, match=r"one\.ckpt\.training has no training state of step 3, which"):
+        fit(Classifier(), strategy_of(**strategy), folder, resume=file, **same)
 
 
 def half_types(rank, *, folder):

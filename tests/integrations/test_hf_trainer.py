@@ -67,6 +67,18 @@ def test_smoothed_labels_are_shifted(ranks, tmp_path):
     ranks(2).run(hf_trainer_jobs.smoothed, folder=str(tmp_path))
 
 
+def test_a_loss_is_a_mean_over_tokens(ranks, tmp_path):
+    from integrations import hf_trainer_jobs
+
+    ranks(2).run(hf_trainer_jobs.per_token, folder=str(tmp_path))
+
+
+def test_ranks_of_a_tp_group_draw_alike_once_resumed(ranks, tmp_path):
+    from integrations import hf_trainer_jobs
+
+    ranks(2).run(hf_trainer_jobs.alike, folder=str(tmp_path))
+
+
 def test_a_pipeline_is_refused_by_name(ranks, tmp_path):
     from integrations import hf_trainer_jobs
 

@@ -53,6 +53,15 @@ def differing_plans(rank):
         make(schedule=("gpipe", "1f1b")[rank])
     with pytest.raises(RankMismatchError, match=r"ranks \[1\]"):
         make(mesh={"pp": 2 + rank})
+    for change in (
+        lambda model: model.layers[0].requires_grad_(rank == 0),
+        lambda model: model.train(rank == 0),
+    ):
+        model, inputs = build("mlp")
+        change(model)
+        plan = partition(model, inputs, {"dp": 2})
+        with pytest.raises(RankMismatchError, match=r"ranks \[1\] .* with the same parameters frozen"):
+            parallelize_model(model, plan, data_parallel="ddp", loss_fn=loss_fn)
 
 
 def refusals(rank):

@@ -262,6 +262,20 @@ def test_a_scheduler_of_a_rate_that_is_a_tensor_is_saved(one_rank, tmp_path):
     assert torch.equal(extra["drawn"], drawn)
 
 
+def test_checkpoints_of_one_save_leave_no_group_behind(one_rank, tmp_path):
+    engine = parallelize_model(*one_rank)
+    optimizer = torch.optim.SGD(engine.parameters())
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    for step in (1, 2, 3):
+        with TrainingCheckpoints(tmp_path / "run") as checkpoints:
+            checkpoints.save(engine, optimizer, step=step)
+    with TrainingCheckpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.load(engine, optimizer).step == 3
+        assert checkpoints.load(engine, optimizer, step=2).step == 2
+        assert checkpoints.load(engine, optimizer, step=1) is None
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == groups
+
+
 def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):
     engine = parallelize_model(*one_rank)
     optimizer = torch.optim.SGD(engine.parameters())

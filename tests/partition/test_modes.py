@@ -88,3 +88,17 @@ def test_arguments_that_are_no_tensors_are_those_of_the_example():
     staged = pc.partition_model(model, x, mesh={"pp": 2}, hardware="cpu").split()
     with pytest.raises(CaptureError, match="for the example, Tensor: give partition_model an example"):
         staged(x, scale=torch.tensor(2.0))
+
+
+class Masked(Residual):
+    def forward(self, x, mask=None):
+        return super().forward(x if mask is None else x * mask)
+
+
+def test_a_tensor_in_the_place_of_none_is_refused():
+    """It was left out without a word, as a mask that the example had not."""
+    model, x = Masked().eval(), torch.randn(4, 8)
+    staged = pc.partition_model(model, {"x": x, "mask": None}, mesh={"pp": 2}, hardware="cpu").split()
+    torch.testing.assert_close(staged(x, mask=None), model(x))
+    with pytest.raises(CaptureError, match=r"with Tensor, Tensor, but .* the example, Tensor, None"):
+        staged(x, mask=torch.zeros(8))

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -117,13 +118,13 @@ class CallForm:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, NoneType)
 
 
 def _fits(given: Any, wanted: Any) -> bool:
     """Whether an argument is what a graph was read with: a tensor, or a plain value that is the same."""
-    if wanted is Tensor:
-        return isinstance(given, Tensor)
+    if wanted is Tensor or isinstance(given, Tensor):
+        return wanted is Tensor and isinstance(given, Tensor)
     return not isinstance(wanted, _PLAIN) or (isinstance(given, _PLAIN) and given == wanted)
 
 
