@@ -189,6 +189,21 @@ def test_without_data_or_a_cache_it_is_refused():
         sketched("llama", exclude=("*.k_proj", "*.v_proj"))
 
 
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_labels_do_not_hide_the_cache_of_an_encoder_decoder():
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(vocab_size=99, d_model=64, max_position_embeddings=32, **sizes, **heads)
+    torch.manual_seed(1)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    data = [{"input_ids": ids, "labels": ids[:, :10]} for ids in texts()]
+    data[0]["labels"] = data[0]["labels"].masked_fill(torch.arange(10) > 6, -100)
+    small = pc.sketchify(model, 0.5, data=data, objective="cache", **OPTIONS)
+    cached = pc.sketch_report(small).plan.cached
+    layers = [f"model.decoder.layers.0.{one}" for one in ("self_attn", "encoder_attn")]
+    assert [one.names for one in cached] == [(f"{one}.k_proj", f"{one}.v_proj") for one in layers]
+
+
 def test_head_outputs_of_separate_fused_and_interleaved_layers():
     assert [one.tolist() for one in head_outputs(4, 2, 2)] == [[0, 1, 2, 3]]
     assert [one.tolist() for one in head_outputs(10, 2, 2)] == [[2, 3, 4, 5], [6, 7, 8, 9]]

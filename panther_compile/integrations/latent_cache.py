@@ -241,7 +241,7 @@ def _line(number: str, layer: LatentLayer) -> CachedLayer:
 def _tell_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook: give the cache that this call is given the angles that it is given."""
     angles = kwargs.get("position_embeddings")
-    if angles is None:
+    if not isinstance(angles, tuple) or len(angles) != 2:  # none, or complex numbers, as of Llama 4
         return
     for value in kwargs.values():
         cache = getattr(value, "self_attention_cache", value)

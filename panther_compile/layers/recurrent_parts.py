@@ -24,6 +24,13 @@ class RecurrentParts(LayerOfParts):
     dense_type: ClassVar[type[Any]]
     gates: ClassVar[int]
 
+    def __getattr__(self, name: str) -> Any:
+        """Read `weight_NAME` and `bias_NAME` as torch's module has them, read-only, of the part NAME."""
+        kind, _, part = name.partition("_")
+        if kind in ("weight", "bias") and part in self._modules:
+            return getattr(self._modules[part], kind)
+        return super().__getattr__(name)
+
     @property
     def dense_weight(self) -> str:
         """See `SketchedLayer`."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.watched import Side
@@ -44,7 +44,7 @@ def find_cached(side: Side, call: Call) -> tuple[Cached, ...]:
     takes = "use_cache" in inspect.signature(side.model.forward).parameters
     asked = {"use_cache": True} if takes else {}
     with side.seen_by(inputs.__setitem__, see_output), torch.no_grad():
-        result = run_dense(side.model, replace(call, kwargs=call.kwargs | asked))
+        result = run_dense(side.model, replace(call, kwargs=_decoding(side.model, call.kwargs) | asked))
     found: list[Cached] = []
     free = dict(outputs)
     name = "cache" if hasattr(result, "cache") else "past_key_values"  # before transformers 5.24
@@ -53,6 +53,16 @@ def find_cached(side: Side, call: Call) -> tuple[Cached, ...]:
             found.append(cached)
             free = {name: out for name, out in free.items() if name not in cached.names}
     return tuple(found) if any(one.names for one in found) else ()
+
+
+def _decoding(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with labels as what the decoder reads: given labels, BART returns no cache."""
+    labels, shift = kwargs.get("labels"), getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if labels is None or shift is None:
+        return dict(kwargs)
+    others = {name: one for name, one in kwargs.items() if name != "labels"}
+    given = any(others.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return others if given else others | {"decoder_input_ids": shift(labels=labels)}
 
 
 def head_outputs(outputs: int, heads: int, width: int) -> Iterator[Tensor]:

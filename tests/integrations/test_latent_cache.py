@@ -132,6 +132,22 @@ def test_the_same_tokens_in_fewer_bytes(name):
     assert f"{report.bytes_per_token:,} of {report.whole_bytes_per_token:,} bytes a token" in str(report)
 
 
+COMPLEX = WIDTHS | HALF | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2}
+
+
+@pytest.mark.filterwarnings("ignore::panther_compile.SketchQualityWarning")
+def test_keys_turned_by_complex_numbers_are_whole():
+    torch.manual_seed(1)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**COMPLEX)).eval()
+    small = pc.sketchify(model, 0.4, include="*_proj", progress=False, min_params=0, allow_slower=True)
+    cache = pc.LatentCache(small)
+    found = generate(small, "llama4", 12, past_key_values=cache)
+    assert torch.equal(found, generate(small, "llama4", 12))
+    for line in cache.report().layers:
+        assert line.keys.startswith("whole: ")
+        assert line.values.startswith("latent")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_500_tokens(name):

@@ -41,6 +41,18 @@ def test_parts_compute_what_torch_computes(make, name):
     assert all(torch.equal(p, again.get_parameter(n)) for n, p in dense.named_parameters())
 
 
+def test_weights_are_read_by_the_names_of_torch():
+    dense = nn.LSTM(24, 16, num_layers=2, bidirectional=True, proj_size=8)
+    layer = pc.sketchify(dense, 0.5, include="*", **routes.OPTIONS)
+    again = layer.to_dense()
+    for name, parameter in dense.named_parameters():
+        found = getattr(layer, name)
+        assert (found.shape, found.dtype) == (parameter.shape, parameter.dtype)
+        torch.testing.assert_close(found + 0, again.get_parameter(name))
+    assert not hasattr(layer, "weight_ih_l2")
+    assert not hasattr(layer, "weight")
+
+
 @pytest.mark.parametrize(("make", "name"), CASES)
 @pytest.mark.parametrize("given", [True, False])
 def test_packed_sequences(make, name, given):

@@ -5,6 +5,9 @@ import torch
 from kinds import routes
 from torch import nn
 
+import panther_compile as pc
+from panther_compile.layers import SketchedGRUCell
+
 
 def states(found):
     return found if isinstance(found, tuple) else (found,)
@@ -24,6 +27,29 @@ def test_parts_compute_what_torch_computes(make, bias):
     assert cell.dense_numbers == sum(p.numel() for p in dense.parameters())
     again = cell.to_dense()
     assert all(torch.equal(p, again.get_parameter(n)) for n, p in dense.named_parameters())
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(24, 16)
+
+    def forward(self, x):
+        state = self.cell.weight_hh.new_zeros(x.shape[1], 16) + self.cell.bias_hh[:16].to(x.dtype)
+        for step in x:
+            state = self.cell(step.to(self.cell.weight_ih.dtype), state)
+        return state
+
+
+def test_a_forward_may_read_the_weights_by_the_names_of_torch():
+    model, batches = Loop(), [torch.randn(3, 4, 24) for _ in range(4)]
+    small = pc.sketchify(model, 0.5, data=batches, **routes.OPTIONS)
+    assert isinstance(small.cell, SketchedGRUCell)
+    wanted = small(batches[0])
+    torch.testing.assert_close(pc.densify(small)(batches[0]), wanted)
+    compiled = torch.compile(small, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(batches[0]), wanted)
+    torch.testing.assert_close(torch.export.export(small, (batches[0],)).module()(batches[0]), wanted)
 
 
 @pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell])
