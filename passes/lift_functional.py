@@ -7,8 +7,9 @@ Before:
 After:
     %fc : call_module[target=fc](args = (%x,))          fc: Linear, with the same parameters
 
-Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them, and `aten.mm` and `aten.addmm` by a
-transposed weight, which `run_decompositions` makes of `aten.linear`; a graph of Dynamo goes through
+Also `aten.linear` and `aten.conv2d`, as `torch.export` writes them, `aten.matmul` by a transposed weight,
+as of code that writes `x @ layer.weight.T`, and `aten.mm` and `aten.addmm`, which `run_decompositions`
+makes of these; a graph of Dynamo goes through
 `lift_parameters` first. So every later pass knows one form. The module takes the place of the
 parameters' owner where that holds nothing else, so their names stay; else it is a new submodule of the
 owner, and a parameter that nothing else uses moves into it. A weight that is computed, not a parameter of
@@ -27,9 +28,9 @@ from panther_compile.kinds.registry import find_functional
 from panther_compile.names import attribute, owner_of
 from panther_compile.passes.runner import PassResult
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("matmul", "mm", "addmm"))
 _TRANSPOSED = (  # the operator and its arguments behind the matrix
-    (torch.ops.aten.t.default,),
+    *((getattr(torch.ops.aten, name).default,) for name in ("t", "mT", "numpy_T")),
     *((torch.ops.aten.permute.default, dims) for dims in ([1, 0], [-1, 0], [1, -2], [-1, -2])),
     *((torch.ops.aten.transpose.int, *dims) for dims in ((0, 1), (1, 0), (-1, -2), (-2, -1))),
 )

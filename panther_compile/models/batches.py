@@ -290,7 +290,11 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
             calls=calls,
         ) from error
     if not calls and is_loop:
-        raise DataError(f"{data!r}, given as data, did not call the model that it was given")
+        raise DataError(
+            f"{data!r}, given as data, did not call the model that it was given: only model(...) is seen. "
+            "A model that is used by other methods, as model.score(...), can be held by a module whose "
+            "forward calls them"
+        )
     if not calls:
         raise DataError("data holds no batch: wanted at least one (an iterator is empty once it was read)")
     return calls

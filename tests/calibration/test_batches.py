@@ -127,6 +127,15 @@ def test_a_function_that_does_not_call_the_model():
         record_calls(nn.Linear(4, 4), batches)
 
 
+def test_a_function_that_calls_another_method_of_the_model_says_what_to_do():
+    class Scorer(nn.Module):
+        def score(self, x):
+            return x
+
+    with pytest.raises(DataError, match=r"only model\(\.\.\.\) is seen.* a module whose forward calls them"):
+        record_calls(Scorer(), lambda model: model.score(X))
+
+
 def test_loader_that_fails_half_way_keeps_what_was_read():
     def loader():
         yield X[:2]

@@ -416,6 +416,28 @@ def test_products_that_decompositions_make_of_linear_layers(shape):
     torch.testing.assert_close(graph_module(x), model(x))
 
 
+class ByWeights(nn.Module):
+    """Linear layers that are not called: their weights are multiplied by, each way of turning one over."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x):
+        first, second, third, fourth, fifth = (layer.weight for layer in self.layers)
+        x = torch.matmul(x, first.T) + self.layers[0].bias
+        return x @ second.t() @ third.mT @ fourth.transpose(0, 1) @ fifth.permute(1, 0) @ fifth
+
+
+def test_products_by_turned_weights_that_code_writes():
+    torch.manual_seed(0)
+    model, x = ByWeights().eval(), torch.randn(2, 3, 6)
+    graph_module = torch.export.export(model, (x,)).module()
+    assert lift_functional(graph_module).changed == 5
+    assert len([one for one in graph_module.modules() if isinstance(one, nn.Linear)]) == 5
+    torch.testing.assert_close(graph_module(x), model(x))
+
+
 class OtherProducts(nn.Module):
     """Products that are no linear layers: by the weight itself, with another sum, scaled."""
 
