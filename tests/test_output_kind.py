@@ -8,6 +8,7 @@ from zoo import ZOO
 import panther_compile as pc
 from panther_compile.models.batches import Call, record_calls
 from panther_compile.models.output_kind import NAMED, recognize_output
+from panther_compile.models.outputs import distance
 
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False, "narrow": False}
 CLASSES = 8
@@ -188,3 +189,23 @@ def test_healing_by_divergence_works_by_default():
     plain = pc.sketchify(model, 0.4, data=data, **OPTIONS)
     found, wanted = (pc.heal(plain, teacher=model, data=data, steps=4, output=o) for o in ("auto", "logits"))
     assert pc.heal_report(found) == pc.heal_report(wanted)
+
+
+def test_the_logits_of_pretraining_are_taken_at_their_word():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.BertForPreTraining(config).eval()
+    data = [{"input_ids": torch.randint(0, 64, (4, 12))} for _ in range(4)]
+    small = pc.sketchify(model, 0.5, data=data, min_params=64, allow_slower=True, progress=False)
+    assert "KL" in str(pc.sketch_report(small)).splitlines()[0]
+    with torch.no_grad():
+        wanted, found = (one(**data[0]) for one in (model, small))
+    apart = distance(wanted, found, None)
+    target, guess = (one.prediction_logits.log_softmax(-1) for one in (wanted, found))
+    divergence = float((target.exp() * (target - guess)).sum(-1).mean())
+    lost = (wanted.seq_relationship_logits - found.seq_relationship_logits).square().sum()
+    assert apart == pytest.approx(
+        divergence + float(lost / wanted.seq_relationship_logits.square().sum()), rel=1e-3
+    )

@@ -111,7 +111,7 @@ class OutputSums:
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
     both = by_place(all_named_tensors(wanted), all_named_tensors(found))
-    return [(name == LOGITS if logits is None else logits, one, other) for name, one, other in both]
+    return [(name in LOGITS if logits is None else logits, one, other) for name, one, other in both]
 
 
 @dataclass

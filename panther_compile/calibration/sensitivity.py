@@ -128,7 +128,7 @@ def _projected(
         if not bool(finite.any()):  # as the loss of no label
             continue
         noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32).to(rows.device)
-        is_logits = name == LOGITS if logits is None else logits
+        is_logits = name in LOGITS if logits is None else logits
         if is_logits:
             chances = rows.detach().softmax(-1)
             noise.mul_(chances.sqrt())

@@ -129,7 +129,7 @@ class Match:
         return defaultdict(lambda: _SMALLEST, {name: one for name, one in usual.items() if one > 0})
 
     def _is_logits(self, name: str) -> bool:
-        return name == LOGITS if self._logits is None else self._logits
+        return name in LOGITS if self._logits is None else self._logits
 
     def _run(self, model: nn.Module, place: int) -> Given:
         call = self.calls[place]

@@ -1,7 +1,7 @@
 """Matrices that a module holds as one 3-D parameter, as linear layers, one of each, and the way back."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def stack_of_parts(
     return stack, nn.Parameter(biases, any(one.bias.requires_grad for one in plain))
 
 
-def is_stack(tensor: Tensor | None, dim: int = 3) -> bool:
+def is_stack(tensor: Tensor | None, dim: int = 3) -> TypeGuard[Tensor]:
     """Whether a parameter holds several matrices: 3-D, none of its sizes one; of 2 dimensions it is one."""
     if tensor is None or isinstance(tensor, UninitializedTensorMixin):
         return False

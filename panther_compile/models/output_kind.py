@@ -65,8 +65,8 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
     makers: set[str | None] = set()
     for call in calls[:_CALLS]:
         found, by = _run(quiet, call)
-        if any(name == LOGITS for name, _ in found):
-            named = next(tensor for name, tensor in found if name == LOGITS)
+        if any(name in LOGITS for name, _ in found):
+            named = next(tensor for name, tensor in found if name in LOGITS)
             return OutputKind("auto", NAMED, by.get(_place(named)))
         if len(found) != 1 or found[0][1].dim() < 2:
             return OutputKind("auto", f"the result is {len(found)} tensors without a name")

@@ -12,7 +12,7 @@ from torch import Tensor
 from panther_compile.errors import DataError
 from panther_compile.models.rows import kept_rows
 
-LOGITS = "logits"
+LOGITS = frozenset({"logits", "prediction_logits"})  # of one choice a row, by the names of transformers
 _LOSS = "loss"
 _AT_ONCE = 1 << 22  # numbers of a result that are compared together
 
@@ -91,7 +91,7 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
             total += 1.0
             continue
         rows = kept_rows(wanted, kept), kept_rows(found, kept)
-        as_logits = name == LOGITS if logits is None else logits
+        as_logits = name in LOGITS if logits is None else logits
         total += _divergence(*rows) if as_logits else _relative(*rows)
     return total
 

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from panther_compile.models.batches import Call, device_of, kept_positions, tokens_of
-from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.outputs import named_tensors
 from panther_compile.reporting.progress import ProgressBar
 
 _CHUNK = 64  # texts sampled together
@@ -161,5 +161,5 @@ def _logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Te
     with torch.no_grad():
         found = list(named_tensors(call(ids.to(device)).run(model)))
     tensors = dict(reversed(found))
-    first = tensors.get(LOGITS, found[0][1] if found else None)
+    first = tensors.get("logits", found[0][1] if found else None)
     return first if first is not None and first.dim() == 3 else None

@@ -159,7 +159,7 @@ def _pair(name: str, wanted: Any, found: Any) -> Pair:
     if chances and bool(((rows.sum(-1) - 1).abs() < 1e-2).all()):
         least = torch.finfo(torch.float32).tiny
         return True, target.clamp_min(least).log(), guess.clamp_min(least).log()
-    return name == LOGITS, target, guess
+    return name in LOGITS, target, guess
 
 
 def kept_in(feed: Mapping[str, Any]) -> Tensor | None:

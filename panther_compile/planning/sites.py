@@ -18,6 +18,7 @@ from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
+from panther_compile.planning.routers import ROUTER, is_router
 from panther_compile.planning.selection import (
     HEAD,
     Selectable,
@@ -91,7 +92,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     reasons = {
         match.name: why_not_selected(match.selectable, config)
         or _part_of_adapter(match, adapters)
-        or _left_alone_by_default(match, head, config)
+        or _left_alone_by_default(model, match, head, config)
         or match.owner.why_not(match.plain)
         or _read_directly(match, reading)
         for match in matches
@@ -262,13 +263,17 @@ def _matches(
         yield from _matches(child, names, f"{name}.{child_name}" if name else child_name, seen, module)
 
 
-def _left_alone_by_default(match: _Match, head: nn.Module | None, config: SketchConfig) -> str | None:
+def _left_alone_by_default(
+    model: nn.Module, match: _Match, head: nn.Module | None, config: SketchConfig
+) -> str | None:
     if is_picked(config.include, match.selectable):
         return None
     if match.owner.unless_included is not None:
         return match.owner.unless_included
     if match.module is head:
         return HEAD
+    if match.owner.may_be_head and is_router(model, match.name, len(match.plain.weight)):  # type: ignore[arg-type]
+        return ROUTER
     return None
 
 
