@@ -22,11 +22,19 @@ def is_router(model: nn.Module, name: str, outputs: int) -> bool:
         outputs: how many features it gives.
     """
     keys = name.split(".")
-    for place in range(len(keys) - 1, max(-1, len(keys) - 1 - _LEVELS), -1):
-        beside = model.get_submodule(".".join(keys[:place])).named_children()
-        if any(outputs in _counts(child) for key, child in beside if key != keys[place]):
+    above = [model]
+    for key in keys[:-1]:  # a module may hide its parts from attribute access
+        above.append(dict(above[-1].named_children())[key])
+    for parent, own in list(zip(above, keys, strict=True))[-_LEVELS:]:
+        beside = (child for key, child in parent.named_children() if key != own)
+        if any(outputs in _counts(child) for child in beside):
             return True
     return False
+
+
+def expert_counts(model: nn.Module) -> frozenset[int]:
+    """How many experts modules of a model may have, which tells of most layers that they are no routers."""
+    return frozenset(count for module in model.modules() for count in _counts(module))
 
 
 def _counts(module: nn.Module) -> Iterator[int]:

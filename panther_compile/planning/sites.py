@@ -1,7 +1,7 @@
 """Find what can be sketched in a model, and say of everything else why it is left alone."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
-from panther_compile.planning.routers import ROUTER, is_router
+from panther_compile.planning.routers import ROUTER, expert_counts, is_router
 from panther_compile.planning.selection import (
     HEAD,
     Selectable,
@@ -87,13 +87,14 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     layers, already = [one.selectable for one in matches], [(layer, (name,)) for name, layer in sketched]
     check_selectors(config, layers, "layers that could be sketched", already)
     users = _users_of_weights(model)
-    head = _output_head(model, matches, sketched)
+    head, counts = _output_head(model, matches, sketched), expert_counts(model)
     adapters = [name for name, module in model.named_modules() if is_adapter(module)]
     reasons = {
         match.name: why_not_selected(match.selectable, config)
         or _part_of_adapter(match, adapters)
-        or _left_alone_by_default(model, match, head, config)
+        or _left_alone_by_default(match, head, config)
         or match.owner.why_not(match.plain)
+        or _router(model, match, counts, config)
         or _read_directly(match, reading)
         for match in matches
     }
@@ -263,18 +264,21 @@ def _matches(
         yield from _matches(child, names, f"{name}.{child_name}" if name else child_name, seen, module)
 
 
-def _left_alone_by_default(
-    model: nn.Module, match: _Match, head: nn.Module | None, config: SketchConfig
-) -> str | None:
+def _left_alone_by_default(match: _Match, head: nn.Module | None, config: SketchConfig) -> str | None:
     if is_picked(config.include, match.selectable):
         return None
     if match.owner.unless_included is not None:
         return match.owner.unless_included
     if match.module is head:
         return HEAD
-    if match.owner.may_be_head and is_router(model, match.name, len(match.plain.weight)):  # type: ignore[arg-type]
-        return ROUTER
     return None
+
+
+def _router(model: nn.Module, match: _Match, counts: Container[int], config: SketchConfig) -> str | None:
+    if not match.owner.may_be_head or is_picked(config.include, match.selectable):
+        return None
+    outputs = len(match.plain.weight)  # type: ignore[arg-type]
+    return ROUTER if outputs in counts and is_router(model, match.name, outputs) else None
 
 
 def _part_of_adapter(match: _Match, adapters: Sequence[str]) -> str | None:
