@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place, log_chances, shown
+from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, log_chances, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -111,7 +111,7 @@ class OutputSums:
 def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
     both = by_place(all_named_tensors(wanted), all_named_tensors(found))
-    return [(name in LOGITS if logits is None else logits, one, other) for name, one, other in both]
+    return [(are_logits(name, logits), one, other) for name, one, other in both]
 
 
 @dataclass

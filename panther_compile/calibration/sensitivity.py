@@ -25,7 +25,7 @@ from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.divided import divided_by_results
 from panther_compile.models.half_products import half_products
-from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.outputs import are_logits, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Watched
 from panther_compile.reporting.progress import ProgressBar
@@ -128,8 +128,7 @@ def _projected(
         if not bool(finite.any()):  # as the loss of no label
             continue
         noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32).to(rows.device)
-        is_logits = name in LOGITS if logits is None else logits
-        if is_logits:
+        if is_logits := are_logits(name, logits):
             chances = rows.detach().softmax(-1)
             noise.mul_(chances.sqrt())
             noise.addcmul_(chances, noise.sum(-1, keepdim=True), value=-1.0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import LOGITS, all_named_tensors, by_place
+from panther_compile.models.outputs import all_named_tensors, are_logits, by_place
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -129,7 +129,7 @@ class Match:
         return defaultdict(lambda: _SMALLEST, {name: one for name, one in usual.items() if one > 0})
 
     def _is_logits(self, name: str) -> bool:
-        return name in LOGITS if self._logits is None else self._logits
+        return are_logits(name, self._logits)
 
     def _run(self, model: nn.Module, place: int) -> Given:
         call = self.calls[place]

@@ -337,7 +337,7 @@ class PantherStrategy(DDPStrategy):
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
         rest = {key: value for key, value in state.items() if not key.startswith(prefix)}
-        setattr(self.lightning_module, self._name, nn.Module())  # of which there is nothing to load
+        setattr(self.lightning_module, self._name, nn.Module())  # the engine has loaded its own
         try:
             super().load_model_state_dict({**checkpoint, "state_dict": rest}, strict)
         finally:

@@ -91,9 +91,13 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
             total += 1.0
             continue
         rows = kept_rows(wanted, kept), kept_rows(found, kept)
-        as_logits = name in LOGITS if logits is None else logits
-        total += _divergence(*rows) if as_logits else _relative(*rows)
+        total += _divergence(*rows) if are_logits(name, logits) else _relative(*rows)
     return total
+
+
+def are_logits(name: str, logits: bool | None) -> bool:
+    """Whether a tensor of a result holds logits: by its name where `logits` is None, which overrules it."""
+    return name in LOGITS if logits is None else logits
 
 
 def _divergence(wanted: Tensor, found: Tensor) -> float:

@@ -146,8 +146,11 @@ def list_checkpoints(folder: Path, step: int | None = None) -> list[Path]:
         return []
     if _NAME.fullmatch(folder.resolve().name):
         return [folder]
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    found = [(match, path) for match, path in found if step in (None, int(match[1]))]
+    found = [
+        (match, path)
+        for path in folder.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and step in (None, int(match[1]))
+    ]
     found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)), reverse=True)
     return [path for _, path in found]
 
