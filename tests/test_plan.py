@@ -13,7 +13,7 @@ from panther_compile.factorization import cost
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.conv2d import ChannelCandidate
 from panther_compile.planning.plan import plan_units
-from panther_compile.planning.ways import CEILING, FLOOR, Allocation
+from panther_compile.planning.ways import BY_WEIGHTS, CEILING, FLOOR, Allocation
 from panther_compile.records import Unit
 
 OPTIONS = {"min_params": 0, "include": "*", "progress": False, "allow_slower": True}
@@ -29,8 +29,8 @@ def unit(name, shape, *, decay=-0.5, bias=True, form="pivoted", known=True):
     return Unit(name, shape, out_features * in_features + biases, biases, (candidate,), None)
 
 
-def plan(units, ratio, round_rank_to=None):
-    lines = plan_units([(one, "Linear") for one in units], ratio, round_rank_to, True)
+def plan(units, ratio, round_rank_to=None, allocation=BY_WEIGHTS):
+    lines = plan_units([(one, "Linear") for one in units], ratio, round_rank_to, True, allocation)
     assert [line.name for line in lines] == [one.name for one in units]
     return lines
 
@@ -189,6 +189,18 @@ def test_a_layer_that_decays_fast_gives_to_one_that_does_not():
     assert fast.choice.error < slow.choice.error
 
 
+def test_small_weights_are_not_paid_for_with_the_large_ones():
+    """A share of the energy costs fewer numbers of a small weight: the bare product keeps those nearly whole."""
+    units = [unit("small", (128, 128), form="pair"), unit("large", (256, 256), form="pair")]
+    kept = {}
+    for name in ("energy", "balanced"):
+        small, large = plan(units, 0.5, 1, Allocation(name))
+        kept[name] = small.stored_numbers / small.dense_numbers, large.stored_numbers / large.dense_numbers
+    assert kept["energy"][0] > 0.9
+    assert kept["energy"][0] > kept["balanced"][0] > kept["balanced"][1] > kept["energy"][1]
+    assert plan(units, 0.5, 1) == plan(units, 0.5, 1, Allocation("balanced"))
+
+
 def test_scale_does_not_matter():
     small, large = unit("u", (96, 96)), unit("v", (96, 96))
     values = torch.arange(1, 97, dtype=torch.float64).pow(-0.5)
@@ -269,11 +281,16 @@ def ratio_gap(stored, dense, ratio=0.5):
 # --------------------------------------------------------------------------------------- optimality
 
 
-def objective(lines):
-    return sum(2 * math.log(math.sqrt(1 - line.choice.error**2)) for line in lines)
+def weight(one, allocation):
+    return math.sqrt(one.dense_numbers) if allocation == "balanced" else 1.0
 
 
-def best(units, ratio):
+def objective(units, lines, allocation):
+    logs = (2 * math.log(math.sqrt(1 - line.choice.error**2)) for line in lines)
+    return sum(weight(one, allocation) * log for one, log in zip(units, logs, strict=True))
+
+
+def best(units, ratio, allocation):
     """The largest objective over all ranks within the budget and the limits of each layer."""
     budget = math.floor(ratio * sum(one.dense_numbers for one in units))
     ways = []
@@ -284,7 +301,7 @@ def best(units, ratio):
         floor = min(FLOOR * share, affordable[-1])
         ways.append(
             [
-                (n, float(candidate.energies[r - 1].log()))
+                (n, weight(one, allocation) * float(candidate.energies[r - 1].log()))
                 for r, n in numbers.items()
                 if floor <= n <= CEILING * one.dense_numbers
             ]
@@ -293,10 +310,11 @@ def best(units, ratio):
     return max(sum(value for _, value in way) for way in fitting)
 
 
-def largest_step(units, lines):
+def largest_step(units, lines, allocation):
     """What one more rank would gain at most: whole ranks cannot be spent more finely."""
     energies = [
-        (one.candidates[0].energies.log(), line.choice.rank) for one, line in zip(units, lines, strict=True)
+        (weight(one, allocation) * one.candidates[0].energies.log(), line.choice.rank)
+        for one, line in zip(units, lines, strict=True)
     ]
     return max(float(values[rank] - values[rank - 1]) for values, rank in energies if rank < len(values))
 
@@ -312,19 +330,20 @@ def largest_step(units, lines):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("allocation", ["energy", "balanced"])
 @pytest.mark.parametrize("seed", range(3))
-def test_allocation_is_near_the_best_one(shapes, form, ratio, seed):
+def test_allocation_is_near_the_best_one(shapes, form, ratio, seed, allocation):
     decays = (0.4 - torch.rand(len(shapes), generator=torch.Generator().manual_seed(seed))).tolist()
     units = [
         unit(f"u{i}", shape, decay=-abs(decay) * 3, form=form, bias=False)
         for i, (shape, decay) in enumerate(zip(shapes, decays, strict=True))
     ]
-    if any(line.choice is None for line in plan(units, ratio, 1)):
+    lines = plan(units, ratio, 1, Allocation(allocation))
+    if any(line.choice is None for line in lines):
         pytest.skip("a layer stays dense: there is less to choose")
-    lines = plan(units, ratio, 1)
-    gap = best(units, ratio) - objective(lines)
+    gap = best(units, ratio, allocation) - objective(units, lines, allocation)
     assert gap >= -1e-9  # `best` is no less than what was found
-    assert gap <= largest_step(units, lines)
+    assert gap <= largest_step(units, lines, allocation)
 
 
 # ----------------------------------------------------------------------------------- through the API

@@ -127,7 +127,7 @@ class DataFit:
             energies=energies,
             reached=reached,
         )
-        plan = plan_by(self.config, whole=False)
+        plan = plan_by(self.config, allocation=Allocation("energy"), whole=False)
         if measured:
             damages = Damages(self.model, self.config, weights, runs, self.folder)
             plan = _closest(plan, plan_by, damages, self.config, reached)

@@ -1,11 +1,12 @@
 """Choose a scheme and a rank for every weight under one budget of stored numbers.
 
-Maximise  Σᵤ log Eᵤ(rᵤ)  subject to  Σᵤ numbersᵤ(rᵤ) ≤ ratio · Σᵤ denseᵤ,
+Maximise  Σᵤ cᵤ log Eᵤ(rᵤ)  subject to  Σᵤ numbersᵤ(rᵤ) ≤ ratio · Σᵤ denseᵤ,
 
-where E(r) is the share of a weight's squared Frobenius norm that rank r keeps. The product of the
-energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016):
-unlike their sum it is blind to the scale of a layer and starves none. Solved by bisection on the Lagrange
-multiplier (`_lagrange`), then by greedy steps with what is left (`_fill`).
+where E(r) is the share of a weight's squared Frobenius norm that rank r keeps. With c = 1 the product of
+the energies is the criterion of Zhang et al., "Accelerating Very Deep Convolutional Networks" (TPAMI 2016):
+unlike their sum it is blind to the scale of a layer and starves none. By the weights alone cᵤ = √denseᵤ,
+see `ways.BY_WEIGHTS`. Solved by bisection on the Lagrange multiplier (`_lagrange`), then by greedy steps
+with what is left (`_fill`).
 """
 
 import heapq
@@ -27,7 +28,7 @@ from panther_compile.planning.int8_time import stored_lines, timed_units
 from panther_compile.planning.selection import is_picked, of_site
 from panther_compile.planning.sites import Found
 from panther_compile.planning.ways import (
-    BY_ENERGY,
+    BY_WEIGHTS,
     FINEST,
     Allocation,
     Limits,
@@ -79,7 +80,7 @@ def make_plan(
     *,
     values: Mapping[str, Tensor] | None = None,
     energies: Mapping[str, Mapping[str, Tensor]] | None = None,
-    allocation: Allocation = BY_ENERGY,
+    allocation: Allocation = BY_WEIGHTS,
     couplings: Sequence[CouplingLosses] = (),
     cached: Sequence[Cached] = (),
     whole: bool = True,
@@ -143,7 +144,7 @@ def make_plan(
 
 def _beyond_data(allocation: Allocation) -> Allocation:
     """How a budget is divided among units that no data reached."""
-    return BY_ENERGY if allocation.name == "sensitivity" else allocation
+    return allocation if allocation.name == "uniform" else BY_WEIGHTS
 
 
 def _allowed(
@@ -240,7 +241,7 @@ def plan_units(
     ratio: float,
     round_rank_to: int | None,
     allow_slower: bool,
-    allocation: Allocation = BY_ENERGY,
+    allocation: Allocation = BY_WEIGHTS,
     *,
     on_cuda: bool = False,
     whole: bool = True,

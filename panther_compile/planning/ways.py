@@ -29,8 +29,9 @@ class Allocation:
     """How a budget is divided.
 
     Attributes:
-        name: "energy" maximises the product of the kept energies; "sensitivity" minimises the sum of what
-            is lost, weighted; "uniform" gives every weight its own share.
+        name: "energy" maximises the product of the kept energies; "balanced" that of their powers, by the
+            root of each weight's numbers; "sensitivity" minimises the sum of what is lost, weighted;
+            "uniform" gives every weight its own share.
         damage: for "sensitivity", what losing a weight altogether does to the result, by unit.
     """
 
@@ -40,16 +41,23 @@ class Allocation:
     def value(self, unit: Unit, candidate: Candidate) -> Tensor:
         """What each rank is worth (max_rank,)."""
         energies = _energies(candidate)
-        if self.name == "sensitivity":
-            return self.damage.get(unit.name, 0.0) * energies
-        return energies.clamp_min(1e-30).log()
+        known = energies if self.name == "sensitivity" else energies.clamp_min(1e-30).log()
+        return self.weight(unit) * known
 
     def most(self, unit: Unit) -> float:
         """What the whole weight is worth."""
-        return self.damage.get(unit.name, 0.0) if self.name == "sensitivity" else 0.0
+        return self.weight(unit) if self.name == "sensitivity" else 0.0
+
+    def weight(self, unit: Unit) -> float:
+        """How much the kept energy of a unit, or its logarithm, counts beside that of others."""
+        if self.name == "sensitivity":
+            return self.damage.get(unit.name, 0.0)
+        return math.sqrt(unit.dense_numbers) if self.name == "balanced" else 1.0
 
 
-BY_ENERGY = Allocation("energy")
+# Where the weights alone are known: energies are unweighted by what inputs do, and the same share of a small
+# weight's costs fewer numbers, so their bare product would pay for small weights with the large ones.
+BY_WEIGHTS = Allocation("balanced")
 
 
 Way = tuple[Candidate, int] | None
@@ -216,7 +224,7 @@ def with_dense(options: Options, allocation: Allocation) -> Options:
     unit, ways, most = options.unit, options.ways, allocation.most(options.unit)
     if allocation.name == "uniform" or None in ways or any(one.whole is not None for one in unit.candidates):
         return options
-    if most - float(options.values[-1]) <= EXACT * (most or 1.0):
+    if most - float(options.values[-1]) <= EXACT * allocation.weight(unit):
         return options
     return replace(
         options,
