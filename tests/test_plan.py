@@ -190,7 +190,7 @@ def test_a_layer_that_decays_fast_gives_to_one_that_does_not():
 
 
 def test_small_weights_are_not_paid_for_with_the_large_ones():
-    """A share of the energy costs fewer numbers of a small weight: the bare product keeps those nearly whole."""
+    """A share of the energy costs fewer numbers of a small weight: their bare product keeps it whole."""
     units = [unit("small", (128, 128), form="pair"), unit("large", (256, 256), form="pair")]
     kept = {}
     for name in ("energy", "balanced"):
