@@ -23,6 +23,8 @@ of (module, fully qualified name)."""
 ATTENTIONS = ("exact", "favor")
 OBJECTIVES = ("size", "latency", "cache", "int8")
 OUTPUTS = {"auto": None, "logits": True, "features": False}  # whether they are logits
+Logits = bool | None | frozenset[str]
+"""Whether the tensors of a result are logits, or the keys of those that are; None: those called so."""
 REFINEMENTS = ("none", "block", "kl")
 MAX_SEED = 2**62  # what a generator takes, less what a layer's name adds
 
@@ -55,8 +57,9 @@ class SketchConfig:
         seed: of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
         device: where to factorize; each layer is given back where it was.
-        output: what the model's result is, to those who compare: "logits", "features", or "auto", to see for
-            oneself; the report says what it was taken for, and why.
+        output: what the model's result is, to those who compare: "logits", "features", "auto", to see for
+            oneself, or a frozenset of the keys of those of its tensors that are logits, "[0]" for the first
+            of a tuple; the report says what it was taken for, and why.
         refine: "block" or "kl" heals the layers that were fitted on the same data, see `heal`, and none that
             were sketched before; "none" leaves them at the closed forms.
         refine_steps: of healing.
@@ -89,7 +92,7 @@ class SketchConfig:
     seed: int = 0
     progress: bool | None = None
     device: torch.device | str | None = None
-    output: str = "auto"
+    output: str | frozenset[str] = "auto"
     refine: str = "none"
     refine_steps: int = 200
     narrow: bool = True
@@ -110,7 +113,8 @@ class SketchConfig:
             for selector in selectors(getattr(self, option)):
                 _check_selector(option, selector)
         _check_choice("method", self.method, METHODS)
-        _check_choice("output", self.output, tuple(OUTPUTS))
+        if not is_keys(self.output):
+            _check_choice("output", self.output, tuple(OUTPUTS))
         _check_choice("refine", self.refine, REFINEMENTS)
         _check_choice("sketch", self.sketch, SKETCH_KINDS)
         _check_choice("attention", self.attention, ATTENTIONS)
@@ -160,9 +164,19 @@ class SketchConfig:
         return all(ratio == 1.0 for _, ratio in self.ratios())
 
     @property
-    def logits(self) -> bool | None:
-        """Whether the model's results are logits; None: those called so."""
-        return OUTPUTS[self.output]
+    def logits(self) -> Logits:
+        """Which tensors of the model's results are logits."""
+        return logits_of(self.output)
+
+
+def logits_of(output: str | frozenset[str]) -> Logits:
+    """Which tensors of a result are logits, by the option `output`."""
+    return OUTPUTS[output] if isinstance(output, str) else output
+
+
+def is_keys(output: object) -> bool:
+    """Whether an option `output` lists keys of a result's tensors."""
+    return isinstance(output, frozenset) and bool(output) and all(isinstance(one, str) for one in output)
 
 
 def selectors(given: Selector | Sequence[Selector] | None) -> tuple[Selector, ...]:
@@ -343,7 +357,7 @@ class SketchOptions(TypedDict, total=False):
     seed: int
     progress: bool | None
     device: torch.device | str | None
-    output: str
+    output: str | frozenset[str]
     refine: str
     refine_steps: int
     narrow: bool

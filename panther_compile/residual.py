@@ -18,7 +18,7 @@ from panther_compile.calibration.branch_fit import (
 )
 from panther_compile.calibration.branch_sums import Branch, best_of_matrix
 from panther_compile.calibration.closeness import compare_models
-from panther_compile.config import Selector, check_type, read_number, selectors, selects
+from panther_compile.config import Logits, Selector, check_type, read_number, selectors, selects
 from panther_compile.errors import (
     CheckpointMismatchError,
     ConfigError,
@@ -362,7 +362,7 @@ def _ranks(
     rank: int | None,
     budget: float | None,
     calls: Sequence[Call] | None,
-    logits: bool | None,
+    logits: Logits,
 ) -> dict[str, int]:
     """The rank of each branch, by name."""
     if rank is not None:
@@ -431,7 +431,7 @@ def _fitted(
     twins: Mapping[str, nn.Linear],
     ranks: Mapping[str, int],
     calls: Sequence[Call],
-    logits: bool | None,
+    logits: Logits,
 ) -> Model:
     """The model with fitted branches, or as it was where they bring nothing."""
     reached: set[str] = set()

@@ -1,14 +1,17 @@
 """What a result is taken for, logits or not, and which layer makes it."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from torch import nn
 from zoo import ZOO
 
 import panther_compile as pc
+from panther_compile.errors import ConfigError
 from panther_compile.models.batches import Call, record_calls
 from panther_compile.models.output_kind import NAMED, recognize_output
-from panther_compile.models.outputs import distance
+from panther_compile.models.outputs import distance, named_tensors
 
 OPTIONS = {"min_params": 256, "allow_slower": True, "progress": False, "narrow": False}
 CLASSES = 8
@@ -209,3 +212,78 @@ def test_the_logits_of_pretraining_are_taken_at_their_word():
     assert apart == pytest.approx(
         divergence + float(lost / wanted.seq_relationship_logits.square().sum()), rel=1e-3
     )
+
+
+class Beside(Characters):
+    """Logits in a tuple, beside the loss of targets or a cache, as nanoGPT and decoders of others give."""
+
+    def forward(self, ids, targets=None):
+        x = self.embed(ids)
+        logits = self.head(self.norm(x + self.body(x)))
+        if targets is None:
+            return logits, ((x, 2 * x), (3 * x, 4 * x))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_logits_beside_something_else_in_a_tuple(targets):
+    model = Beside()
+    data = [(one, one.roll(-1, 1)) if targets else one for one in texts()]
+    kind = recognize_output(model, record_calls(model, data))
+    assert (kind.output, kind.head) == (frozenset({"[0]"}), "head")
+    small = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    report = pc.sketch_report(small)
+    assert report.closeness.kind == "KL"
+    assert "results taken for logits: [0], as head is as wide as the vocabulary of embed" in str(report)
+    assert isinstance(small.head, nn.Linear)
+    with torch.no_grad():
+        target, guess = (one(data[0][0] if targets else data[0])[0] for one in (model, small))
+        alone = distance(target, guess, None, logits=True)
+        beside = distance((target, data), (guess, data), None, logits=kind.logits)
+    assert beside == alone
+    said = pc.sketchify(model, 0.5, data=data, output=frozenset({"[0]"}), **OPTIONS)
+    ids = texts()[0]
+    assert torch.equal(small(ids)[0], said(ids)[0])
+    assert "[0] of results taken for logits, as asked" in str(pc.sketch_report(said))
+
+
+def test_chances_beside_hidden_states():
+    class WithStates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 16), nn.Linear(16, 24)
+
+        def forward(self, x):
+            hidden, states = self.rnn(x)
+            return self.head(hidden).log_softmax(-1), states
+
+    kind = recognize_output(WithStates(), [Call((torch.randn(5, 6, 8),), {}) for _ in range(4)])
+    assert kind.output == frozenset({"[0]"})
+    assert kind.why == "[0], as its rows are log-probabilities"
+
+
+def test_fields_of_a_named_tuple_are_its_keys():
+    named = namedtuple("Scored", "logits aux_logits")
+    found = named(torch.randn(4, 8), torch.randn(4, 8))
+    assert [name for name, _ in named_tensors((found, found.logits))] == ["logits", "aux_logits", "[1]"]
+
+
+def test_several_tensors_none_of_them_logits():
+    class Moments(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.deviation = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return {"mean": self.mean(x), "deviation": self.deviation(x).exp()}
+
+    kind = recognize_output(Moments(), calls(8))
+    assert (kind.output, kind.has_logits) == ("auto", False)
+    assert kind.why == "the result is 2 tensors, none of them seen to be logits"
+
+
+def test_keys_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="output=frozenset"):
+        pc.sketchify(Characters(), 0.5, output=frozenset(), **OPTIONS)
+    with pytest.raises(ConfigError, match="output=frozenset"):
+        pc.heal(Characters(), teacher=Characters(), data=texts(), output=frozenset({1}))

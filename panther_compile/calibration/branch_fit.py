@@ -27,6 +27,7 @@ from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.repeated import every_call
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
+from panther_compile.config import Logits
 from panther_compile.factorization.gram import gram
 from panther_compile.factorization.whiten import lower_root
 from panther_compile.models.batches import Call, check_rows, judged_of, kept_positions, learnt_of
@@ -110,7 +111,7 @@ def fit_branches(
 
 
 def _output_gradients(
-    dense: nn.Module, twins: Mapping[str, nn.Module], calls: Sequence[Call], logits: bool | None
+    dense: nn.Module, twins: Mapping[str, nn.Module], calls: Sequence[Call], logits: Logits
 ) -> dict[str, Tensor]:
     """See `output_gradients`; of the layers that have not too many outputs, shrunk: branches get few data."""
     few = {
@@ -133,7 +134,7 @@ def losses_by_rank(
     lacking: Mapping[str, Tensor],
     calls: Sequence[Call] | None,
     *,
-    logits: bool | None,
+    logits: Logits,
 ) -> dict[str, Tensor]:
     """What each rank of a branch makes up for, by layer: squared singular values of G^½ D S^½, descending.
 
@@ -177,7 +178,7 @@ def _covariances(
     return sums
 
 
-def _distance(model: nn.Module, calls: Sequence[Call], wanted: Sequence[Any], logits: bool | None) -> float:
+def _distance(model: nn.Module, calls: Sequence[Call], wanted: Sequence[Any], logits: Logits) -> float:
     """How far results are from those wanted."""
     pairs = zip(calls, wanted, strict=True)
     return sum(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import Logits
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
@@ -35,7 +36,7 @@ def compare_outputs(
     new: Mapping[nn.Module, nn.Module],
     calls: Sequence[Call],
     *,
-    logits: bool | None,
+    logits: Logits,
     inputs: str,
 ) -> Closeness:
     """Run the model as it is and with layers replaced, and compare the results.
@@ -57,7 +58,7 @@ def compare_outputs(
 
 
 def compare_models(
-    dense: nn.Module, sketched: nn.Module, calls: Sequence[Call], *, logits: bool | None, inputs: str
+    dense: nn.Module, sketched: nn.Module, calls: Sequence[Call], *, logits: Logits, inputs: str
 ) -> Closeness:
     """The same of two models as they are."""
     results = OutputSums()
@@ -108,7 +109,7 @@ class OutputSums:
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)
 
 
-def _pairs(wanted: Any, found: Any, logits: bool | None) -> list[Pair]:
+def _pairs(wanted: Any, found: Any, logits: Logits) -> list[Pair]:
     """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
     both = by_place(all_named_tensors(wanted), all_named_tensors(found))
     return [(are_logits(name, logits), one, other) for name, one, other in both]

@@ -13,7 +13,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
-from panther_compile.models.output_kind import NAMED, recognize_output
+from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import Found, without_head
@@ -171,11 +171,11 @@ def read_output(
     if not calls or config.output == "features":
         return "", config, found
     kind = recognize_output(model, calls)
-    asked = config.output == "logits"
-    logits = asked or kind.why == NAMED or kind.output == "logits"
-    if logits:
+    asked = config.output not in ("auto", "features")
+    if asked or kind.has_logits:
         found = without_head(model, found, kind.head, config)
     if asked:
-        return "results taken for logits, as asked", config, found
-    taken = "logits" if kind.output == "logits" or kind.why == NAMED else "features"
+        keys = "" if isinstance(config.output, str) else f"{', '.join(sorted(config.output))} of "
+        return f"{keys}results taken for logits, as asked", config, found
+    taken = "logits" if kind.has_logits else "features"
     return f"results taken for {taken}: {kind.why}", replace(config, output=kind.output), found

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther_compile.config import Logits
 from panther_compile.errors import first_line
 from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
@@ -44,7 +45,7 @@ def output_gradients(
     calls: Sequence[Call],
     *,
     seed: int,
-    logits: bool | None,
+    logits: Logits,
     progress: bool | None,
     shrunk: bool = False,
     shelf: Shelf | None = None,
@@ -112,7 +113,7 @@ def weight_of_errors(gradient: Tensor, share: float = SHARE_OF_G) -> tuple[Tenso
 
 
 def _projected(
-    result: Any, kept: Tensor | None, generator: torch.Generator, logits: bool | None
+    result: Any, kept: Tensor | None, generator: torch.Generator, logits: Logits
 ) -> tuple[Tensor | None, float]:
     """A random number that depends on every tensor of the result that has a gradient; None if none has.
 

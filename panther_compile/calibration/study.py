@@ -20,6 +20,7 @@ from panther_compile.calibration.sensitivity import output_gradients, weight_of_
 from panther_compile.calibration.shared_input import Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.calibration.ties import Ties, damped
+from panther_compile.config import Logits
 from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
@@ -115,7 +116,7 @@ def study_layers(
     couplings: Sequence[Coupling] = (),
     *,
     seed: int,
-    logits: bool | None,
+    logits: Logits,
     progress: bool | None,
     ridges: Sequence[float] = (RIDGE,),
     stacks: Sequence[Sequence[str]] = (),
@@ -187,7 +188,7 @@ def _study_gradients(
     calls: Sequence[Call],
     *,
     seed: int,
-    logits: bool | None,
+    logits: Logits,
     progress: bool | None,
 ) -> None:
     """Add what errors at the outputs of layers do to the result."""

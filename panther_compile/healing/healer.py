@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from panther_compile.config import OUTPUTS
+from panther_compile.config import logits_of
 from panther_compile.errors import (
     ConfigTypeError,
     DataError,
@@ -54,7 +54,7 @@ def heal(
     steps: int = 200,
     method: str = "kl",
     lr: float | None = None,
-    output: str = "auto",
+    output: str | frozenset[str] = "auto",
     held_out: float = 0.125,
     inplace: bool = False,
     seed: int = 0,
@@ -79,7 +79,7 @@ def heal(
             their squared distance) and the hidden states after each block; "block" the hidden states alone.
         lr: change of a factor in one step, relative to its size (`healing.descent`), to begin with; None
             looks for one in the first steps (`healing.rates`).
-        output: what the results are: "logits", "features", or "auto", to see for oneself.
+        output: what the results are, see `SketchConfig`.
         held_out: share of the batches to judge by; at most a fortieth as many as there are steps, or
             eight, so that most of the time goes into training.
         inplace: change the model given, in place of a copy.
@@ -158,7 +158,7 @@ def heal_layers(
             teacher,
             calls,
             landmarks,
-            logits=OUTPUTS[taken],
+            logits=logits_of(taken),
             half=_half_pays(small),
             cache_bytes=options.cache_bytes,
             usual=places[:count],

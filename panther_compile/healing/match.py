@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther_compile.config import Logits
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
@@ -67,7 +68,7 @@ class Match:
         calls: Sequence[Call],
         landmarks: Sequence[str],
         *,
-        logits: bool | None,
+        logits: Logits,
         half: bool,
         cache_bytes: int,
         usual: Sequence[int],

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from panther_compile.config import OUTPUTS, check_type, read_integer, read_number
+from panther_compile.config import OUTPUTS, check_type, is_keys, read_integer, read_number
 from panther_compile.errors import ConfigError
 
 METHODS = ("kl", "block")
@@ -21,7 +21,7 @@ class HealOptions:
     steps: int = 200
     method: str = "kl"
     lr: float | None = None
-    output: str = "auto"
+    output: str | frozenset[str] = "auto"
     held_out: float = 0.125
     inplace: bool = False
     seed: int = 0
@@ -42,7 +42,7 @@ class HealOptions:
             ("lr", self.lr is None or 0 < self.lr < math.inf, "a number above 0, or None"),
             ("held_out", 0 < self.held_out < 1, "a share between 0 and 1"),
             ("method", self.method in METHODS, f"one of {METHODS}"),
-            ("output", self.output in OUTPUTS, f"one of {tuple(OUTPUTS)}"),
+            ("output", is_keys(self.output) or self.output in OUTPUTS, f"one of {tuple(OUTPUTS)}"),
         ):
             if not fits:
                 raise ConfigError(f"{name}={getattr(self, name)!r}, wanted {wanted}")

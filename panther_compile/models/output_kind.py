@@ -1,10 +1,10 @@
 """What a model's result is: logits, whose rows are compared by their divergence, or something else.
 
-A result that names its logits is taken at its word. One tensor without a name is taken for logits if a
+A result that names its logits is taken at its word. Another tensor of it is taken for logits if a
 linear layer makes it that is as wide as the vocabulary of an embedding, as a configuration's labels or as the
 model's num_classes, which those of timm have; if its rows are log-probabilities; or if its rows, as logits,
 would be sure of choices that differ from row to row, which those of a trained classifier are, and features
-are not. What is uncertain is taken for features.
+are not, as the caches or the loss beside logits in a tuple. What is uncertain is taken for features.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther_compile.config import OUTPUTS
+from panther_compile.config import Logits, logits_of
 from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -29,24 +29,34 @@ _STEEP = 30.0  # deviation of a row beyond which it holds no logits
 _NEAR = 1e-3
 
 
+_Made = tuple[Tensor, str | None]
+"""Rows of a result and the name of the linear layer that made them, if one was seen to."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputKind:
     """What a result was taken for.
 
     Attributes:
-        output: "logits", or "auto", for which tensors called "logits" are logits and others are not.
+        output: "logits"; the keys of those tensors that are logits; or "auto", for which tensors called
+            "logits" are logits and others are not.
         why: in words.
         head: name of the linear layer that makes the logits; None if none was seen to.
     """
 
-    output: str
+    output: str | frozenset[str]
     why: str
     head: str | None = None
 
     @property
-    def logits(self) -> bool | None:
-        """Whether results are logits; None: those called so."""
-        return OUTPUTS[self.output]
+    def logits(self) -> Logits:
+        """Which tensors of results are logits."""
+        return logits_of(self.output)
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether any tensor is."""
+        return self.output != "auto" or self.why == NAMED
 
 
 def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
@@ -60,27 +70,39 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
         ConfigTypeError: the model cannot be copied.
         DataError: the model raises on a call.
     """
-    quiet = copy_sharing(model, {})
-    rows: list[Tensor] = []
-    makers: set[str | None] = set()
-    for call in calls[:_CALLS]:
+    quiet, calls = copy_sharing(model, {}), calls[:_CALLS]
+    seen: dict[str, list[_Made]] = {}
+    most = 0
+    for call in calls:
         found, by = _run(quiet, call)
-        if any(name in LOGITS for name, _ in found):
-            named = next(tensor for name, tensor in found if name in LOGITS)
+        named = next((tensor for name, tensor in found if name in LOGITS), None)
+        if named is not None:
             return OutputKind("auto", NAMED, by.get(_place(named)))
-        if len(found) != 1 or found[0][1].dim() < 2:
-            return OutputKind("auto", f"the result is {len(found)} tensors without a name")
-        tensor = found[0][1]
-        makers.add(by.get(_place(tensor)))
-        kept = kept_rows(tensor.float(), kept_positions(quiet, call))
-        rows.append(kept[:: math.ceil(len(kept) / _ROWS) or 1])
-    if len({one.shape[-1] for one in rows}) != 1:
-        return OutputKind("auto", "the width of the result varies")
+        most, kept = max(most, len(found)), kept_positions(quiet, call)
+        for name, tensor in found:
+            if tensor.dim() > 1:
+                rows = kept_rows(tensor.float(), kept)
+                some = rows[:: math.ceil(len(rows) * len(found) / _ROWS) or 1].clone()
+                seen.setdefault(name, []).append((some, by.get(_place(tensor))))
+    # More than one a call are under one key, as caches of layers.
+    judged = {name: _judged(model, made) for name, made in seen.items() if len(made) == len(calls)}
+    if most == len(judged) == 1:
+        return next(iter(judged.values()))
+    keys = [name for name, kind in judged.items() if kind.output == "logits"]
+    if keys:
+        why = "; ".join(f"{name}, as {judged[name].why}" for name in keys)
+        return OutputKind(frozenset(keys), why, judged[keys[0]].head)
+    what = f"{most} tensors, none of them seen to be" if most > 1 else "not made of rows, as are"
+    return OutputKind("auto", f"the result is {what} logits")
+
+
+def _judged(model: nn.Module, made: Sequence[_Made]) -> OutputKind:
+    """What is under one key of the results was taken for."""
+    makers = {maker for _, maker in made}
     head = next(iter(makers)) if len(makers) == 1 else None
-    return _judged(model, torch.cat(rows), head)
-
-
-def _judged(model: nn.Module, rows: Tensor, head: str | None) -> OutputKind:
+    if len({one.shape[-1] for one, _ in made}) != 1:
+        return OutputKind("auto", "the width of the result varies")
+    rows = torch.cat([one for one, _ in made])
     width = rows.shape[-1]
     if not len(rows):
         return OutputKind("auto", "all of it is padding")

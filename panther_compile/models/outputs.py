@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from panther_compile.config import Logits
 from panther_compile.errors import DataError
 from panther_compile.models.rows import kept_rows
 
@@ -22,7 +23,8 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
     Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
     objects are not, nor the loss of labels that came with the data, if there is something else beside it.
-    Empty, sparse and nested tensors are passed over.
+    What is in place n of a sequence without a name is under the key "[n]". Empty, sparse and nested tensors
+    are passed over.
     """
     return ((key, one) for key, one in all_named_tensors(output, name) if one.numel())
 
@@ -37,9 +39,11 @@ def all_named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor
     elif isinstance(output, Mapping):
         found = [one for key, value in output.items() for one in all_named_tensors(value, str(key))]
         yield from [(key, one) for key, one in found if key != _LOSS or one.dim()] or found
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        yield from all_named_tensors(dict(zip(output._fields, output, strict=True)), name)
     elif isinstance(output, list | tuple):
-        for value in output:
-            yield from all_named_tensors(value, name)
+        for place, value in enumerate(output):
+            yield from all_named_tensors(value, name or f"[{place}]")
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from all_named_tensors(getattr(output, field.name), field.name)
@@ -70,7 +74,7 @@ def check_dense(tensor: Tensor, what: str) -> None:
         raise DataError(f"{what} is a {kind} tensor, wanted a dense one")
 
 
-def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | None = None) -> float:
+def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: Logits = None) -> float:
     """How far a sketched model's result is from the dense one's: 0 is equal.
 
     Of logits the Kullback-Leibler divergence in nats a row, of other tensors the squared distance over the
@@ -81,7 +85,7 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
         dense: result of the dense model.
         sketched: of the sketched one.
         kept: see `kept_rows`.
-        logits: whether the tensors are logits; None: those called "logits" are.
+        logits: whether the tensors are logits, see `Logits`.
     """
     total = 0.0
     for name, wanted, found in by_place(all_named_tensors(dense), all_named_tensors(sketched)):
@@ -95,9 +99,9 @@ def distance(dense: Any, sketched: Any, kept: Tensor | None, *, logits: bool | N
     return total
 
 
-def are_logits(name: str, logits: bool | None) -> bool:
-    """Whether a tensor of a result holds logits: by its name where `logits` is None, which overrules it."""
-    return name in LOGITS if logits is None else logits
+def are_logits(name: str, logits: Logits) -> bool:
+    """Whether a tensor of a result holds logits, by its key or whatever that is."""
+    return logits if isinstance(logits, bool) else name in (LOGITS if logits is None else logits)
 
 
 def _divergence(wanted: Tensor, found: Tensor) -> float:
