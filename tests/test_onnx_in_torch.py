@@ -387,3 +387,19 @@ def test_weights_in_branches_are_fitted_by_torch(tmp_path):
     for mean in (2, -2):
         x = rows(64) + mean
         assert far(source, target, x) < 0.7 * far(source, plain, x)
+
+
+def test_chances_that_are_all_small_are_run_by_torch(tmp_path):
+    """As a detector's that hears nothing: ONNX Runtime's Sigmoid is off by what 1 is rounded by."""
+    nodes = [
+        node("Gemm", ["x", "w"], ["h"]),
+        node("Relu", ["h"], ["r"]),
+        node("Gemm", ["r", "v", "b"], ["z"]),
+        node("Sigmoid", ["z"], ["y"]),
+    ]
+    weights = {"w": random(64, 96), "v": random(96, 1) / 100, "b": np.full(1, -11.0, np.float32)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 64))
+    data = [random(1, 64) for _ in range(40)]
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.75, data=data, min_params=0, allow_slower=True)
+    assert run(source, data[0])[0].max() < 1e-3
+    assert "run by torch" in report.plan.route
