@@ -38,8 +38,9 @@ def test_sketch_and_int8(tmp_path):
     # Each product, those of the head that stays dense too.
     assert kinds(target)["MatMulInteger"] == len(report.plan.sketched) * 2 + 1
     assert kinds(target)["MatMul"] == 0
-    # A pair of one rank stores more numbers than the pivoted form of the plain file, a byte each.
-    assert report.sketched_bytes == target.stat().st_size < 0.47 * plain.stat().st_size
+    # A pair of one rank stores more numbers than the pivoted form of the plain file, a byte each, and the
+    # middles of its latents.
+    assert report.sketched_bytes == target.stat().st_size < 0.48 * plain.stat().st_size
     # What is reported is what the int8 file computes.
     found, wanted = run(target, data[-1])[0], run(source, data[-1])[0]
     assert report.output_errors["y"] == pytest.approx(far(found, wanted), rel=1e-4)

@@ -21,6 +21,7 @@ int8        products of a file in int8
 int8_tables tables of embeddings in int8, a scale for each row
 pair_range  weights in int8 that no CPU overflows on
 smooth      inputs of products scaled, for int8
+centre      means taken out of products, for int8
 forms       operators as ONNX Runtime runs them fastest
 fold_scales scales and shifts by constants, in the convolutions beside them
 verify      whether a file computes what a model, or another file, computes

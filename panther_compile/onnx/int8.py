@@ -17,6 +17,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from panther_compile.calibration.closeness import DESTROYED
 from panther_compile.errors import ConfigError, NoTargetError, SketchQualityWarning, first_line
 from panther_compile.factorization.balance import pays_in_int8
+from panther_compile.onnx.centre import centre_latents, correct_biases
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
 from panther_compile.onnx.forms import keep_sums_apart
@@ -155,8 +156,8 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
     Args:
         model: is left as it is.
         folder: in which files are written for a moment.
-        feeds: data; inputs are scaled by what the first of them show (`smooth.py`) if the outputs for the
-            last ones are closer so.
+        feeds: data; latents are centred and biases corrected by what the first of them show (`centre.py`),
+            and inputs scaled (`smooth.py`) if the outputs for the last ones are closer so.
 
     Raises:
         NoTargetError: nothing of the model can be in int8.
@@ -164,6 +165,10 @@ def int8_model(model: ir.Model, folder: Path, feeds: Sequence[Feed] = ()) -> Ite
     """
     with saved_copy(model, folder) as path, _quiet():
         learnt = feeds[: -max(1, len(feeds) // _HELD_OUT)]
+        if feeds:
+            centred = read_model(path)
+            if centre_latents(centred, learnt or feeds, folder):
+                write_model(centred, path)
         rounded = _quantized(path, is_large(model), learnt or feeds)
         smooth = read_model(path) if learnt else None
         if smooth is not None and smooth_inputs(smooth, learnt, folder):
@@ -182,7 +187,7 @@ def _quantized(path: Path, large: bool, feeds: Sequence[Feed]) -> Path:
     Args:
         path: of the other.
         large: put weights into a file of their own.
-        feeds: data for the ranges of convolutions, which stay in float32 without.
+        feeds: data for the ranges of convolutions, which stay in float32 without, and to correct biases by.
     """
     folded = _rounded(path, large, feeds, fold=True)
     if large or folded.stat().st_size <= path.stat().st_size:
@@ -217,6 +222,8 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
     _sort(rounded)
     model = read_model(rounded)
     fit_pair_range(model, source)
+    if feeds:
+        correct_biases(model, source, feeds, path.parent)
     write_model(model, fitted)
     return fitted
 

@@ -35,7 +35,7 @@ def fit_pair_range(model: ir.Model, plain: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if not is_onnx(node, "MatMulInteger") or (quantized := node.inputs[1]) is None:
             continue
-        floats = _floats(plain, str(quantized.name))
+        floats = floats_of(plain, str(quantized.name))
         scale = scale_of(model.graph, quantized)
         if floats is None or scale is None or quantized.const_value is None or scale.const_value is None:
             continue
@@ -85,7 +85,7 @@ def _rounded(weight: np.ndarray) -> np.ndarray:
     return rounded
 
 
-def _floats(plain: ir.Model, name: str) -> np.ndarray | None:
+def floats_of(plain: ir.Model, name: str) -> np.ndarray | None:
     """What a quantized weight was made of, as (..., I, O); None where the plain model has no such weight."""
     name = name.removesuffix("_quantized")
     for source, is_flipped in ((name, False), (name.removesuffix("_Transposed"), True)):
