@@ -74,6 +74,22 @@ def test_spec_makes_the_same_layer(side, kind):
     assert layer.dense_numbers == 20 * (12 + (layer.bias is not None))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_traces_of_two_layers_of_which_the_second_may_be_given_all_features(wide, rank):
+    """What is traced reads the places of the features, as the layers do."""
+    first, second = narrow("out", rank=rank), NarrowLinear(20, 6, 7, side="in")
+    first = NarrowLinear(**first.sketch_spec() | {"wide": wide})
+    model = nn.Sequential(first, nn.ReLU(), second)
+    x = torch.randn(5, 12)
+    traced = torch.jit.trace(model, x[:2])
+    torch.testing.assert_close(traced(x), model(x))
+    graph = torch.fx.symbolic_trace(model)
+    assert torch.equal(graph(x), model(x))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
+
+
 def test_averages_over_state_dicts_leave_places_alone():
     """As timm's ModelEmaV2 makes them, of whole numbers too."""
     decay = 0.9999
