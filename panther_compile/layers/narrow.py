@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from panther_compile.errors import ConfigError
 from panther_compile.layers.base import Spec, check_rank, take_over
 from panther_compile.layers.capture import kept_whole
+from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import Conv1DStandIn, LinearReplacement
 
@@ -210,9 +211,11 @@ class NarrowLinear(LinearReplacement):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias (O,) of `to_dense`, or None."""
+        """The bias (O,) of `to_dense`, or None; on the side "out" read-only, made when it is read."""
         bias = self.narrow.bias
-        return bias if bias is None or self.side == "in" else self.pad(bias, -1)
+        if bias is None or self.side == "in":
+            return bias
+        return lazy_weight((self.out_features,), bias, lambda: self.pad(bias, -1))
 
     @property
     def has_bias(self) -> bool:
