@@ -98,6 +98,7 @@ def test_torch_finds_it_without_an_import():
         ),
         ({"inner": "panther"}, "BackendError", "wanted another backend"),
         ({"passes": [len]}, "BackendError", "wanted a GraphPass"),
+        ({"passes": None}, "BackendError", "passes=None, wanted a sequence of GraphPass"),
         ({"ratio": 2.0}, "ConfigError", r"ratio=2.0, wanted a number in \(0, 1\]"),
     ],
 )

@@ -235,6 +235,9 @@ def test_nothing_else_is_touched():
     assert modes == [module.training for model in (teacher, small) for module in model.modules()]
     assert modes[-len(list(small.modules())) :] == [module.training for module in healed.modules()]
     assert flags == [p.requires_grad for model in (teacher, small) for p in model.parameters()]
+    frozen = healed.layers[0].linear1.up.bias
+    assert not frozen.requires_grad
+    assert not torch.equal(frozen, small.layers[0].linear1.up.bias)
     assert all(p.grad is None for model in (teacher, small, healed) for p in model.parameters())
     assert torch.equal(drawn[0], torch.random.get_rng_state())
     assert drawn[1] == random.getstate()

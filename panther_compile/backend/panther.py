@@ -130,7 +130,10 @@ class Settings:
             raise BackendError(f"{inner=}, wanted a backend of torch.compile: {names}")
         if inner == "panther" or not (isinstance(inner, str) or callable(inner)):
             raise BackendError(f"{inner=}, wanted another backend, by name or itself")
-        passes = tuple(options.get("passes", ()))
+        given = options.get("passes", ())
+        if not isinstance(given, Sequence):
+            raise BackendError(f"passes={given!r}, wanted a sequence of GraphPass")
+        passes = tuple(given)
         wrong = next((one for one in passes if not isinstance(one, GraphPass)), None)
         if wrong is not None:
             raise BackendError(f"passes: {wrong!r} is a {type(wrong).__name__}, wanted a GraphPass")

@@ -63,6 +63,7 @@ def heal(
 ) -> Model:
     """Train the factors and biases of the sketched layers so that the model answers like the dense one.
 
+    Those that are frozen (`requires_grad=False`) learn too, and are frozen afterwards; nothing else changes.
     No labels are used. Both models run in eval mode, so without dropout; on a GPU float32 models run under
     bfloat16 autocast. A part of the batches is never trained on: the state that does best on it is the one
     that is kept, the one given if no other does better, and a block of it that does better as it was before

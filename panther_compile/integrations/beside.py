@@ -5,21 +5,23 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from panther_compile.checkpoint import PLAN_FILE
 from panther_compile.integrations.model_card import CARD
 
+_OWN = ("config.json", CARD, PLAN_FILE)  # of one folder alone
 MODULES = "modules.json"  # of sentence-transformers: in which folders the other parts of a model are
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copy what lies beside the weights of a model, but for its model card.
+    """Copy what lies beside the weights of a model, but for its card and the plan of a sketch.
 
     Other forms of the same weights are left out, and so are folders that hold weights, hidden ones too, but
     for those that `modules.json` names: a linear layer behind a sentence encoder is part of the model.
     """
     parts = _parts(source)
     for one in source.iterdir():
-        if one.is_file() and not _is_weights(one) and one.name not in ("config.json", CARD):
+        if one.is_file() and not _is_weights(one) and one.name not in _OWN:
             shutil.copy2(one, folder / one.name)
         elif one.is_dir() and (one.name in parts or _is_plain(one)):
             shutil.copytree(one, folder / one.name)

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from panther_compile.errors import ConfigError
 from panther_compile.layers.base import Spec, check_rank, take_over
+from panther_compile.layers.capture import kept_whole
+from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import Conv1DStandIn, LinearReplacement
 
@@ -160,6 +162,8 @@ class NarrowLinear(LinearReplacement):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map input (..., I) to (..., O), narrow on one side unless padded."""
+        if (node := kept_whole(self, input)) is not None:
+            return node  # type: ignore[no-any-return]
         if self.side == "out":
             values = self.narrow(input)
             return self.pad(values, -1) if self.padded or self.wide else values
@@ -169,9 +173,9 @@ class NarrowLinear(LinearReplacement):
         """What the side "in" reads of its input, (..., H K)."""
         if self.padded:
             return input.unflatten(-1, (self.heads, -1))[..., : self.kept].flatten(-2)
-        width = input.shape[-1]
-        # A proxy of torch.fx has no width; the path that is traced is the one that data showed.
-        if isinstance(width, int | torch.SymInt) and width == self.in_features:
+        width = input.shape[-1]  # a number, one of torch.export's or, in torch.jit.trace, a tensor
+        # A proxy of torch.fx has none; the path that is traced is the one that data showed.
+        if not isinstance(width, fx.Proxy) and width == self.in_features:
             input = self._picked(input)
         return input
 
@@ -207,9 +211,11 @@ class NarrowLinear(LinearReplacement):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias (O,) of `to_dense`, or None."""
+        """The bias (O,) of `to_dense`, or None; on the side "out" read-only, made when it is read."""
         bias = self.narrow.bias
-        return bias if bias is None or self.side == "in" else self.pad(bias, -1)
+        if bias is None or self.side == "in":
+            return bias
+        return lazy_weight((self.out_features,), bias, lambda: self.pad(bias, -1))
 
     @property
     def has_bias(self) -> bool:

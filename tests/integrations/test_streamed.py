@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import panther_compile as pc
 from panther_compile.calibration import calibrate
 from panther_compile.calibration.resume import Folder
+from panther_compile.cli import main
 from panther_compile.errors import CheckpointError, ConfigError, ModelSourceError, ResumeError, WeightError
 from panther_compile.integrations import streamed
 
@@ -189,6 +190,15 @@ def test_half_types_and_other_files_stay(folder, tmp_path):
     with safe_open(tmp_path / "small" / "model.safetensors", framework="pt") as stream:
         types = {value.dtype for value in map(stream.get_tensor, list(stream.keys())) if value.numel()}
     assert types == {torch.bfloat16}
+
+
+def test_a_sketch_saved_beside_the_weights_stays_behind(folder, tmp_path):
+    """Its plan names weights that are not copied, and was taken for that of the folder."""
+    source = folder("gpt2")
+    pc.save_sketched(pc.sketchify(MODELS["gpt2"](), 0.5, **OPTIONS), source)
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
+    assert not (tmp_path / "small" / "sketch.json").exists()
+    assert main(["report", str(source), str(tmp_path / "small")]) == 0
 
 
 def test_a_plan_is_followed(folder, tmp_path):

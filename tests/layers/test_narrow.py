@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from panther_compile.errors import ConfigError, RankError
+from panther_compile.errors import ConfigError, FactoredWeightError, RankError
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
 
@@ -72,6 +72,37 @@ def test_spec_makes_the_same_layer(side, kind):
     held = [*layer.parameters(), *layer.buffers()]
     assert layer.stored_numbers == sum(tensor.numel() for tensor in held)
     assert layer.dense_numbers == 20 * (12 + (layer.bias is not None))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("wide", [False, True])
+def test_traces_of_two_layers_of_which_the_second_may_be_given_all_features(wide, rank):
+    """What is traced reads the places of the features, as the layers do."""
+    first, second = narrow("out", rank=rank), NarrowLinear(20, 6, 7, side="in")
+    first = NarrowLinear(**first.sketch_spec() | {"wide": wide})
+    model = nn.Sequential(first, nn.ReLU(), second)
+    x = torch.randn(5, 12)
+    traced = torch.jit.trace(model, x[:2])
+    torch.testing.assert_close(traced(x), model(x))
+    graph = torch.fx.symbolic_trace(model)
+    assert torch.equal(graph(x), model(x))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("kind", [{}, {"heads": 4, "padded": True}], ids=str)
+def test_writes_to_the_bias_are_kept_or_refused(kind):
+    """Zeros stand for what is not written: the dense layer's bias is made when it is read."""
+    reader, writer = narrow("in", **kind), narrow("out", **kind)
+    torch.nn.init.ones_(reader.bias)
+    assert (reader.narrow.bias == 1).all()
+    assert torch.equal(writer.bias + 0, writer.to_dense().bias)
+    assert torch.equal(
+        torch.autograd.grad(writer.bias.sum(), writer.narrow.bias)[0], torch.ones(3 * 4 if kind else 7)
+    )
+    for write in (torch.nn.init.ones_, lambda bias: bias.data.fill_(1.0)):
+        with pytest.raises(FactoredWeightError, match="would be lost"):
+            write(writer.bias)
 
 
 def test_averages_over_state_dicts_leave_places_alone():
