@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
@@ -24,10 +25,10 @@ from panther_compile.reporting.tables import counted
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 """A loader, a list of batches, or a function that calls the model it is given.
 
-A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
-last ones (labels) are left out where `forward` has no place for them. A mapping of other names is the one
-argument that `forward` cannot do without, as sentence-transformers'. A tensor, or a mapping of tensors as
-tokenizers give them, is one batch."""
+A batch is a tensor, a packed sequence, a mapping of keyword arguments, or a tuple or list of positional
+arguments, whose last ones (labels) are left out where `forward` has no place for them. A mapping of other
+names is the one argument that `forward` cannot do without, as sentence-transformers'. A tensor, a packed
+sequence, or a mapping of tensors as tokenizers give them, is one batch."""
 
 Item = TypeVar("Item")
 
@@ -353,7 +354,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
 
 
 def _batches(model: nn.Module, data: Any) -> Iterator[Call]:
-    if isinstance(data, Tensor) or (isinstance(data, Mapping) and _holds_tensors(data)):
+    if isinstance(data, Tensor | PackedSequence) or (isinstance(data, Mapping) and _holds_tensors(data)):
         data = [data]
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise ConfigTypeError(
@@ -372,7 +373,7 @@ def _holds_tensors(data: Mapping[str, Any]) -> bool:
 def _call(model: nn.Module, batch: Any, place: int) -> Call:
     if isinstance(batch, Call):
         return batch
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | PackedSequence):  # that is a tuple, of what is one argument
         return Call((batch,), {}, place)
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):

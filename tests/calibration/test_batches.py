@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import panther_compile
@@ -33,6 +34,25 @@ def test_tensor_is_one_batch():
     calls = record_calls(nn.Linear(4, 4), X)
     assert len(calls) == 1
     assert calls[0].args[0] is X or torch.equal(calls[0].args[0], X)
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.fc = nn.LSTM(4, 16), nn.Linear(16, 32)
+
+    def forward(self, packed):
+        return self.fc(self.rnn(packed)[1][0][-1])
+
+
+def test_packed_sequences_are_one_argument():
+    model, data = Last(), [pack_sequence([X + place, X[:2]]) for place in range(4)]
+    assert all(call.args[0].sorted_indices is None for call in record_calls(model, data))
+    assert len(record_calls(model, data[0])) == 1
+    options = dict(min_params=64, allow_slower=True, progress=False)
+    small = panther_compile.sketchify(model, 0.5, data=data, **options)
+    wanted = panther_compile.sketchify(model, 0.5, data=lambda one: [one(x) for x in data], **options)
+    assert torch.equal(small(data[0]), wanted(data[0]))
 
 
 def test_labels_that_forward_has_no_place_for_are_left_out():
