@@ -146,7 +146,7 @@ def heal_layers(
     learnt = [one for one in own if one.is_floating_point()]
     with ExitStack() as afterwards, _calm((small, teacher), learnt):
         given = options.output
-        taken = recognize_output(teacher, calls[:1]).output if given == "auto" else given
+        taken = recognize_output(teacher, calls).output if given == "auto" else given
         landmarks = find_landmarks(small, teacher, [calls[place] for place in places])
         if options.method == "block" and not landmarks:
             raise HealingError(

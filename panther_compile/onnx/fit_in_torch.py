@@ -118,7 +118,7 @@ def fit_in_torch(
     if beside and config.synthetic and is_worth_it(found):
         texts = [call for call in spliced(calls, MOST_SPLICED) if runs(module, call.kwargs)]
         calls = list(interleaved(calls, texts))
-    taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output
+    taken = recognize_output(module, calls).output if config.output == "auto" else config.output
     config = replace(config, narrow=False, output=taken)
     look = look_at(module, layers, calls)
     studied = study_model(module, replace(found, sites=layers), config, route, calls, look)
