@@ -298,3 +298,13 @@ def test_keys_that_are_none_are_refused():
         pc.sketchify(Characters(), 0.5, output=frozenset(), **OPTIONS)
     with pytest.raises(ConfigError, match="output=frozenset"):
         pc.heal(Characters(), teacher=Characters(), data=texts(), output=frozenset({1}))
+
+
+def test_keys_that_no_result_has_are_refused():
+    model, data, none = Characters(), texts(), frozenset({"scores"})
+    message = r"nothing is under \['scores'\], the result of Characters has tensors under ''"
+    with pytest.raises(ConfigError, match=message):
+        pc.sketchify(model, 0.5, data=data, output=none, **OPTIONS)
+    small = pc.sketchify(Beside(), 0.5, data=data, **OPTIONS)
+    with pytest.raises(ConfigError, match=r"result of Beside has tensors under '\[0\]', '\[1\]'"):
+        pc.heal(small, teacher=Beside(), data=data, output=none)
