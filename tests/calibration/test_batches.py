@@ -207,6 +207,42 @@ def test_mask_of_padding_among_features():
     assert kept_positions(Model(), call).tolist() == [[True, True, False]]
 
 
+@pytest.mark.parametrize(
+    ("decoder", "kept"),
+    [
+        ({"decoder_input_ids": torch.ones(1, 3)}, None),
+        ({"labels": torch.tensor([[5, -100, -100]])}, [[True, True, False]]),
+        ({"labels": torch.tensor([[5, -100]])}, [[False, True, False]]),
+        (
+            {"decoder_input_ids": torch.ones(1, 3), "decoder_attention_mask": torch.tensor([[1, 0, 0]])},
+            [[True, True, False]],
+        ),
+        ({"decoder_input_ids": torch.ones(1, 4)}, [[False, True, False]]),
+    ],
+)
+def test_a_decoder_of_as_many_positions_is_not_hidden_by_the_mask_of_the_encoder(decoder, kept):
+    class Model(nn.Module):
+        def forward(
+            self, x, attention_mask, decoder_input_ids=None, decoder_attention_mask=None, labels=None
+        ):
+            return x
+
+    call = Call((X,), {"attention_mask": torch.tensor([[0, 1, 0]])} | decoder)
+    found = kept_positions(Model(), call)
+    assert (None if found is None else found.tolist()) == kept
+
+
+def test_a_target_of_as_many_positions_is_not_hidden_by_the_mask_of_the_source():
+    src, tgt = torch.ones(2, 3, 8), torch.ones(2, 3, 8)
+    hidden = torch.tensor([[False, True, True], [False, False, True]])
+    masks = {"src_key_padding_mask": hidden, "tgt_key_padding_mask": hidden.flip(1)}
+    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    both = kept_positions(model, Call((src, tgt), masks))
+    assert both.tolist() == [[True, False, True], [True, True, True]]
+    assert kept_positions(model, Call((src, tgt), {"src_key_padding_mask": hidden})) is None
+    assert kept_positions(model, Call((src, tgt[:, :2]), masks)).tolist() == (~hidden).tolist()
+
+
 def test_no_mask():
     assert kept_positions(Masked(), Call((X,), {})) is None
 
