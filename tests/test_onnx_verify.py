@@ -140,3 +140,10 @@ def test_what_cannot_be_run_is_told(tmp_path):
 @pytest.mark.parametrize("mask", [[1, 1, 0], [True, True, False], [1.0, 1.0, 0.0], [0.0, 0.0, -1e9]])
 def test_masks_of_every_form_keep_the_same(mask):
     assert kept_in({"attention_mask": np.array([mask])}).tolist() == [[True, True, False]]
+
+
+def test_the_mask_of_an_encoder_does_not_hide_what_a_decoder_of_as_many_positions_is_given():
+    feed = {"attention_mask": np.array([[0, 1, 0]]), "decoder_input_ids": np.ones((1, 3), np.int64)}
+    assert kept_in(feed) is None
+    assert kept_in(feed | {"decoder_attention_mask": np.array([[1, 0, 0]])}).tolist() == [[True, True, False]]
+    assert kept_in(feed | {"decoder_input_ids": np.ones((1, 4), np.int64)}).tolist() == [[False, True, False]]

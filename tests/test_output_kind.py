@@ -194,6 +194,17 @@ def test_healing_by_divergence_works_by_default():
     assert pc.heal_report(found) == pc.heal_report(wanted)
 
 
+def test_healing_takes_the_result_for_what_it_was_fitted_as():
+    model, data = classifier(True), list(torch.eye(CLASSES).split(1))  # one row tells nothing of a choice
+    small = pc.sketchify(model, 0.5, data=data, include=["0"], **OPTIONS)
+    assert pc.sketch_report(small).output.startswith("results taken for logits")
+    found, wanted = (
+        pc.heal(small, teacher=model, data=data, steps=2, held_out=0.5, output=one)
+        for one in ("auto", "logits")
+    )
+    assert pc.heal_report(found) == pc.heal_report(wanted)
+
+
 def test_the_logits_of_pretraining_are_taken_at_their_word():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -287,3 +298,13 @@ def test_keys_that_are_none_are_refused():
         pc.sketchify(Characters(), 0.5, output=frozenset(), **OPTIONS)
     with pytest.raises(ConfigError, match="output=frozenset"):
         pc.heal(Characters(), teacher=Characters(), data=texts(), output=frozenset({1}))
+
+
+def test_keys_that_no_result_has_are_refused():
+    model, data, none = Characters(), texts(), frozenset({"scores"})
+    message = r"nothing is under \['scores'\], the result of Characters has tensors under ''"
+    with pytest.raises(ConfigError, match=message):
+        pc.sketchify(model, 0.5, data=data, output=none, **OPTIONS)
+    small = pc.sketchify(Beside(), 0.5, data=data, **OPTIONS)
+    with pytest.raises(ConfigError, match=r"result of Beside has tensors under '\[0\]', '\[1\]'"):
+        pc.heal(small, teacher=Beside(), data=data, output=none)

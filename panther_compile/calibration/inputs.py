@@ -13,7 +13,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
-from panther_compile.models.output_kind import recognize_output
+from panther_compile.models.output_kind import check_keys, recognize_output
 from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import Found, without_head
@@ -166,10 +166,12 @@ def read_output(
         config: the options; where `output` is "auto", logits are recognised.
 
     Raises:
+        ConfigError: `output` has a key of no tensor of the results.
         ConfigTypeError: the model cannot be copied.
     """
     if not calls or config.output == "features":
         return "", config, found
+    check_keys(model, calls, config.output)
     kind = recognize_output(model, calls)
     asked = config.output not in ("auto", "features")
     if asked or kind.has_logits:

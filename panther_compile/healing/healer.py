@@ -28,7 +28,7 @@ from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_
 from panther_compile.layers.base import SketchedLayer, check_factors, outermost, sketched_layers
 from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Call, Data, device_of, record_calls
-from panther_compile.models.output_kind import recognize_output
+from panther_compile.models.output_kind import check_keys, recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
 from panther_compile.planning.own_weights import lifted
@@ -113,6 +113,7 @@ def heal(
     )
     _check_pair(small, teacher)
     calls = record_calls(teacher, data)
+    check_keys(teacher, calls, output)
     with torch.inference_mode(False):
         result: nn.Module = small if inplace else copy_with(small, {})
     heal_layers(result, tuple(outermost(result)), teacher, calls, options)
@@ -147,7 +148,7 @@ def heal_layers(
     learnt = [one for one in own if one.is_floating_point()]
     with ExitStack() as afterwards, _calm((small, teacher), learnt):
         given = options.output
-        taken = recognize_output(teacher, calls[:1]).output if given == "auto" else given
+        taken = recognize_output(teacher, calls).output if given == "auto" else given
         landmarks = find_landmarks(small, teacher, [calls[place] for place in places])
         if options.method == "block" and not landmarks:
             raise HealingError(

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
@@ -24,10 +25,10 @@ from panther_compile.reporting.tables import counted
 Data: TypeAlias = Iterable[Any] | Callable[[nn.Module], Any]
 """A loader, a list of batches, or a function that calls the model it is given.
 
-A batch is a tensor, a mapping of keyword arguments, or a tuple or list of positional arguments, whose
-last ones (labels) are left out where `forward` has no place for them. A mapping of other names is the one
-argument that `forward` cannot do without, as sentence-transformers'. A tensor, or a mapping of tensors as
-tokenizers give them, is one batch."""
+A batch is a tensor, a packed sequence, a mapping of keyword arguments, or a tuple or list of positional
+arguments, whose last ones (labels) are left out where `forward` has no place for them. A mapping of other
+names is the one argument that `forward` cannot do without, as sentence-transformers'. A tensor, a packed
+sequence, or a mapping of tensors as tokenizers give them, is one batch."""
 
 Item = TypeVar("Item")
 
@@ -37,6 +38,9 @@ _HELD_OUT = 0.2  # of the batches, to judge by
 _KEEPS = ("attention_mask",)
 _CACHES = ("cache", "past_key_values", "cache_params")
 _HIDES = ("src_key_padding_mask", "key_padding_mask", "padding_mask")
+_DECODED = ("decoder_input_ids", "decoder_inputs_embeds", "tgt")
+_DECODED_MASKS = {"decoder_attention_mask": False, "tgt_key_padding_mask": True}  # whether they hide
+_NO_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +305,36 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
 
 
 def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
-    """Which positions (batch, length) of a call are no padding, as its mask says; None without a mask."""
-    given = _bound(model, call)
+    """Which positions (batch, length) of a call are no padding, as its mask says; None without a mask.
+
+    Of an encoder and a decoder that is given as many positions, those that either has: rows of the one cannot
+    be told from rows of the other.
+    """
+    given = {name: one for name, one in _bound(model, call).items() if isinstance(one, Tensor)}
     for name in (*_KEEPS, *_HIDES):
-        mask = given.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return kept_by(mask, hides=name in _HIDES)
+        if name in given and given[name].dim() == 2:
+            kept = kept_by(given[name], hides=name in _HIDES)
+            decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters
+            return kept_by_either(kept, given, decodes)
     return None
+
+
+def kept_by_either(kept: Tensor, given: Mapping[str, Tensor], decodes: bool = False) -> Tensor | None:
+    """What an encoder keeps (batch, length), and with it what a decoder of as many positions does.
+
+    Args:
+        kept: by the encoder's mask.
+        given: the arguments of the model.
+        decodes: whether its labels are what a decoder is given, if nothing else is.
+    """
+    labels = given.get("labels") if decodes else None
+    decoded = next((given[name] for name in _DECODED if name in given), labels)
+    if decoded is None or decoded.shape[:2] not in (kept.shape, kept.T.shape):
+        return kept
+    for name, hides in _DECODED_MASKS.items():
+        if name in given and given[name].shape == kept.shape:
+            return kept | kept_by(given[name], hides=hides)
+    return kept | (labels != _NO_LABEL) if labels is not None and labels.shape == kept.shape else None
 
 
 def kept_by(mask: Tensor, *, hides: bool = False) -> Tensor:
@@ -353,7 +380,7 @@ def _loop_calls(model: nn.Module, data: Any) -> Iterator[Call]:
 
 
 def _batches(model: nn.Module, data: Any) -> Iterator[Call]:
-    if isinstance(data, Tensor) or (isinstance(data, Mapping) and _holds_tensors(data)):
+    if isinstance(data, Tensor | PackedSequence) or (isinstance(data, Mapping) and _holds_tensors(data)):
         data = [data]
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
         raise ConfigTypeError(
@@ -372,7 +399,7 @@ def _holds_tensors(data: Mapping[str, Any]) -> bool:
 def _call(model: nn.Module, batch: Any, place: int) -> Call:
     if isinstance(batch, Call):
         return batch
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | PackedSequence):  # that is a tuple, of what is one argument
         return Call((batch,), {}, place)
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):

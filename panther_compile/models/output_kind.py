@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.config import Logits, logits_of
+from panther_compile.errors import ConfigError
 from panther_compile.models.batches import Call, kept_positions, run_dense
 from panther_compile.models.outputs import LOGITS, named_tensors
 from panther_compile.models.rows import kept_rows
@@ -94,6 +95,27 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
         return OutputKind(frozenset(keys), why, judged[keys[0]].head)
     what = f"{most} tensors, none of them seen to be" if most > 1 else "not made of rows, as are"
     return OutputKind("auto", f"the result is {what} logits")
+
+
+def check_keys(model: nn.Module, calls: Sequence[Call], output: str | frozenset[str]) -> None:
+    """Check that results of the dense model have the tensors that are said to be logits.
+
+    Args:
+        model: see `recognize_output`.
+        calls: of it.
+        output: see `SketchConfig`; words are not checked.
+
+    Raises:
+        ConfigError: there is no tensor under one of the keys.
+        ConfigTypeError, DataError: see `recognize_output`.
+    """
+    if isinstance(output, str):
+        return
+    quiet = copy_sharing(model, {})
+    keys = {name for call in calls[:_CALLS] for name, _ in _run(quiet, call)[0]}
+    if missing := sorted(output - keys):
+        held = f"has tensors under {str(sorted(keys))[1:-1]}" if keys else "holds no floating tensor"
+        raise ConfigError(f"output: nothing is under {missing}, the result of {type(model).__name__} {held}")
 
 
 def _judged(model: nn.Module, made: Sequence[_Made]) -> OutputKind:

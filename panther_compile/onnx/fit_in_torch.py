@@ -22,7 +22,7 @@ from panther_compile.healing.report import HealReport
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, interleaved
-from panther_compile.models.output_kind import recognize_output
+from panther_compile.models.output_kind import check_keys, recognize_output
 from panther_compile.models.spliced import spliced
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.synthetic import MOST_SPLICED
@@ -108,6 +108,7 @@ def fit_in_torch(
         beside: whether texts that are spliced of those of the data stand beside them.
 
     Raises:
+        ConfigError: `output` has a key of no tensor of the results.
         DataError: NaN or Inf reaches a weight, or healing needs more batches.
         HealingError: see `heal`.
     """
@@ -118,7 +119,8 @@ def fit_in_torch(
     if beside and config.synthetic and is_worth_it(found):
         texts = [call for call in spliced(calls, MOST_SPLICED) if runs(module, call.kwargs)]
         calls = list(interleaved(calls, texts))
-    taken = recognize_output(module, calls[:1]).output if config.output == "auto" else config.output
+    check_keys(module, calls, config.output)
+    taken = recognize_output(module, calls).output if config.output == "auto" else config.output
     config = replace(config, narrow=False, output=taken)
     look = look_at(module, layers, calls)
     studied = study_model(module, replace(found, sites=layers), config, route, calls, look)

@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
-from panther_compile.models.batches import Call, kept_by
+from panther_compile.models.batches import Call, kept_by, kept_by_either
 from panther_compile.models.outputs import LOGITS
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.records import Closeness
 from panther_compile.reporting.tables import counted
 
 MASK = "attention_mask"  # name of the input (batch, length) that is 0 where a position is padding
+_DECODED = ("decoder_input_ids", "decoder_attention_mask")
 # Largest difference of an output, over its largest magnitude.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
 RUNTIME_ERRORS = (
@@ -164,8 +165,10 @@ def _pair(name: str, wanted: Any, found: Any) -> Pair:
 
 def kept_in(feed: Mapping[str, Any]) -> Tensor | None:
     """The positions (batch, length) of a batch that are no padding; None without a mask."""
-    mask = feed.get(MASK)
-    return kept_by(torch.from_numpy(mask)) if mask is not None and mask.ndim == 2 else None
+    known = {name: torch.from_numpy(feed[name]) for name in (MASK, *_DECODED) if name in feed}
+    if MASK not in known or known[MASK].dim() != 2:
+        return None
+    return kept_by_either(kept_by(known[MASK]), known)
 
 
 _SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)

@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import panther_compile
@@ -33,6 +34,25 @@ def test_tensor_is_one_batch():
     calls = record_calls(nn.Linear(4, 4), X)
     assert len(calls) == 1
     assert calls[0].args[0] is X or torch.equal(calls[0].args[0], X)
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.fc = nn.LSTM(4, 16), nn.Linear(16, 32)
+
+    def forward(self, packed):
+        return self.fc(self.rnn(packed)[1][0][-1])
+
+
+def test_packed_sequences_are_one_argument():
+    model, data = Last(), [pack_sequence([X + place, X[:2]]) for place in range(4)]
+    assert all(call.args[0].sorted_indices is None for call in record_calls(model, data))
+    assert len(record_calls(model, data[0])) == 1
+    options = dict(min_params=64, allow_slower=True, progress=False)
+    small = panther_compile.sketchify(model, 0.5, data=data, **options)
+    wanted = panther_compile.sketchify(model, 0.5, data=lambda one: [one(x) for x in data], **options)
+    assert torch.equal(small(data[0]), wanted(data[0]))
 
 
 def test_labels_that_forward_has_no_place_for_are_left_out():
@@ -185,6 +205,42 @@ def test_mask_of_padding_among_features():
 
     call = Call(({"x": X, "attention_mask": torch.tensor([[1, 1, 0]])},), {})
     assert kept_positions(Model(), call).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "kept"),
+    [
+        ({"decoder_input_ids": torch.ones(1, 3)}, None),
+        ({"labels": torch.tensor([[5, -100, -100]])}, [[True, True, False]]),
+        ({"labels": torch.tensor([[5, -100]])}, [[False, True, False]]),
+        (
+            {"decoder_input_ids": torch.ones(1, 3), "decoder_attention_mask": torch.tensor([[1, 0, 0]])},
+            [[True, True, False]],
+        ),
+        ({"decoder_input_ids": torch.ones(1, 4)}, [[False, True, False]]),
+    ],
+)
+def test_a_decoder_of_as_many_positions_is_not_hidden_by_the_mask_of_the_encoder(decoder, kept):
+    class Model(nn.Module):
+        def forward(
+            self, x, attention_mask, decoder_input_ids=None, decoder_attention_mask=None, labels=None
+        ):
+            return x
+
+    call = Call((X,), {"attention_mask": torch.tensor([[0, 1, 0]])} | decoder)
+    found = kept_positions(Model(), call)
+    assert (None if found is None else found.tolist()) == kept
+
+
+def test_a_target_of_as_many_positions_is_not_hidden_by_the_mask_of_the_source():
+    src, tgt = torch.ones(2, 3, 8), torch.ones(2, 3, 8)
+    hidden = torch.tensor([[False, True, True], [False, False, True]])
+    masks = {"src_key_padding_mask": hidden, "tgt_key_padding_mask": hidden.flip(1)}
+    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+    both = kept_positions(model, Call((src, tgt), masks))
+    assert both.tolist() == [[True, False, True], [True, True, True]]
+    assert kept_positions(model, Call((src, tgt), {"src_key_padding_mask": hidden})) is None
+    assert kept_positions(model, Call((src, tgt[:, :2]), masks)).tolist() == (~hidden).tolist()
 
 
 def test_no_mask():
