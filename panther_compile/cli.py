@@ -244,7 +244,7 @@ def _size(options: argparse.Namespace, name: str, default: int, applies: bool) -
 def _read_plan(file: str) -> SketchPlan:
     try:
         return SketchPlan.from_json(Path(file).read_bytes())
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         raise ConfigError(f"--plan {file}: {first_line(error)}") from error
 
 

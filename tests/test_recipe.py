@@ -198,6 +198,10 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert rows["0"]["ranks"] == document["layers"][0]["choice"]["ranks"]
     assert main(["sketch", "made:build", "other", "--plan", "plan.json", "--ratio", "0.5"]) == 2
     assert main(["sketch", "made:build", "other", "--plan", "none.json"]) == 2
+    Path("weights.pt").write_bytes(b"PK\x03\x04\xff")
+    capsys.readouterr()
+    assert main(["sketch", "made:build", "other", "--plan", "weights.pt"]) == 2
+    assert "--plan weights.pt: no plan in JSON" in capsys.readouterr().err
     assert not Path("other").exists()
 
 

@@ -141,7 +141,7 @@ def _pair(node: ir.Node) -> tuple[ir.Node, Tensor, Bias] | None:
 def _matrix(node: ir.Node) -> Tensor | None:
     """The constant matrix (I, O) that a product multiplies by on the right."""
     tensor = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
-    if tensor is None or len(tensor.shape) != 2 or node.attributes.get_int("transA", 0):
+    if tensor is None or len(tensor.shape) != 2 or node.attributes.get_int("transA", 0) != 0:
         return None
     matrix = to_torch(tensor)
     return matrix.t() if node.attributes.get_int("transB", 0) else matrix

@@ -354,9 +354,9 @@ def test_a_newer_format_is_refused(tmp_path):
 
 
 def test_the_weights_file_loads_by_hand(tmp_path):
-    small = sketch(gpt2())
-    small.save_pretrained(tmp_path)
-    missing, unexpected = sketch(gpt2()).load_state_dict(
+    model = gpt2()
+    sketch(model).save_pretrained(tmp_path)
+    missing, unexpected = sketch(model).load_state_dict(
         load_file(tmp_path / "model.safetensors"), strict=False
     )
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
