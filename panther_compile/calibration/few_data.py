@@ -43,6 +43,8 @@ def best_study(
 ) -> Study:
     """The study whose ridge brings results closest on held-out batches; the one there is if data is many.
 
+    Larger ridges are tried as long as each is closer than the one before.
+
     Args:
         studied: with the usual ridge.
         config: the options; ranks are those of half the numbers, whatever the ratio.
@@ -51,22 +53,30 @@ def best_study(
     if not has_few(studied):
         return studied.study
     config = replace(config, ratio=0.5)
-    found = {}
-    for one in (studied.study, *study(RIDGES)):
-        tried = replace(studied, study=one)
-        plan = make_plan(
-            tried.found,
-            config,
-            tried.route,
-            values=one.values,
-            energies=one.energies,
-            allocation=Allocation("energy"),
-            reached=one.reached,
-        )
-        held_out = HeldOut(tried, config, tried.held_out)
-        worth = 1.0 if one is studied.study else 1.0 / _WORTH
-        found[worth * held_out.distance(held_out.cut(plan))] = one
+    last = _lost(studied, config)
+    found = {last: studied.study}
+    for one in study(RIDGES):
+        lost = _lost(replace(studied, study=one), config)
+        found.setdefault(lost / _WORTH, one)
+        if lost >= last:  # nor would more of it help
+            break
+        last = lost
     return found[min(found)]
+
+
+def _lost(studied: Studied, config: SketchConfig) -> float:
+    """How far the results of a plan by energies are on held-out batches."""
+    plan = make_plan(
+        studied.found,
+        config,
+        studied.route,
+        values=studied.study.values,
+        energies=studied.study.energies,
+        allocation=Allocation("energy"),
+        reached=studied.study.reached,
+    )
+    held_out = HeldOut(studied, config, studied.held_out)
+    return held_out.distance(held_out.cut(plan))
 
 
 def without_data(
