@@ -6,6 +6,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx_models import far, kinds, make, node, random, run
 
+from panther_compile.onnx import centre
 from panther_compile.onnx.centre import centre_latents
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.int8 import int8_model
@@ -96,3 +97,24 @@ def test_biases_make_up_for_what_rounding_does_to_means(tmp_path, feeds, product
             ir.save(rounded, tmp_path / "int8.onnx")
         off[name] = np.abs((outputs(tmp_path / "int8.onnx", feeds[-2:]) - wanted).mean(0)).mean()
     assert off["with data"] < 0.3 * off["without data"]
+
+
+def test_values_are_looked_at_in_parts(tmp_path, feeds, monkeypatch):
+    nodes, weights = [], {}
+    for place in range(3):
+        given = f"y{place - 1}" if place else "x"
+        nodes += [
+            node("MatMul", [given, f"d{place}"], [f"h{place}"]),
+            node("Gemm", [f"h{place}", f"u{place}", f"b{place}"], ["y" if place == 2 else f"y{place}"]),
+        ]
+        weights |= {f"d{place}": random(WIDTH, RANK), f"u{place}": random(RANK, WIDTH) / WIDTH}
+        weights |= {f"b{place}": random(WIDTH)}
+    path = make(tmp_path / "in.onnx", nodes, weights, x=("n", WIDTH))
+    for name, at_once in (("whole.onnx", 64), ("parts.onnx", 2)):
+        monkeypatch.setattr(centre, "_AT_ONCE", at_once)
+        model = ir.load(path)
+        assert centre_latents(model, feeds, tmp_path) == 3
+        ir.save(model, tmp_path / name)
+    whole, parts = (outputs(tmp_path / name, feeds) for name in ("whole.onnx", "parts.onnx"))
+    assert np.array_equal(whole, parts)
+    assert far(whole, outputs(path, feeds)) < 1e-5

@@ -24,6 +24,8 @@ from panther_compile.onnx.pair_range import floats_of, scale_of
 from panther_compile.onnx.patterns import is_onnx, is_read_once
 from panther_compile.onnx.sites import Use, to_torch
 
+_AT_ONCE = 64  # values whose arrays of a batch are held together
+
 
 def centre_latents(model: ir.Model, feeds: Sequence[Feed], folder: Path) -> int:
     """Centre what a product hands to one that has a bias, and to nothing else; gives how many that are.
@@ -109,21 +111,27 @@ def _seen(
 ) -> Mapping[ir.Value, _Features]:
     """What the features of some values are like; values without a finite row have no entry."""
     by_name = {str(value.name): value for value in values}
-    if not by_name:
-        return {}
     found: dict[ir.Value, _Features] = {}
-    for arrays in ObservedModel(model, list(by_name.values()), folder).run(feeds, list(by_name)):
-        for name, array in arrays.items():
-            rows = array.reshape(-1, array.shape[-1])
-            rows = rows[np.isfinite(rows).all(1)]  # attention to nothing is NaN
-            if not len(rows):
-                continue
-            new = _Features(rows.min(0), rows.max(0), rows.sum(0, dtype=np.float64), len(rows))
-            old = found.setdefault(by_name[name], new)
-            if old is not new:
-                old.least, old.most = np.minimum(old.least, new.least), np.maximum(old.most, new.most)
-                old.total, old.rows = old.total + new.total, old.rows + new.rows
+    names = list(by_name)
+    for start in range(0, len(names), _AT_ONCE):
+        some = names[start : start + _AT_ONCE]
+        observed = ObservedModel(model, [by_name[name] for name in some], folder)
+        for arrays in observed.run(feeds, some):
+            for name, array in arrays.items():
+                _add(found, by_name[name], array.reshape(-1, array.shape[-1]))
     return found
+
+
+def _add(found: dict[ir.Value, _Features], value: ir.Value, rows: np.ndarray) -> None:
+    """Add rows (n, I) of a value to what was seen."""
+    rows = rows[np.isfinite(rows).all(1)]  # attention to nothing is NaN
+    if not len(rows):
+        return
+    new = _Features(rows.min(0), rows.max(0), rows.sum(0, dtype=np.float64), len(rows))
+    old = found.setdefault(value, new)
+    if old is not new:
+        old.least, old.most = np.minimum(old.least, new.least), np.maximum(old.most, new.most)
+        old.total, old.rows = old.total + new.total, old.rows + new.rows
 
 
 def _pair(node: ir.Node) -> tuple[ir.Node, Tensor, Bias] | None:
