@@ -173,7 +173,7 @@ def read_output(
         return "", config, found
     check_keys(model, calls, config.output)
     kind = recognize_output(model, calls)
-    asked = config.output not in ("auto", "features")
+    asked = config.output != "auto"
     if asked or kind.has_logits:
         found = without_head(model, found, kind.head, config)
     if asked:

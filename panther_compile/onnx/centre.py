@@ -22,7 +22,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import Bias, GraphWriter, added_bias, bias_of, shift_constant
 from panther_compile.onnx.pair_range import floats_of, scale_of
 from panther_compile.onnx.patterns import is_onnx, is_read_once
-from panther_compile.onnx.sites import Use, to_torch
+from panther_compile.onnx.sites import Use, matrix_of, multiplies_by_matrix
 
 _AT_ONCE = 64  # values whose arrays of a batch are held together
 
@@ -51,8 +51,8 @@ def centre_latents(model: ir.Model, feeds: Sequence[Feed], folder: Path) -> int:
     return len(pairs)
 
 
-def correct_biases(model: ir.Model, plain: ir.Model, feeds: Sequence[Feed], folder: Path) -> int:
-    """Add to biases what rounding the weights takes from products on average; gives how many that are.
+def correct_biases(model: ir.Model, plain: ir.Model, feeds: Sequence[Feed], folder: Path) -> None:
+    """Add to biases what rounding the weights takes from products on average.
 
     Args:
         model: of `quantize_dynamic`; is changed.
@@ -78,7 +78,6 @@ def correct_biases(model: ir.Model, plain: ir.Model, feeds: Sequence[Feed], fold
     for x, error, bias in found:
         if x in seen:
             shift_constant(bias, seen[x].mean @ torch.from_numpy(error), writer)
-    return len(found)
 
 
 @dataclass(slots=True)
@@ -97,12 +96,12 @@ class _Features:
 
     @property
     def middle(self) -> Tensor:
-        """Of the range of each (I,), float64."""
+        """Middles of the ranges (I,), float64."""
         return torch.from_numpy((self.least.astype(np.float64) + self.most) / 2)
 
     @property
     def mean(self) -> Tensor:
-        """Of each (I,), float64."""
+        """Means (I,), float64."""
         return torch.from_numpy(self.total / self.rows)
 
 
@@ -136,23 +135,16 @@ def _add(found: dict[ir.Value, _Features], value: ir.Value, rows: np.ndarray) ->
 
 def _pair(node: ir.Node) -> tuple[ir.Node, Tensor, Bias] | None:
     """The product that alone reads what a product makes, its matrix (R, O) and its bias, if all are there."""
-    if not is_onnx(node, "MatMul") or _matrix(node) is None or not is_read_once(node.outputs[0]):
+    if not is_onnx(node, "MatMul") or not multiplies_by_matrix(node) or not is_read_once(node.outputs[0]):
         return None
     (last,) = node.outputs[0].consumers()
     if not is_onnx(last, "MatMul", "Gemm") or last.inputs[0] is not node.outputs[0]:
         return None
-    matrix = _matrix(last)
-    bias = None if matrix is None else bias_of(Use(last, 1, False), matrix.shape[1])
-    return None if matrix is None or bias is None else (last, matrix, bias)
-
-
-def _matrix(node: ir.Node) -> Tensor | None:
-    """The constant matrix (I, O) that a product multiplies by on the right."""
-    tensor = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
-    if tensor is None or len(tensor.shape) != 2 or node.attributes.get_int("transA", 0) != 0:
+    if not multiplies_by_matrix(last):
         return None
-    matrix = to_torch(tensor)
-    return matrix.t() if node.attributes.get_int("transB", 0) else matrix
+    matrix = matrix_of(last)
+    bias = bias_of(Use(last, 1, False), matrix.shape[1])
+    return None if bias is None else (last, matrix, bias)
 
 
 def _error_of(node: ir.Node, model: ir.Model, plain: ir.Model) -> np.ndarray | None:
@@ -163,9 +155,8 @@ def _error_of(node: ir.Node, model: ir.Model, plain: ir.Model) -> np.ndarray | N
     floats, scale = floats_of(plain, str(quantized.name)), scale_of(model.graph, quantized)
     if floats is None or floats.ndim != 2 or scale is None or scale.const_value is None:
         return None
-    return floats.astype(np.float64) - quantized.const_value.numpy() * scale.const_value.numpy().astype(
-        np.float64
-    )
+    rounded, scales = quantized.const_value.numpy(), scale.const_value.numpy()
+    return floats.astype(np.float64) - rounded * scales.astype(np.float64)
 
 
 def _rounded_input(node: ir.Node) -> ir.Value | None:

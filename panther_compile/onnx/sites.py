@@ -145,6 +145,21 @@ def to_torch(tensor: ir.TensorProtocol) -> Tensor:
     return torch.frombuffer(bytearray(tensor.tobytes()), dtype=dtype).reshape(_shape(tensor))
 
 
+def multiplies_by_matrix(node: ir.Node) -> bool:
+    """Whether a MatMul or Gemm multiplies rows of its input by a constant matrix."""
+    value = node.inputs[1]
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return tensor is not None and len(tensor.shape) == 2 and node.attributes.get_int("transA", 0) == 0
+
+
+def matrix_of(node: ir.Node) -> Tensor:
+    """A copy of the matrix (I, O) of such a node."""
+    value = node.inputs[1]
+    assert value is not None
+    matrix = to_torch(ir.convenience.get_const_tensor(value))  # type: ignore[arg-type]
+    return matrix.t() if node.attributes.get_int("transB", 0) else matrix
+
+
 def constant_weights(model: ir.Model) -> Iterator[OnnxWeight]:
     """Every constant that is a weight somewhere: of products, then tables, each in the order of first use."""
     uses: dict[ir.Value, list[Use]] = {}

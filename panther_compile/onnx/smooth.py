@@ -20,7 +20,7 @@ from torch import Tensor
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.patterns import is_onnx
-from panther_compile.onnx.sites import to_torch
+from panther_compile.onnx.sites import matrix_of, multiplies_by_matrix, to_torch
 
 EXPONENT = 0.8
 _SMALLEST = 1e-5  # of a feature, relative to the largest
@@ -43,7 +43,7 @@ def smooth_inputs(model: ir.Model, feeds: Sequence[Feed], folder: Path) -> int:
         return 0
     writer = GraphWriter(model)
     for x, largest in _largest(model, list(readers), feeds, folder).items():
-        weights = [_weight(node) for node in readers[x]]
+        weights = [matrix_of(node) for node in readers[x]]
         _scale(x, readers[x], weights, _scales(largest, weights), writer)
     RemoveUnusedNodesPass()(model)  # the weights as they were
     return len(readers)
@@ -55,15 +55,9 @@ def _readers(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
     for node in model.graph:
         x = node.inputs[0] if is_onnx(node, "MatMul", "Gemm") else None
         norm = None if x is None else x.producer()
-        if (
-            x is None
-            or norm is None
-            or not is_onnx(norm, *_NORMS)
-            or node.attributes.get_int("transA", 0) != 0
-        ):
+        if x is None or norm is None or not is_onnx(norm, *_NORMS):
             continue
-        tensor = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
-        if tensor is not None and len(tensor.shape) == 2 and _constants(norm):
+        if multiplies_by_matrix(node) and _constants(norm):
             found[x].append(node)
     return dict(found)
 
@@ -73,14 +67,6 @@ def _constants(norm: ir.Node) -> list[int]:
     places = [place for place in range(1, len(norm.inputs)) if norm.inputs[place] is not None]
     known = [ir.convenience.get_const_tensor(norm.inputs[place]) for place in places]  # type: ignore[arg-type]
     return places if all(one is not None and len(one.shape) == 1 for one in known) else []
-
-
-def _weight(node: ir.Node) -> Tensor:
-    """The weight as (I, O)."""
-    value = node.inputs[1]
-    assert value is not None
-    tensor = to_torch(ir.convenience.get_const_tensor(value))  # type: ignore[arg-type]
-    return tensor.t() if node.attributes.get_int("transB", 0) else tensor
 
 
 def _largest(
