@@ -12,7 +12,8 @@ What the graph of a stage leaves open:
     no gradient  where one process leaves a parameter without, as only detached tensors depend on it, what
                  stands between stages and units would hand zeros on: such a parameter is read detached.
     outputs      the next stage receives into buffers of the shapes and dtypes that were planned: a tensor
-                 of another is refused by its name, before it is sent and read as something else.
+                 of another is refused by its name, before it is sent and read as something else. Of what
+                 shows a buffer a copy goes there: the next microbatch may have written to it when it is sent.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from panther_compile.parallel.agreement import describe_tensor
 from panther_compile.parallel.batch_norms import BATCH_NORM, synchronized_batch_norm
 from panther_compile.parallel.units import divide_graph, graphs_within, unit_names
 from panther_compile.partition import TensorSpec
+from panther_compile.partition.graph.narrowing import storages
 
 _Held = TypeVar("_Held")
 
@@ -68,6 +70,17 @@ def contiguous_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _no_view(tensor: Tensor) -> Tensor:
     """The same numbers; torch's zero-bubble schedules detach in place what needs no gradient, too."""
     return tensor.data if tensor._is_view() and not tensor.requires_grad else tensor
+
+
+def copies_of_buffers(tensors: Iterable[Tensor], buffers: Iterable[Tensor]) -> list[Tensor]:
+    """The same tensors, but copies of what shows a buffer: the next microbatch may write there.
+
+    Args:
+        tensors: results of a microbatch, which are sent or read when others have run.
+        buffers: of what has run.
+    """
+    held = storages(list(buffers))
+    return [tensor.clone() if storages(tensor) & held else tensor for tensor in tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +191,7 @@ class StageModule(nn.Module):
             ParallelError: an output is not of the shape or dtype that the next stage waits for.
         """
         outputs = self.graph(*contiguous_gradients(inputs))
+        outputs = copies_of_buffers(outputs, (buffer for _, buffer in self.held_buffers()))
         if self.promised is not None:
             _check_outputs(self._index, self.promised, outputs)
             outputs = [

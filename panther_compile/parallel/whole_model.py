@@ -22,7 +22,7 @@ from panther_compile.parallel.losses import Loss, no_loss
 from panther_compile.parallel.microbatches import Batch, Share, take_rows
 from panther_compile.parallel.model_state import held_parameters
 from panther_compile.parallel.pipeline import reshard
-from panther_compile.parallel.stage_module import StageModule
+from panther_compile.parallel.stage_module import StageModule, copies_of_buffers
 from panther_compile.partition import TensorSpec
 from panther_compile.partition.graph.capture import CallForm
 
@@ -118,7 +118,10 @@ class OneModule:
 
     def forward(self, batch: Batch) -> list[tuple[Tensor, ...]]:
         """Forward of one microbatch after the other."""
-        outputs = [tuple(self._tensors(self._call(inputs))) for inputs in batch.microbatches()]
+        outputs = [
+            tuple(copies_of_buffers(self._tensors(self._call(inputs)), self.module.buffers()))
+            for inputs in batch.microbatches()
+        ]
         reshard([self.module])
         return outputs
 

@@ -329,6 +329,27 @@ def test_masks_that_a_stage_gives_are_no_views():
         given.detach_()  # as torch's zero-bubble schedules do
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(3))
+
+    def forward(self, x):
+        self.state.add_(1)
+        return x, self.state[:1]
+
+
+def test_what_shows_a_buffer_is_as_it_was_in_its_microbatch(one_rank):
+    """It is sent, or joined with the others, when the next microbatch has written to the buffer."""
+    model = Counting()
+    part = partition_model(model, torch.randn(1, 2), mesh={}, hardware="cpu", microbatches=3)
+    stage = StageModule(part.split().stages[0], None)
+    shown = [stage(torch.randn(1, 2))[1] for _ in range(3)]
+    assert torch.cat(shown).tolist() == [1, 2, 3]
+    model.state.zero_()
+    assert parallelize_model(model, part).predict(torch.randn(3, 2))[1].tolist() == [1, 2, 3]
+
+
 def _spec(name, *shape):
     return TensorSpec(name, shape, "float32", False, None, (0,))
 
