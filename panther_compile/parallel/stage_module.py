@@ -188,7 +188,8 @@ class StageModule(nn.Module):
         """Run the graph.
 
         Raises:
-            ParallelError: an output is not of the shape or dtype that the next stage waits for.
+            ParallelError: an output is not of the shape or dtype that the next stage waits for, or needs a
+                gradient that it does not send.
         """
         outputs = self.graph(*contiguous_gradients(inputs))
         outputs = copies_of_buffers(outputs, (buffer for _, buffer in self.held_buffers()))
@@ -270,4 +271,10 @@ def _check_outputs(index: int, promised: Sequence[TensorSpec], outputs: Sequence
                 f"stage {index} gives {spec.name} as {describe_tensor(tensor)}, and stage {index + 1} waits "
                 f"for {spec.shape} {spec.dtype}: what the model computes depends on more than the example's "
                 "shapes and the autocast that step() is called under"
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad and not spec.requires_grad:
+            raise ParallelError(
+                f"stage {index} gives {spec.name} with a gradient to compute, and stage {index + 1} sends "
+                "none back, as none was needed where the partition was read: give partition_model an example "
+                "that requires one, or the model as it is trained, or give step() a detached input"
             )

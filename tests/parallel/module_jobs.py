@@ -111,6 +111,31 @@ def promised_outputs(rank):
         assert caught.match(text)
 
 
+class Scaled(Chain):
+    def forward(self, x):
+        return super().forward(x) * x[:, :4]
+
+
+def gradients_of_inputs(rank):
+    """An input that the last stage reads too has its whole gradient if the example's required one."""
+    torch.manual_seed(0)
+    model, x, target = Scaled(), torch.randn(4, 16, requires_grad=True), torch.randn(4, 4)
+    (wanted,) = torch.autograd.grad(nn.functional.mse_loss(model(x), target), x)
+    for requires in (True, False):
+        example = torch.randn(2, 16, requires_grad=requires)
+        part = partition_model(model, example, mesh={"pp": 2}, hardware="cpu", microbatches=2)
+        engine = parallelize_model(model, part, loss_fn=nn.functional.mse_loss)
+        if requires:
+            engine.step(x, target)
+            if rank == 0:
+                torch.testing.assert_close(x.grad, wanted)
+            continue
+        with pytest.raises((ParallelError, RuntimeError)) as caught:
+            engine.step(x, target)
+        if rank == 0:
+            assert caught.match("stage 0 gives .* with a gradient to compute, and stage 1 sends none back")
+
+
 def own_loop(rank, *, mesh, name="vit", **options):
     """The user's own loop over the module, against one process; accumulation with one reduction."""
     model, inputs = build(name)

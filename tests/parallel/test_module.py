@@ -23,6 +23,10 @@ def test_a_stage_keeps_its_promise(ranks):
     ranks(2).run(module_jobs.promised_outputs, timeout=2)
 
 
+def test_gradients_of_inputs_across_a_cut(ranks):
+    ranks(2).run(module_jobs.gradients_of_inputs, timeout=2)
+
+
 @pytest.mark.parametrize(
     ("count", "options"),
     [
