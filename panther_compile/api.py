@@ -141,8 +141,9 @@ def plan_sketch(
 def densify(model: Model, *, inplace: bool = False) -> Model:
     """Multiply the factors out: ordinary layers again, with the outputs and the hooks of the sketched ones.
 
-    A layer that made its weight in each call, as weight norm does, becomes a plain one: a folder that such a
-    model is saved to has its weight under a name that `from_pretrained` of its class does not read.
+    Hooks on factors and on their tensors go with them. A layer that made its weight in each call, as weight
+    norm does, becomes a plain one: a folder that such a model is saved to has its weight under a name that
+    `from_pretrained` of its class does not read.
 
     Args:
         model: a model with sketched layers.

@@ -264,4 +264,6 @@ def why_not_tensor(name: str, tensor: Tensor) -> str | None:
         return f"its {name} is a {type(tensor).__name__}, not a plain tensor (quantized or sharded)"
     if tensor.dtype not in _FLOATS:
         return f"its {name} is {tensor.dtype}, wanted float64, float32, bfloat16 or float16"
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        return f"its {name} has hooks, which expect the dense layer's gradient; remove them first"
     return None

@@ -208,6 +208,15 @@ def test_hooks(register):
     assert why_not(module) is None
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights(register):
+    module = linear()
+    handle = getattr(module.weight, register)(lambda *args: None)
+    assert "its weight has hooks, which expect the dense layer's gradient" in why_not(module)
+    handle.remove()
+    assert why_not(module) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool])
 def test_other_dtypes(dtype):
     module = linear()
