@@ -15,6 +15,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
@@ -43,10 +44,10 @@ def find_batch_size(
 ) -> int:
     """Find the largest batch whose step no rank runs out of memory in; the same number on every rank.
 
-    Each try runs in a new process of each rank, with a process group of these processes: the trial builds
-    the model, as the training will, and takes two steps (the second has the optimizer's states). Where one
-    rank is out of memory the others' processes end at once. Sizes double while they fit, then the gap is
-    halved.
+    Each try runs in a new process of each rank, with a process group of these processes and the timeout of
+    the user's: the trial builds the model, as the training will, and takes two steps (the second has the
+    optimizer's states). Where one rank is out of memory the others' processes end at once. Sizes double while
+    they fit, then the gap is halved.
 
         >>> def trial(rows):
         ...     engine, optimizer = build(rows)  # partition_model, parallelize_model
@@ -129,11 +130,12 @@ class _Trials:
         self._rank = dist.get_rank() if self._is_many else 0
         if self._is_many:
             self._device = next(iter(dist.distributed_c10d._get_default_group()._device_types))
+            self._timeout = find_timeout(torch.device(self._device))
             self._address = self._make_store()
 
     def _make_store(self) -> tuple[str, int]:
         """A store of rank 0 beside that of the training, which restarts and rendezvous use."""
-        timeout = find_timeout(torch.device(self._device))
+        timeout = self._timeout
         host = os.environ.get("MASTER_ADDR", "localhost")
         port: list[int] = [0]
         if self._rank == 0:
@@ -165,7 +167,8 @@ class _Trials:
         mine, theirs = context.Pipe(duplex=False)
         group = None
         if self._is_many:
-            group = self._address, self._count, self._rank, dist.get_world_size(), dist.get_backend_config()
+            place = self._count, self._rank, dist.get_world_size()
+            group = self._address, *place, dist.get_backend_config(), self._timeout
         process = context.Process(target=_try, args=(self._trial, rows, group, theirs))
         process.start()
         theirs.close()
@@ -201,15 +204,15 @@ def _answer(pipe: Connection, process: multiprocessing.process.BaseProcess) -> t
 def _try(
     trial: Callable[[int], object],
     rows: int,
-    group: tuple[tuple[str, int], int, int, int, str] | None,
+    group: tuple[tuple[str, int], int, int, int, str, timedelta] | None,
     pipe: Connection,
 ) -> None:
     """Run a trial in a process of its own."""
     try:
         if group is not None:
-            (host, port), number, rank, size, backend = group
-            store = PrefixStore(f"trial {number}", TCPStore(host, port, None, False))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+            (host, port), number, rank, size, backend, timeout = group
+            store = PrefixStore(f"trial {number}", TCPStore(host, port, None, False, timeout))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         trial(rows)
         if group is not None:
             dist.barrier()

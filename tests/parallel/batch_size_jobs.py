@@ -13,11 +13,14 @@ from parallel.training import build, draw, loss_fn, partition
 
 from panther_compile import find_batch_size, parallelize_model
 from panther_compile.errors import ParallelError
+from panther_compile.parallel.agreement import find_timeout
 
 COUNT = 4  # microbatches
+TIMEOUT = timedelta(minutes=29)  # longer than the test has, and not torch's own
 
 
 def step(rows, mesh, **options):
+    assert find_timeout(torch.device("cpu")) == TIMEOUT
     model, _ = build("mlp")
     example = (torch.zeros(rows // COUNT, 16),)
     engine = parallelize_model(model, partition(model, example, mesh, COUNT), loss_fn=loss_fn, **options)
@@ -48,7 +51,7 @@ def wrong(rows):
 def main(folder):
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))  # longer than the test has
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     found = {
         "out of memory": find_batch_size(
             out_of_memory, multiple_of=COUNT, predicted=lambda rows: rows <= 40, maximum=44
