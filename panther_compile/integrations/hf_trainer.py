@@ -63,7 +63,8 @@ class PantherTrainer(Trainer):
             model: that `part` was made from.
             *args: of `Trainer`.
             part: of `partition_model`, with the arguments that the Trainer calls the model with: labels among
-                them, and with tp `num_items_in_batch`, an integer tensor, where the model takes it.
+                them, but where `label_smoothing_factor` or `compute_loss_func` takes them out, and with tp
+                `num_items_in_batch`, an integer tensor, where the model takes it.
             parallel: options of `parallelize_model`, as `data_parallel`; the loss is the Trainer's own.
             **kwargs: of `Trainer`.
 
