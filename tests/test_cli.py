@@ -250,6 +250,18 @@ def test_models_that_cannot_be_made_are_told_of(folder, tmp_path, capsys):
     assert "none is no Hugging Face model: it has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_a_class_that_transformers_does_not_have_is_told_of(folder, tmp_path, capsys, stream):
+    """Its backbone was sketched in its place, without the head."""
+    place = tmp_path / "other"
+    shutil.copytree(folder, place)
+    config = json.loads((folder / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaOfNobody"]}))
+    assert main(["sketch", str(place), str(tmp_path / "out"), "--ratio", "0.5", *stream]) == 2
+    assert "holds a LlamaOfNobody, as its config.json says" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_config_of_another_size_than_its_weights_is_told_of(folder, tmp_path, capsys):
     """`--stream` wrote a folder that no model fits."""
     place = tmp_path / "other"

@@ -63,8 +63,15 @@ def _architecture(folder: Path, *, dense: bool) -> tuple[Any, Any]:
         raise no_model(folder, error) from error
     if dense and not _is_dense(config):
         raise ModelSourceError(f"{folder} is quantized, or sketched already: wanted dense weights")
-    names = config.architectures or [""]
-    return config, getattr(transformers, names[0], transformers.AutoModel)
+    if not config.architectures:
+        return config, transformers.AutoModel
+    name = config.architectures[0]
+    if not hasattr(transformers, name):
+        raise ModelSourceError(
+            f"{folder} holds a {name}, as its config.json says, and transformers {transformers.__version__} "
+            "has no such class: load it by its own code, and sketch the model in memory"
+        )
+    return config, getattr(transformers, name)
 
 
 def _is_dense(config: Any) -> bool:
