@@ -222,7 +222,7 @@ class SketchedLinear(LinearReplacement):
         return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., I), strided or sparse COO, to (..., O)."""
+        """Map input (..., I), strided, sparse COO or jagged, to (..., O)."""
         is_sparse = input.is_sparse is True  # a proxy of torch.fx would answer with another proxy
         if input.is_cuda is True and not is_sparse:
             y = self._by_kernel(input)
@@ -237,7 +237,8 @@ class SketchedLinear(LinearReplacement):
             weight, factors = down._parameters["weight"], up._parameters
             up_weight, bias = factors["weight"], factors["bias"]  # by name: parametrizations reorder them
             # Not for torch.export, whose graphs go on to other compilers.
-            product = reference.pivoted_linear_by_rows if is_compiling() else reference.pivoted_linear
+            by_rows = is_compiling() and not input.is_nested
+            product = reference.pivoted_linear_by_rows if by_rows else reference.pivoted_linear
             return product(input, weight, up_weight, bias, start=self.start)
         pivots, others = split_at(input, self.rank, self.start)
         return self.up(self.down(others) + pivots)  # torch adds what is sparse to what is not

@@ -166,3 +166,14 @@ def test_sparse_inputs(form, shape, replaced):
             torch.autograd.grad(one.sum(), parameter, retain_graph=True)[0] for one in (found, wanted)
         ]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_jagged_rows_are_compiled(form):
+    layer = build(form)
+    rows = [torch.randn(count, IN, dtype=torch.float64) for count in (5, 3)]
+    found = torch.compile(layer, backend="eager", fullgraph=True)(
+        torch.nested.nested_tensor(rows, layout=torch.jagged)
+    )
+    for one, row in zip(found.unbind(), rows, strict=True):
+        torch.testing.assert_close(one, layer(row))
