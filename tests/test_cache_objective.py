@@ -184,7 +184,7 @@ def test_without_data_or_a_cache_it_is_refused():
     with pytest.raises(ConfigError, match="Sequential returns no past_key_values"):
         pc.sketchify(model, 0.5, data=[torch.randn(8, 16) for _ in range(4)], **OPTIONS, objective="cache")
     with pytest.raises(
-        ConfigError, match="LlamaForCausalLM returns no past_key_values that its layers write"
+        ConfigError, match="LlamaForCausalLM returns no past_key_values that its layers write as they are"
     ):
         sketched("llama", exclude=("*.k_proj", "*.v_proj"))
 

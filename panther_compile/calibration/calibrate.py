@@ -144,8 +144,9 @@ def _find_cached(
     cached = find_cached(watch(model, targets), calls[0])
     if not cached:
         raise ConfigError(
-            f"objective='cache': {type(model).__name__} returns no past_key_values that its layers write; "
-            "wanted a decoder of transformers, whose projections of keys or values are to be sketched"
+            f"objective='cache': {type(model).__name__} returns no past_key_values that its layers write as "
+            "they are; wanted a decoder of transformers, whose projections of keys or values are to be "
+            "sketched (latent attention, as DeepSeek-V3's, keeps parts of what one layer gives)"
         )
     return cached
 

@@ -85,7 +85,7 @@ def stored_lines(lines: Sequence[LayerPlan], pool: Pool) -> list[LayerPlan]:
         lines: of `timed_units`.
         pool: the units before that.
     """
-    units = {unit.name: unit for unit, _ in pool}
+    units, kinds = {unit.name: unit for unit, _ in pool}, {unit.name: kind for unit, kind in pool}
     timed = {unit.name: unit for unit, _ in timed_units(pool)}
     found = []
     for line in lines:
@@ -94,7 +94,7 @@ def stored_lines(lines: Sequence[LayerPlan], pool: Pool) -> list[LayerPlan]:
         if choice is not None and choice.rank == wholes[choice.scheme]:
             choice, reason = None, "in int8 its time is best spent on it dense"
         elif not wholes and unit.candidates and "ratio" not in reason:
-            reason = "objective='int8' sketches linear layers alone"
+            reason = f"objective='int8' sketches linear layers alone, and no {kinds[line.name]}"
         elif choice is not None and choice.scheme == "pair":
             choice = replace(choice, stored_numbers=choice.rank * sum(unit.shape[:2]) + unit.bias_numbers)
         found.append(replace(line, dense_numbers=unit.dense_numbers, choice=choice, reason=reason))
