@@ -39,6 +39,16 @@ def beside(path, location="weights.bin"):
     return path
 
 
+def test_a_link_is_replaced_and_its_target_stays(tmp_path):
+    """In the cache of Hugging Face's hub it is a file called by its checksum."""
+    source, kept, link = mlp(tmp_path / "in.onnx"), tmp_path / "kept", tmp_path / "out.onnx"
+    kept.write_bytes(source.read_bytes())
+    link.symlink_to(kept)
+    pc.sketch_onnx(link, link, 0.5, **OPTIONS)
+    assert not link.is_symlink()
+    assert kept.read_bytes() == source.read_bytes()
+
+
 def test_external_data_stays_external_and_in_the_folder(tmp_path):
     source = mlp(tmp_path / "in.onnx")
     (tmp_path / "there").mkdir()
