@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
-from panther_compile.calibration.repeated import Repeated, see_repeated
+from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import Residuals
 from panther_compile.calibration.resume import Folder
 from panther_compile.calibration.shared_input import own_of_stack
@@ -162,11 +162,8 @@ class HeldOut:
     def trial(self, plan: SketchPlan) -> "Trial":
         """What makes the layers of a plan."""
         studied, chosen = self._studied, chosen_targets(plan, self._studied.targets)
-        repeated = Repeated(arrivals=self._kernels)
-        fit = LayerFit(
-            chosen, plan, studied.study, studied.masks, self._config, repeated=repeated, stored=False
-        )
-        return Trial(fit, studied.study)
+        fit = LayerFit(chosen, plan, studied.study, studied.masks, self._config, stored=False)
+        return Trial(fit, studied.study, self._config)
 
     def cut(self, plan: SketchPlan) -> Side:
         """The model with the layers of a plan."""
@@ -174,7 +171,7 @@ class HeldOut:
         sketched, trial = watch(studied.model, chosen), self.trial(plan)
         apart = {name: choice for name, choice in plan.choices.items() if name in chosen and not choice.link}
         needed = {stack_name(choice.sharing or (name,)) for name, choice in apart.items()}
-        if needed <= set(studied.study.factors):
+        if needed <= studied.study.factors.keys() | studied.study.patches.keys():
             put_layers(sketched, {name: trial(name, ()) for name in chosen})
         else:
             dense, calls = watch(studied.model, chosen), studied.learnt[:TRIAL]
@@ -232,23 +229,14 @@ class HeldOut:
     def _enough(self) -> int:
         """How many batches have as many rows as layers have inputs, but not too few.
 
-        Rows of an image are too much alike to count.
+        Rows of an image are too much alike to count: of images a quarter of the batches.
         """
         studied = self._studied
         if most_are(studied.targets.values(), lambda target: target.view.is_spatial):
-            return TRIAL
+            return max(FEWEST, min(TRIAL, math.ceil(len(studied.learnt) / 4)))
         widest = max(target.shape[1] for target in studied.targets.values())
         rows = max(studied.study.reached.values()) / len(studied.learnt)
         return max(FEWEST, math.ceil(ROWS * widest / rows))
-
-    @cached_property
-    def _kernels(self) -> dict[str, list[Arrival]]:
-        """What reaches kernels that one forward calls several times: the study has no factors to cut."""
-        studied = self._studied
-        names = [name for name in studied.repeated if not studied.targets[name].view.is_matrix]
-        return see_repeated(
-            studied.model, studied.targets, names, studied.learnt[:TRIAL], studied.masks
-        ).arrivals
 
     @cached_property
     def _wanted(self) -> Sequence[Any]:
@@ -259,16 +247,27 @@ class HeldOut:
 
 
 class Trial:
-    """Cuts matrices at their rank as the study left them, which costs nothing; fits the rest."""
+    """Cuts matrices and kernels at their rank as the study left them, which costs little; fits the rest.
 
-    def __init__(self, fit: LayerFit, study: Study) -> None:
-        self._fit, self._study = fit, study
+    Args:
+        fit: of the plan.
+        study: of the model.
+        config: the options.
+    """
+
+    def __init__(self, fit: LayerFit, study: Study, config: SketchConfig) -> None:
+        self._fit, self._study, self._config = fit, study, config
 
     def __call__(self, name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         """See `lockstep.Fit`."""
         target, choice = self._fit.targets[name], self._fit.choices[name]
         if choice.link:
             return self._fit.cut_coupling(choice)[name]
+        if name in self._study.patches:
+            moments, gradient = self._study.patches[name], self._study.weights.get(name)
+            kernel = target.view.cut(name, choice, self._config, moments, gradient)
+            self._study.put_module(kernel)
+            return kernel
         together = choice.sharing or (name,)
         if stack_name(together) not in self._study.factors:
             return self._fit(name, arrivals)

@@ -27,6 +27,7 @@ from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
 from panther_compile.errors import CheckpointError, ResumeError
+from panther_compile.kinds.kernel_metric import PatchMoments
 from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
@@ -36,10 +37,10 @@ from panther_compile.shelf import Shelf
 from panther_compile.storage import UNFINISHED, checked_path, replace_file
 from panther_compile.typed_json import read_record
 
-FORMAT = "panther_compile.calibration 5"
+FORMAT = "panther_compile.calibration 6"
 MANIFEST = "calibration.json"
 _SINGLE = ("values", "weights", "shares")  # of a study: a tensor of a name
-_PARTS = {"factors": 3, "links": 6}  # several
+_PARTS = {"factors": 3, "links": 6, "patches": 4}  # several
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
 _FREE = ("ratio", "cache_ratio", "include", "exclude", "inplace", "progress", "refine")
 
@@ -154,6 +155,8 @@ class Folder:
                 name: (one[0], one[1], one[2]) for (kind, name), one in parts.items() if kind == "factors"
             }
             study.factors.update(factors)
+            patches = {name: PatchMoments(*one) for (kind, name), one in parts.items() if kind == "patches"}
+            study.patches.update(patches)
         return study
 
     def keep_study(self, study: Study) -> None:
@@ -163,6 +166,9 @@ class Folder:
             tensors |= {f"energies/{scheme}/{name}": t for scheme, t in kept.items()}
         for name, parts in study.factors.items():
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
+        for name, moments in study.patches.items():
+            told_of = (moments.channels, moments.above, moments.beside, moments.mean)
+            tensors |= {f"patches/{place}/{name}": part for place, part in enumerate(told_of)}
         for name, lost in study.losses.items():
             one = study.between[name]
             told_of = (one.basis, one.covariance, one.mean, lost.kept, lost.narrowed, lost.members)

@@ -24,7 +24,7 @@ from panther_compile.config import Logits
 from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
-from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.table import TableSums, best_table
 from panther_compile.kinds.targets import Target
 from panther_compile.memory import FreedMemory
@@ -51,6 +51,7 @@ class Study:
         weights: G, float32, of wide layers its diagonal; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
+        patches: what kernels of k x k read.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         shares: how much each row counts of a table that other layers use too (V,), float64.
         reached: units that the data reaches, and with how many rows.
@@ -66,6 +67,7 @@ class Study:
     weights: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
     energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    patches: dict[str, PatchMoments] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
     shares: dict[str, Tensor] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
@@ -276,6 +278,8 @@ def _study_other(studies: Sequence[Study], target: Target, sums: KernelSums | Ta
         gradient = first.weights[name].double() if name in first.weights else None
         for study in studies:
             study.energies[name] = sums.energies(gradient, study.ridge)
+            moments = sums.moments(study.ridge)
+            study.patches[name] = replace(moments, channels=study.put(moments.channels))
         return
     if target.ties and name not in first.shares:
         _study_ties(first, target, sums, ties)

@@ -19,8 +19,8 @@ from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.conv_calls import functional, of_node
-from panther_compile.kinds.fit_conv2d import fit_conv2d_to, fit_kernel
-from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.fit_conv2d import cut_conv2d, fit_conv2d_to, fit_kernel
+from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
@@ -61,9 +61,20 @@ class Conv2dView(LinearView):
             copy_into(conv.up.bias, found.bias)
         return conv
 
-    def input_sums(self) -> KernelSums:
+    def input_sums(self, *, centred: bool | None = None) -> KernelSums:
         """See `LinearView`."""
-        return KernelSums(self.layer)
+        return KernelSums(self.layer, centred=centred)
+
+    def cut(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        moments: PatchMoments,
+        gradient: Tensor | None,
+    ) -> SketchedConv2d:
+        """See `LinearView`."""
+        return cut_conv2d(self.layer, name, choice, config, moments, gradient)
 
     def fit(
         self,

@@ -24,7 +24,7 @@ from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, fit_node, why_not_convolution
 from panther_compile.kinds.conv_calls import functional, of_node
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to
-from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.windows import rows_read
 from panther_compile.layers.base import SketchedLayer
@@ -86,9 +86,20 @@ class OnPlaneView(LinearView):
         """See `LinearView`."""
         return _from_plane(self._plane.build(found), self.layer)
 
-    def input_sums(self) -> KernelSums:
+    def input_sums(self, *, centred: bool | None = None) -> KernelSums:
         """See `LinearView`."""
-        return KernelSums(self._plane.layer, self.layer)
+        return KernelSums(self._plane.layer, self.layer, centred=centred)
+
+    def cut(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        moments: PatchMoments,
+        gradient: Tensor | None,
+    ) -> SketchedLayer:
+        """See `LinearView`."""
+        return _from_plane(self._plane.cut(name, choice, config, moments, gradient), self.layer)
 
     def fit(
         self,

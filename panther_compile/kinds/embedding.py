@@ -56,7 +56,7 @@ class TableView(LinearView):
         assert found.right is not None
         return SketchedEmbedding.from_factors(found.left, found.right, self.layer)
 
-    def input_sums(self) -> TableSums:
+    def input_sums(self, *, centred: bool | None = None) -> TableSums:
         """See `LinearView`."""
         return TableSums(self.layer.weight)
 

@@ -13,7 +13,7 @@ from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE
 from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
-from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.weights import generator_for
 from panther_compile.kinds.windows import Convolution, windows_in_parts
 from panther_compile.layers.base import copy_into
@@ -39,6 +39,36 @@ def fit_kernel(weight: Tensor, groups: int, name: str, choice: Choice, config: S
 
 
 @torch.no_grad()
+def cut_conv2d(
+    conv: nn.Conv2d,
+    name: str,
+    choice: Choice,
+    config: SketchConfig,
+    moments: PatchMoments,
+    gradient: Tensor | None,
+) -> SketchedConv2d:
+    """A k x k convolution whose kernel is factorized in a metric; its bias makes up for the means.
+
+    Args:
+        conv: the dense layer, on a plane.
+        name: of the unit, for its random numbers.
+        choice: scheme and ranks.
+        config: the options.
+        moments: of what reaches it.
+        gradient: weight of errors at the output, `(O, O)`, or None.
+    """
+    dense = conv.weight.detach().double()
+    metric = moments.metric(None if gradient is None else gradient.double())
+    found = fit_kernel(metric.whiten(dense).contiguous(), conv.groups, name, choice, config)
+    kernels = metric.take_back(choice.scheme, found.kernels)
+    layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
+    if layer.up.bias is not None and conv.groups == 1:
+        lost = (dense - layer.weight.double()).sum((2, 3)) @ moments.mean
+        copy_into(layer.up.bias, layer.up.bias.double() + lost)
+    return layer
+
+
+@torch.no_grad()
 def fit_conv2d_to(
     conv: nn.Conv2d,
     name: str,
@@ -51,9 +81,9 @@ def fit_conv2d_to(
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
-    The kernel is factorized in the metric of z and of errors at its output channels (`kernel_metric.py`);
-    then the last factor and the bias are fitted, in closed form, so that the factors on z give what the
-    dense layer gives on x. Of large maps a few thousand places are looked at, see `windows.py`.
+    The kernel is cut in the metric of z and of errors at its output channels (`kernel_metric.py`); then the
+    last factor and the bias are fitted, in closed form, so that the factors on z give what the dense layer
+    gives on x. Of large maps a few thousand places are looked at, see `windows.py`.
 
     Args:
         conv: the dense layer, on a plane.
@@ -69,11 +99,7 @@ def fit_conv2d_to(
     sums = KernelSums(conv, reads)
     for arrival in arrivals:
         sums.add(arrival.z)
-    metric = sums.metric(gradient, ridge)
-    weight = metric.whiten(conv.weight.detach().double()).contiguous()
-    found = fit_kernel(weight, conv.groups, name, choice, config)
-    kernels = metric.take_back(choice.scheme, found.kernels)
-    layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
+    layer = cut_conv2d(conv, name, choice, config, sums.moments(ridge), gradient)
     return layer, _refit_last(_Outputs(conv, reads, layer, arrivals), ridge)
 
 

@@ -3,9 +3,10 @@
     E ‖ G^½ (W - W') p ‖² ≈ ‖ G^½ (W - W') (C ⊗ T_h ⊗ T_w)^½ ‖²,
 
 p being the patches that the kernel reads, C = E[z zᵀ] the second moments of its input's channels, T_h and T_w
-those of the pixels above and beside each other in one channel, as shares of their power. Neighbours in images
-and sound are much alike, so that kernels of few frequencies do most. Each part is a change of basis of one
-axis of W, which every scheme survives: what is factorized in the new bases is taken back factor by factor.
+those of the pixels above and beside each other in one channel, as shares of their power; about the means of
+the channels where there is a bias, which makes up for these. Neighbours in images and sound are much alike,
+so that kernels of few frequencies do most. Each part is a change of basis of one axis of W, which every
+scheme survives: what is factorized in the new bases is taken back factor by factor.
 """
 
 # O out_channels, I in_channels, G groups, kh x kw kernel
@@ -19,6 +20,34 @@ from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.factorization.moments import MomentSums
 from panther_compile.factorization.whiten import Root, root_of
 from panther_compile.kinds.windows import Convolution, rows_read, windows
+
+
+@dataclass(frozen=True, slots=True)
+class PatchMoments:
+    """Second moments of the parts, see the file, float64, with the ridge.
+
+    Attributes:
+        channels: C (I, I); empty for a convolution with groups.
+        above: T_h (kh, kh), as shares of the mean power.
+        beside: T_w (kw, kw), likewise.
+        mean: E[z] (I,); zeros where moments are taken about zero, or there are groups.
+    """
+
+    channels: Tensor
+    above: Tensor
+    beside: Tensor
+    mean: Tensor
+
+    def metric(self, gradient: Tensor | None) -> "KernelMetric":
+        """The metric that they make.
+
+        Args:
+            gradient: G, float64 `(O, O)`, or None; of no use to groups.
+        """
+        has_groups = not self.channels.numel()
+        inner = None if has_groups else root_of(self.channels)
+        outer = None if has_groups or gradient is None else root_of(gradient)
+        return KernelMetric(inner, (root_of(self.above), root_of(self.beside)), outer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +96,14 @@ class KernelSums:
     Args:
         conv: the dense layer, on a plane.
         reads: the dense layer as it is; None if it is of two axes.
+        centred: about the means; None where the layer has a bias.
     """
 
-    def __init__(self, conv: nn.Conv2d, reads: Convolution | None = None) -> None:
+    def __init__(
+        self, conv: nn.Conv2d, reads: Convolution | None = None, *, centred: bool | None = None
+    ) -> None:
         self._conv, self._reads = conv, reads or conv
+        self._centred = conv.bias is not None if centred is None else centred
         device = conv.weight.device
         self._channels = MomentSums(conv.in_channels, device) if conv.groups == 1 else None
         self._taps = MomentSums(conv.kernel_size[0] * conv.kernel_size[1], device)
@@ -81,27 +114,29 @@ class KernelSums:
         if self._channels is not None:
             rows = rows_read(self._reads, x)
             self._channels.add(rows, rows)
+        if self._centred:
+            x = x - x.mean([axis for axis in range(x.dim()) if axis != x.dim() - axes - 1], keepdim=True)
         rows = windows(self._reads, x.reshape(-1, 1, *x.shape[-axes:])).flatten(1)
         self._taps.add(rows, rows)
 
-    def metric(self, gradient: Tensor | None, ridge: float) -> KernelMetric:
-        """The metric of what was added.
+    def moments(self, ridge: float) -> PatchMoments:
+        """Of what was added.
 
         Args:
-            gradient: G, float64 `(O, O)`, or None; of no use to groups.
             ridge: on second moments, of their mean power.
         """
-        channels = None if self._channels is None else self._channels.moments(centred=False, ridge=ridge)
-        inner = None if channels is None else root_of(channels.covariance)
-        outer = None if channels is None or gradient is None else root_of(gradient)
         taps = self._taps.moments(centred=False, ridge=ridge).covariance
+        channels, mean = taps.new_zeros(0, 0), taps.new_zeros(self._conv.in_channels)
+        if self._channels is not None:
+            moments = self._channels.moments(centred=self._centred, ridge=ridge)
+            channels, mean = moments.covariance, moments.mean_x
         taps = taps.view(*self._conv.kernel_size, *self._conv.kernel_size)
         above, beside = torch.einsum("abcb->ac", taps), torch.einsum("abad->bd", taps)
-        return KernelMetric(inner, (_root_of_share(above), _root_of_share(beside)), outer)
+        return PatchMoments(channels, _as_shares(above), _as_shares(beside), mean)
 
     def energies(self, gradient: Tensor | None, ridge: float) -> dict[str, Tensor]:
         """What each rank keeps of the kernel in the metric, by scheme; see `Candidate.energies`."""
-        weight = self.metric(gradient, ridge).whiten(self._conv.weight.detach().double())
+        weight = self.moments(ridge).metric(gradient).whiten(self._conv.weight.detach().double())
         return {
             one.scheme: one.energies.cpu()
             for one in conv_candidates(weight, self._conv.groups)
@@ -114,7 +149,7 @@ def _along(weight: Tensor, axis: int, matrix: Tensor) -> Tensor:
     return (weight.movedim(axis, -1) @ matrix.to(weight.device)).movedim(-1, axis)
 
 
-def _root_of_share(covariance: Tensor) -> Root:
-    """The root of second moments as shares of their mean power; of zeros, those of noise."""
+def _as_shares(covariance: Tensor) -> Tensor:
+    """Second moments as shares of their mean power; of zeros, those of noise."""
     power = float(covariance.diagonal().mean())
-    return root_of(covariance / power if power > 0 else torch.eye(len(covariance)).to(covariance))
+    return covariance / power if power > 0 else torch.eye(len(covariance)).to(covariance)

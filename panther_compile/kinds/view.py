@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.kernel_metric import KernelSums
+from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.table import TableSums
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.rows import kept_rows
@@ -79,9 +79,32 @@ class LinearView(ABC):
     def build(self, found: FittedPair) -> SketchedLayer:
         """The replacement that stores what was fitted."""
 
-    def input_sums(self) -> KernelSums | TableSums | None:
-        """Sums over inputs, that tell what ranks of a layer keep that is no matrix; None if nothing does."""
+    def input_sums(self, *, centred: bool | None = None) -> KernelSums | TableSums | None:
+        """Sums over inputs, that tell what ranks of a layer keep that is no matrix; None if nothing does.
+
+        Args:
+            centred: about the means; None where the layer has a bias that makes up for them.
+        """
         return None
+
+    def cut(
+        self,
+        name: str,
+        choice: Choice,
+        config: SketchConfig,
+        moments: PatchMoments,
+        gradient: Tensor | None,
+    ) -> SketchedLayer:
+        """A kernel factorized in a metric, without a fit.
+
+        Args:
+            name: of the unit, for its random numbers.
+            choice: scheme and ranks.
+            config: the options.
+            moments: of what reaches it.
+            gradient: weight of errors at the output features, or None.
+        """
+        raise AssertionError("a matrix is cut where its factors are known")
 
     def fit(
         self,

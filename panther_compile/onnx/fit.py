@@ -249,7 +249,7 @@ class WeightFit:
         names = [name for name, seen in self._seen.items() if seen.is_kernel]
         for name, arrival in self._padded_inputs(names, runs) if names else ():
             if name not in found:
-                sums = self._seen[name].view.input_sums()
+                sums = self._seen[name].view.input_sums(centred=self._seen[name].has_bias)
                 found[name] = sums if isinstance(sums, KernelSums) else None
             if (sums := found[name]) is not None:
                 sums.add(arrival.x.float())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
-from panther_compile.calibration import choose
+from panther_compile.calibration import choose, held_out
 from panther_compile.calibration.held_out import HeldOut
 from panther_compile.models.batches import learnt_of, spread_out
 from panther_compile.models.outputs import distance
@@ -147,16 +147,26 @@ def test_batches_that_were_learnt_from_decide_nothing_by_fits(model, data, all_n
     assert not fitted
 
 
-def test_kernels_are_fitted_once_to_be_tried(all_near, monkeypatch):
-    """They have no cut of the study; what a head beside them is cut by decides no less."""
+def test_kernels_are_fitted_and_not_cut_to_be_tried(monkeypatch):
+    """Each plan in one run of few batches; ridges are tried by cuts, which need no run."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(8, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 4, 24)
     ).eval()
     cut, fitted = made_by(monkeypatch)
-    pc.sketchify(model, 0.4, data=[torch.randn(8, 8, 6, 6) for _ in range(10)], include="*", **OPTIONS)
-    assert len(cut) > 1
-    assert not fitted
+    runs, usual = [], held_out.fit_in_lockstep
+
+    def fit_in_lockstep(dense, sketched, calls, *args, **kwargs):
+        runs.append(len(calls))
+        return usual(dense, sketched, calls, *args, **kwargs)
+
+    monkeypatch.setattr(held_out, "fit_in_lockstep", fit_in_lockstep)
+    data = [torch.randn(8, 8, 6, 6) for _ in range(10)]
+    report = pc.sketch_report(pc.sketchify(model, 0.4, data=data, include="*", **OPTIONS))
+    assert set(cut) == {""}  # by energy, of no name
+    assert len(fitted) == len(set(fitted)) > 1
+    assert set(report.tried) >= set(fitted)
+    assert runs[: len(fitted)] == [2] * len(fitted)
 
 
 class Patches(nn.Module):
@@ -174,12 +184,12 @@ class Patches(nn.Module):
 @pytest.mark.parametrize(
     ("build", "shape", "batches"),
     [
-        (lambda: nn.Sequential(nn.Conv2d(24, 48, 1), nn.ReLU(), nn.Conv2d(48, 24, 1)), (24, 6, 6), 8),
+        (lambda: nn.Sequential(nn.Conv2d(24, 48, 1), nn.ReLU(), nn.Conv2d(48, 24, 1)), (24, 6, 6), 4),
         (Patches, (3, 12, 12), 2),
     ],
     ids=["images", "mostly linear"],
 )
-def test_images_are_fitted_to_as_many_batches_as_kernels(build, shape, batches, all_near, monkeypatch):
+def test_images_are_fitted_to_a_quarter_of_the_batches(build, shape, batches, all_near, monkeypatch):
     """Rows of an image are too much alike to count."""
     torch.manual_seed(0)
     tried, usual = [], HeldOut.fitted
@@ -189,7 +199,7 @@ def test_images_are_fitted_to_as_many_batches_as_kernels(build, shape, batches, 
         return usual(self, plan)
 
     monkeypatch.setattr(HeldOut, "fitted", fitted)
-    data = [torch.randn(8, *shape) for _ in range(10)]
+    data = [torch.randn(8, *shape) for _ in range(20)]
     pc.sketchify(build().eval(), 0.4, data=data, include="*", **OPTIONS)
     assert tried
     assert set(tried) == {batches}

@@ -25,7 +25,7 @@ smooth = partial(smooth_images.smooth, size=14, window=(5, 2))  # along the heig
 def metric_of(conv, *, gradient=None):
     sums = KernelSums(conv)
     sums.add(smooth(8, conv.in_channels, 1))
-    return sums.metric(gradient, RIDGE)
+    return sums.moments(RIDGE).metric(gradient)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -92,3 +92,21 @@ def test_a_line_is_a_plane_of_one_column():
     assert found[0].keys() == found[1].keys() == {"channel", "tucker2", "basis"}
     for scheme, kept in found[0].items():
         torch.testing.assert_close(kept, found[1][scheme])
+
+
+@pytest.mark.parametrize("build", [partial(nn.Conv2d, 12, 24, 3, padding=1), partial(nn.Conv1d, 12, 24, 5)])
+def test_a_cut_is_as_far_off_as_energies_tell(build):
+    torch.manual_seed(0)
+    conv = build(bias=False)
+    x = smooth(16, 12, 1) if isinstance(conv, nn.Conv2d) else smooth(16, 12, 1).flatten(2)
+    view = kind_of(conv).view(conv)
+    sums = view.input_sums()
+    sums.add(x)
+    unit = kind_of(conv).unit("conv", conv, energies=False)
+    for candidate in unit.candidates:
+        rank = candidate.largest_rank(conv.weight.numel() // 3)
+        choice = Choice(candidate.scheme, rank, candidate.ranks(rank), 0, None)
+        layer = view.cut("conv", choice, SketchConfig(), sums.moments(RIDGE), None)
+        error = float((layer(x) - conv(x)).detach().norm() / conv(x).detach().norm())
+        kept = sums.energies(None, RIDGE)[candidate.scheme]
+        assert error == pytest.approx(float((1.0 - kept[rank - 1]).clamp_min(0.0).sqrt()), rel=0.4)
