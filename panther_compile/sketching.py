@@ -28,6 +28,7 @@ from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_
 from panther_compile.kinds.parts import NOTHING_READY, Ready, replacements_of, sketch_site, work_on
 from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
+from panther_compile.models.batch_norms import Norm, take_statistics
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
 from panther_compile.models.substitute import copied, copy_with, replace_inside
 from panther_compile.models.surroundings import undisturbed, without_fast_attention
@@ -338,6 +339,7 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     new, fitted = _sketch(prepared.found, done.plan, config, done.ready, studied.study.put_module)
     notes = done.notes(studied)
     fitted = {name: replace(one, note=notes.get(name, done.note or one.note)) for name, one in fitted.items()}
+    new |= {prepared.model.get_submodule(name): norm for name, norm in done.norms.items()}
     return Made(new, done.plan, fitted, done.unreached, calibrated=True, note=done.note, trials=done.trials)
 
 
@@ -467,9 +469,12 @@ def _replace_in_place(model: nn.Module, prepared: Prepared, new: dict[nn.Module,
     """The last step, so that whatever fails before leaves the model as it was."""
     if prepared.model is not model:  # its clone was lifted, and the layers are the clone's
         names = {module: name for name, module in prepared.model.named_modules()}
-        lift_in_place(model, (names[old] for old in new))
+        lift_in_place(model, (names[old] for old in new if not isinstance(old, Norm)))
         new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
-    return replace_inside(model, new)
+    for old, layer in new.items():
+        if isinstance(old, Norm) and isinstance(layer, Norm):
+            take_statistics(old, layer)
+    return replace_inside(model, {old: layer for old, layer in new.items() if not isinstance(old, Norm)})
 
 
 def copy_model(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:

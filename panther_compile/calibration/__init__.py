@@ -14,6 +14,7 @@ repeated      what reaches layers that one forward calls several times
 branch_fit    low-rank branches fitted to what layers lack, layer by layer
 branch_sums   one branch from sums over rows
 layer_fit     one layer from what reached it: the callback of the lockstep
+norms         batch norms behind fitted layers, with statistics of what reaches them now
 resume        a folder that keeps what was done
 calibrate     all of it, for the sites of a plan
 choose        the plan: by cuts, and where they cannot tell by fits

@@ -21,6 +21,7 @@ from panther_compile.calibration.held_out import (
     fit_plan,
 )
 from panther_compile.calibration.inputs import LEAST
+from panther_compile.calibration.norms import find_norms
 from panther_compile.calibration.residuals import find_residuals
 from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, study_layers
@@ -129,6 +130,7 @@ def study_model(
         folder=folder,
         cached=cached,
         repeated=repeated,
+        norms=find_norms(model, looked_at),
     )
     if kept is None and doubted:
         studied = replace(studied, study=best_study(studied, config, partial(study_with, like=study)))
@@ -178,10 +180,10 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
     else:
         plan = follow_couplings(plan, (one.coupling for one in studied.study.losses.values()))
         _check_sharing(studied, plan)
-    fit, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
+    fit, norms, _ = fit_plan(studied, config, plan, studied.calls, studied.folder)
     unreached = tuple(name for name in fit.targets if name not in fit.ready)
     fit.cut(unreached)
-    return Calibrated(plan, fit.ready, unreached, trials=trials)
+    return Calibrated(plan, fit.ready, unreached, trials=trials, norms=norms)
 
 
 def _check_sharing(studied: Studied, plan: SketchPlan) -> None:

@@ -114,9 +114,10 @@ def without_data(
     if made_up is not None and made_up.ready:
         others[MADE_UP] = replace(made_up, note=TOO_FEW.format(MADE_UP), trials=None)
         ready[MADE_UP] = {name: layer for name, (layer, _) in made_up.ready.items()}
-    for name in others:
-        side = watch(studied.model, {one: studied.targets[one] for one in ready[name]})
-        put_layers(side, ready[name])
+    for name, other in others.items():
+        norms = {one: studied.model.get_submodule(one) for one in other.norms}
+        side = watch(studied.model, {one: studied.targets[one] for one in ready[name]}, norms)
+        put_layers(side, {**ready[name], **other.norms})
         tried[name] = held_out.distance(side)
     lost = {name: tried[name] for name in (plan.allocation, *others) if math.isfinite(tried[name])}
     best = min(lost, key=lambda name: lost[name], default=plan.allocation)

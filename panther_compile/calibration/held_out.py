@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.layer_fit import LayerFit
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.calibration.norms import fit_norm
 from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import Residuals
 from panther_compile.calibration.resume import Folder
@@ -21,6 +22,7 @@ from panther_compile.factorization.fit_matrix import FittedPair, shifted_bias
 from panther_compile.kinds.targets import Target, most_are, watch
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.memory import FreedMemory
+from panther_compile.models.batch_norms import Norm
 from panther_compile.models.batches import Call, judged_of, learnt_of
 from panther_compile.models.outputs import distance
 from panther_compile.models.surroundings import without_fast_attention
@@ -51,6 +53,7 @@ class Studied:
         cached: what the model keeps of a token, where that is the objective.
         made_up: the same of inputs that were made up, in whose favour few data may be left out.
         repeated: names of the targets that one forward calls several times.
+        norms: see `find_norms`.
     """
 
     model: nn.Module
@@ -66,6 +69,7 @@ class Studied:
     cached: tuple[Cached, ...] = ()
     made_up: "Studied | None" = None
     repeated: frozenset[str] = frozenset()
+    norms: Mapping[str, Norm] = field(default_factory=dict)
 
     @property
     def held_out(self) -> Sequence[tuple[Call, Tensor | None]]:
@@ -90,6 +94,7 @@ class Calibrated:
     Attributes:
         plan: that was chosen.
         ready: fitted layers, by the name of the unit.
+        norms: with the statistics of what reaches them now, by name.
         unreached: units that the plan sketches, and that no batch reached.
         note: why the layers are to be sketched from the weights alone; empty if they are fitted.
         trials: the fit to part of the data by which the plan was judged, if it was; it holds no results.
@@ -100,6 +105,7 @@ class Calibrated:
     unreached: tuple[str, ...]
     note: str = ""
     trials: "HeldOut | None" = None
+    norms: Mapping[str, Norm] = field(default_factory=dict)
 
     def notes(self, studied: Studied) -> dict[str, str]:
         """What is to be said of weights that data did not fit, by the name of their units."""
@@ -116,8 +122,8 @@ def fit_plan(
     folder: Folder | None,
     *,
     stored: bool = True,
-) -> tuple[LayerFit, Side]:
-    """Fit the layers of a plan in lockstep; what was fitted, and the model that they are in.
+) -> tuple[LayerFit, dict[str, Norm], Side]:
+    """Fit the layers of a plan in lockstep, and the batch norms behind them, see `fit_norm`.
 
     Args:
         studied: the model.
@@ -126,21 +132,33 @@ def fit_plan(
         calls: to fit to, the first ones of the data or all.
         folder: where fitted layers are kept, or None.
         stored: see `LayerFit`.
+
+    Returns:
+        What was fitted, layers and norms by name, and the model that they are in.
     """
     chosen = chosen_targets(plan, studied.targets)
     repeated = see_repeated(studied.model, chosen, studied.repeated, calls, studied.masks)
     fit = LayerFit(chosen, plan, studied.study, studied.masks, config, folder, repeated, stored=stored)
-    sketched = watch(studied.model, chosen)
+    sketched = watch(studied.model, chosen, studied.norms)
+
+    norms: dict[str, Norm] = {}
+
+    def fit_each(name: str, arrivals: Sequence[Arrival]) -> nn.Module:
+        if name not in studied.norms:
+            return fit(name, arrivals)
+        norms[name] = fit_norm(studied.norms[name], arrivals)
+        return norms[name]
+
     fit_in_lockstep(
-        watch(studied.model, chosen),
+        watch(studied.model, chosen, studied.norms),
         sketched,
         calls,
-        fit,
+        fit_each,
         residuals=studied.residuals,
         progress=config.progress,
         ready=fit.from_study(),
     )
-    return fit, sketched
+    return fit, {name: one for name, one in norms.items() if one is not studied.norms[name]}, sketched
 
 
 class HeldOut:
@@ -194,7 +212,7 @@ class HeldOut:
         return self._last is not None and self._last[0].choices == plan.choices
 
     def _fitted_to(self, plan: SketchPlan, calls: Sequence[Call]) -> Side:
-        return fit_plan(self._studied, self._config, plan, calls, None, stored=False)[1]
+        return fit_plan(self._studied, self._config, plan, calls, None, stored=False)[2]
 
     def tried(self, plan: SketchPlan, how: str, made: Callable[[SketchPlan], Side]) -> list[float]:
         """How far the results of a plan are, batch by batch; kept in the folder, if there is one.

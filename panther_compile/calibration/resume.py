@@ -167,8 +167,8 @@ class Folder:
         for name, parts in study.factors.items():
             tensors |= {f"factors/{place}/{name}": part for place, part in enumerate(parts)}
         for name, moments in study.patches.items():
-            told_of = (moments.channels, moments.above, moments.beside, moments.mean)
-            tensors |= {f"patches/{place}/{name}": part for place, part in enumerate(told_of)}
+            of_patches = (moments.channels, moments.above, moments.beside, moments.mean)
+            tensors |= {f"patches/{place}/{name}": part for place, part in enumerate(of_patches)}
         for name, lost in study.losses.items():
             one = study.between[name]
             told_of = (one.basis, one.covariance, one.mean, lost.kept, lost.narrowed, lost.members)

@@ -106,23 +106,31 @@ def _seen(layer: nn.Module) -> LinearView:
     return view
 
 
-def watch(model: nn.Module, targets: Mapping[str, Target]) -> Side:
+def watch(
+    model: nn.Module, targets: Mapping[str, Target], others: Mapping[str, nn.Module] = MappingProxyType({})
+) -> Side:
     """A copy of the model, sharing its tensors, in which the layer of each target is watched.
 
     Layers that have its weight follow it.
+
+    Args:
+        model: is left as it is.
+        targets: by name.
+        others: modules of the model that are watched too, by names that no target has.
 
     Raises:
         ConfigTypeError: the model cannot be copied.
     """
     layers = {one.name: (one.site.module, one.suffix, one.layer) for one in targets.values()}
     tied = {one.name: dict(one.site.tied) for one in targets.values() if one.ties}
-    return watch_layers(model, layers, tied)
+    return watch_layers(model, layers, tied, others)
 
 
 def watch_layers(
     model: nn.Module,
     layers: Mapping[str, tuple[nn.Module, str, nn.Module]],
     tied: Mapping[str, Mapping[str, nn.Module]] = MappingProxyType({}),
+    others: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Side:
     """The same for any layers.
 
@@ -130,6 +138,7 @@ def watch_layers(
         model: is left as it is.
         layers: by name, the module of the model that each is a part of, its suffix there, and itself.
         tied: modules of the model that have the weight of one of these, by its name and their own.
+        others: see `watch`.
 
     Raises:
         ConfigTypeError: the model cannot be copied.
@@ -142,6 +151,8 @@ def watch_layers(
     for module, own in of_module.items():
         kind = kind_of(module)
         new[module] = kind.assemble(module, own if set(own) == {""} else kind.parts(module) | own)
+    for name, module in others.items():
+        new[module] = watched[name] = Watched(name, copy_sharing(module, {}))
     followers: dict[str, Watched] = {}
     for leader, others in tied.items():
         share = kind_of(layers[leader][0]).share

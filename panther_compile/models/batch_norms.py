@@ -8,6 +8,7 @@ by
 the mean over its channels.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,27 @@ _SMALLEST, _LARGEST = 1e-6, 25.0
 def batch_norms(model: nn.Module) -> list[Norm]:
     """Those that keep statistics."""
     return [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
+
+
+def with_statistics(norm: Norm, mean: Tensor, variance: Tensor) -> Norm:
+    """A copy of a norm that has these statistics (C,), and parameters of its own; hooks are the norm's."""
+    made = copy.copy(norm)
+    made._parameters = {
+        name: None if one is None else nn.Parameter(one.detach().clone(), one.requires_grad)
+        for name, one in norm._parameters.items()
+    }
+    made._buffers = {name: None if one is None else one.clone() for name, one in norm._buffers.items()}
+    assert made.running_mean is not None
+    assert made.running_var is not None
+    made.running_mean.copy_(mean)
+    made.running_var.copy_(variance)
+    return made
+
+
+def take_statistics(norm: Norm, other: Norm) -> None:
+    """Give a norm the statistics of another."""
+    for name in ("running_mean", "running_var"):
+        norm.get_buffer(name).copy_(other.get_buffer(name))
 
 
 def off_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> Tensor:
