@@ -339,7 +339,9 @@ def _fit_once(prepared: Prepared, config: SketchConfig, studied: Studied | None)
     new, fitted = _sketch(prepared.found, done.plan, config, done.ready, studied.study.put_module)
     notes = done.notes(studied)
     fitted = {name: replace(one, note=notes.get(name, done.note or one.note)) for name, one in fitted.items()}
-    new |= {prepared.model.get_submodule(name): norm for name, norm in done.norms.items()}
+    for name, norm in done.norms.items():
+        dense = prepared.model.get_submodule(name)
+        new[dense] = norm.train(dense.training)
     return Made(new, done.plan, fitted, done.unreached, calibrated=True, note=done.note, trials=done.trials)
 
 

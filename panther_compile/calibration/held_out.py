@@ -146,8 +146,11 @@ def fit_plan(
     def fit_each(name: str, arrivals: Sequence[Arrival]) -> nn.Module:
         if name not in studied.norms:
             return fit(name, arrivals)
-        norms[name] = fit_norm(studied.norms[name], arrivals)
-        return norms[name]
+        norm = fit_norm(studied.norms[name], arrivals)
+        if norm is None:
+            return sketched.watched[name].layer
+        norms[name] = norm
+        return norm
 
     fit_in_lockstep(
         watch(studied.model, chosen, studied.norms),
@@ -158,7 +161,7 @@ def fit_plan(
         progress=config.progress,
         ready=fit.from_study(),
     )
-    return fit, {name: one for name, one in norms.items() if one is not studied.norms[name]}, sketched
+    return fit, norms, sketched
 
 
 class HeldOut:

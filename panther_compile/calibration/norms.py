@@ -1,14 +1,13 @@
 """Batch norms behind fitted layers: statistics of what reaches them now.
 
-A layer of low rank gives less than the dense one, the less the more is lost: of what it gives, the deviation
-s' is below the dense layer's s. A batch norm that takes its input for what it was in training hands that on,
-and the layers behind it lose more. So each norm is given the statistics under which its output has the mean
-and the deviation that it has in the dense model, channel by channel:
+What layers of low rank give deviates less than what the dense ones give (`factorization/gain.py`). A batch
+norm that takes its input for what it was in training hands that on. So each norm is given the statistics
+under which its output has the mean and the deviation that it has in the dense model, channel by channel:
 
     dense       (u - m) / v,  u what reaches it, m and v of training
     sketched    (s / s' (u' - E[u']) + E[u] - m) / v
 
-That is REPAIR (Jordan et al., 2023, arXiv 2211.08403), for sketches. It costs no number and no run.
+s and s' being the deviations of u and u'. It costs no number and no run.
 """
 
 from collections import Counter
@@ -17,11 +16,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from panther_compile.factorization.gain import restoring_gain
 from panther_compile.models.batch_norms import Norm, batch_norms, with_statistics
 from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.watched import Arrival, copy_sharing, inputs_seen
-
-LARGEST_GAIN = 2.0  # s / s', where more would be noise
 
 
 def find_norms(model: nn.Module, calls: Iterable[Call]) -> dict[str, Norm]:
@@ -50,8 +48,8 @@ def find_norms(model: nn.Module, calls: Iterable[Call]) -> dict[str, Norm]:
     return {name: norm for name in found if isinstance(norm := model.get_submodule(name), Norm)}
 
 
-def fit_norm(norm: Norm, arrivals: Sequence[Arrival]) -> Norm:
-    """A norm with the statistics of what reaches it in the sketch, see the file; itself if that is the same.
+def fit_norm(norm: Norm, arrivals: Sequence[Arrival]) -> Norm | None:
+    """A norm in eval mode, with the statistics of what reaches it in the sketch; None if that is the same.
 
     Args:
         norm: the dense model's; is not changed.
@@ -60,13 +58,11 @@ def fit_norm(norm: Norm, arrivals: Sequence[Arrival]) -> Norm:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     if all(torch.equal(one.x, one.z) for one in arrivals):
-        return norm
+        return None
     dense_mean, dense_variance = _statistics([one.x for one in arrivals])
     mean, variance = _statistics([one.z for one in arrivals])
     kept = norm.running_var.to(variance) + norm.eps
-    floor = 1e-6 * kept
-    gain = ((dense_variance + floor) / (variance + floor)).sqrt()
-    gain = gain.clamp(1.0 / LARGEST_GAIN, LARGEST_GAIN)
+    gain = restoring_gain(dense_variance, variance, kept)
     return with_statistics(
         norm,
         mean - (dense_mean - norm.running_mean.to(mean)) / gain,

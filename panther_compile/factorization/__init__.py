@@ -11,6 +11,7 @@ shared_basis several weights with one factor in common
 fit_matrix  A sketched linear layer from second moments
 moments     Second moments of what reaches a layer in the dense model (x) and in the sketched one (z)
 row_sums    Sums over rows, whole and by halves: what second moments are made of
-told        How much of a change is told by the inputs that it comes with
+reliability How much of a change is told by the inputs that it comes with
+gain        what restores the deviation of outputs that were fitted
 whiten      The best rank-r matrix in the metric of data: closed form, no training
 """

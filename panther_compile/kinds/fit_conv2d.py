@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
+from panther_compile.factorization.gain import restoring_gain
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE
 from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
@@ -83,7 +84,8 @@ def fit_conv2d_to(
 
     The kernel is cut in the metric of z and of errors at its output channels (`kernel_metric.py`); then the
     last factor and the bias are fitted, in closed form, so that the factors on z give what the dense layer
-    gives on x. Of large maps a few thousand places are looked at, see `windows.py`.
+    gives on x, where there is a bias with much of its deviations (`gain.py`). Of large maps a few thousand
+    places are looked at, see `windows.py`.
 
     Args:
         conv: the dense layer, on a plane.
@@ -145,28 +147,33 @@ def _refit_last(outputs: _Outputs, ridge: float) -> float:
         return _refit_bias(outputs)
     most = min(MAX_ROWS, max(_LEAST_ROWS, _ROWS_EACH * features // len(outputs.arrivals)))
     sums = [HalvedSums(channels, features, last.weight.device, apart=True) for _ in range(groups)]
-    power = 0.0
+    power = torch.zeros(groups, channels, dtype=torch.float64, device=last.weight.device)
     for wanted, read in outputs.of_each(most):
         wanted = wanted.float().unflatten(1, (groups, channels))
         read = read.float().reshape(-1, groups, features)
         for group, one in enumerate(sums):
             one.add(wanted[:, group], read[:, group], None, halved=True)
-        power += float(wanted.detach().double().square().sum())
+        power += wanted.detach().double().square().sum(0)
     power /= sums[0].rows
     explained = 0.0
     kernels, shifts = [], []
     present = last.weight.detach().double().reshape(groups, channels, features)
-    for one, before in zip(sums, present, strict=True):
+    for one, before, of_group in zip(sums, present, power, strict=True):
         kernel, means = _refitted(before, one, ridge, centred=conv.bias is not None)
-        explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
         if conv.bias is not None:
-            power -= float(means.x.square().sum())
+            of_group -= means.x.square()
+            given = (kernel @ means.covariance * kernel).sum(1)
+            usual = of_group.mean().clamp_min(1e-30)
+            told = (given / of_group.clamp_min(1e-30)).clamp(0.0, 1.0)  # where little is, noise would grow
+            kernel = (restoring_gain(of_group, given, usual) ** told)[:, None] * kernel
+        explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
         kernels.append(kernel)
         shifts.append(means.x - kernel @ means.z)
     copy_into(last.weight, torch.stack(kernels).reshape(last.weight.shape))
     if conv.bias is not None and last.bias is not None:
         copy_into(last.bias, conv.bias.double() + torch.cat(shifts))
-    return (max(0.0, power - explained) / max(power, 1e-30)) ** 0.5
+    total = float(power.sum())
+    return (max(0.0, total - explained) / max(total, 1e-30)) ** 0.5
 
 
 def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) -> tuple[Tensor, Means]:

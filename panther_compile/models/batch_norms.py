@@ -30,8 +30,8 @@ def batch_norms(model: nn.Module) -> list[Norm]:
 
 
 def with_statistics(norm: Norm, mean: Tensor, variance: Tensor) -> Norm:
-    """A copy of a norm that has these statistics (C,), and parameters of its own; hooks are the norm's."""
-    made = copy.copy(norm)
+    """A copy of a norm in eval mode, with these statistics (C,) and own parameters; its hooks are shared."""
+    made = copy.copy(norm).eval()
     made._parameters = {
         name: None if one is None else nn.Parameter(one.detach().clone(), one.requires_grad)
         for name, one in norm._parameters.items()
