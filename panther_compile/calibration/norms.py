@@ -35,7 +35,8 @@ def find_norms(model: nn.Module, calls: Iterable[Call]) -> dict[str, Norm]:
     if not batch_norms(model):
         return {}
     copied = copy_sharing(model, {})
-    found = {name: norm for name, norm in copied.named_modules() if norm in set(batch_norms(copied))}
+    norms = set(batch_norms(copied))
+    found = {name: norm for name, norm in copied.named_modules() if norm in norms}
     for call in calls:
         called = Counter[nn.Module]()
 
@@ -49,15 +50,20 @@ def find_norms(model: nn.Module, calls: Iterable[Call]) -> dict[str, Norm]:
 
 
 def fit_norm(norm: Norm, arrivals: Sequence[Arrival]) -> Norm | None:
-    """A norm in eval mode, with the statistics of what reaches it in the sketch; None if that is the same.
+    """A norm in eval mode, with the statistics of what reaches it in the sketch.
 
     Args:
         norm: the dense model's; is not changed.
         arrivals: what reached it in both.
+
+    Returns:
+        The norm; None if nothing has changed, or the sketch has run out of its dtype.
     """
     assert norm.running_mean is not None
     assert norm.running_var is not None
     if all(torch.equal(one.x, one.z) for one in arrivals):
+        return None
+    if not all(bool(one.z.isfinite().all()) for one in arrivals):
         return None
     dense_mean, dense_variance = _statistics([one.x for one in arrivals])
     mean, variance = _statistics([one.z for one in arrivals])

@@ -111,6 +111,11 @@ def test_a_norm_that_nothing_has_changed_for_is_left_as_it_is():
     assert fit_norm(norm, [Arrival(0, x, x.clone())]) is None
 
 
+def test_a_norm_that_is_given_infinities_is_left_as_it_is():
+    norm, x = trained(nn.BatchNorm1d(3)), torch.randn(8, 3)
+    assert fit_norm(norm, [Arrival(0, x, x + 0.1), Arrival(1, x, x / 0)]) is None
+
+
 def test_norms_that_each_run_calls_once_are_found(model):
     assert list(find_norms(model, record_calls(model, data()[:2]))) == ["first", "norm1", "norm2"]
 
