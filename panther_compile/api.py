@@ -68,7 +68,8 @@ def sketchify(
         data: inputs of the model, without labels, to fit the layers to: a loader, a list of batches or one
             batch, or a function that calls the model. A few hundred samples of what the model will be used
             for keep it much closer to itself than the weights alone can tell. The model runs on them in eval
-            mode. "model": inputs that are made up, as they are without data where `synthetic` says.
+            mode; in the result, batch norms have the statistics of what reaches them there. "model": inputs
+            that are made up, as they are without data where `synthetic` says.
         max_drop: in place of a ratio: how far the score may fall below the dense model's, in its own units.
             The smallest ratio that keeps it is searched for, with at most 7 evaluations of smaller models;
             `sketch_report(result).curve` has what was measured.
