@@ -473,10 +473,12 @@ def _replace_in_place(model: nn.Module, prepared: Prepared, new: dict[nn.Module,
         names = {module: name for name, module in prepared.model.named_modules()}
         lift_in_place(model, (names[old] for old in new if not isinstance(old, Norm)))
         new = {model.get_submodule(names[old]): layer for old, layer in new.items()}
-    for old, layer in new.items():
-        if isinstance(old, Norm) and isinstance(layer, Norm):
-            take_statistics(old, layer)
-    return replace_inside(model, {old: layer for old, layer in new.items() if not isinstance(old, Norm)})
+    layers = dict(new)
+    for old, made in new.items():
+        if isinstance(old, Norm) and isinstance(made, Norm):  # an optimizer has its parameters
+            take_statistics(old, made)
+            del layers[old]
+    return replace_inside(model, layers)
 
 
 def copy_model(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:

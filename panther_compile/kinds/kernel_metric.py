@@ -120,7 +120,7 @@ class KernelSums:
         self._taps.add(rows, rows)
 
     def moments(self, ridge: float) -> PatchMoments:
-        """Of what was added.
+        """Second moments of what was added.
 
         Args:
             ridge: on second moments, of their mean power.
