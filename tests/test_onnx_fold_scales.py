@@ -54,6 +54,32 @@ def test_scales_and_shifts_go_into_the_convolution_before(tmp_path, constant, gr
     assert folded(source) == (3, {"Conv": 1, "Relu": 1})
 
 
+def norm(given, result, **attributes):
+    return node("BatchNormalization", [given, "g", "beta", "m", "v"], [result], **attributes)
+
+
+STATISTICS = {name: 0.5 + np.abs(random(8)) for name in ("g", "beta", "m", "v")}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_batch_norm_goes_into_the_convolution_before(tmp_path, bias):
+    nodes = [norm("y0", "y1", epsilon=0.3), node("Relu", ["y1"], ["y"])]
+    source = conv(tmp_path / "in.onnx", nodes, bias=bias, **STATISTICS)
+    assert folded(source) == (1, {"Conv": 1, "Relu": 1})
+
+
+def test_a_batch_norm_goes_into_the_convolution_behind(tmp_path):
+    nodes = [node("Relu", ["y0"], ["a"]), norm("a", "p"), node("Conv", ["p", "V"], ["y"])]
+    assert folded(conv(tmp_path / "in.onnx", nodes, **STATISTICS)) == (1, {"Conv": 2, "Relu": 1})
+
+
+def test_a_batch_norm_that_is_given_its_statistics_stays(tmp_path):
+    nodes = [node("Abs", ["v0"], ["v"]), norm("y0", "y1"), node("Relu", ["y1"], ["y"])]
+    statistics = {name: one for name, one in STATISTICS.items() if name != "v"}
+    source = conv(tmp_path / "in.onnx", nodes, **statistics, v0=STATISTICS["v"])
+    assert folded(source) == (0, {"Abs": 1, "BatchNormalization": 1, "Conv": 1, "Relu": 1})
+
+
 @pytest.mark.parametrize("constant", [ONE, CHANNELS])
 @pytest.mark.parametrize(
     ("pads", "left"), [([0, 0, 0, 0], {}), ([1, 1, 1, 1], {"Add": 1})], ids=["unpadded", "padded"]

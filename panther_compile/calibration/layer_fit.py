@@ -236,6 +236,7 @@ class LayerFit:
             choice.rank,
             pivoted=choice.scheme == "pivoted" if self._stored else None,
             dtype=weight.dtype,
+            restores=target.view.is_spatial and bias is not None,
         )
         return target.build(found), found.output_error
 

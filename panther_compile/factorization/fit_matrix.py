@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.factorization.balance import balanced
+from panther_compile.factorization.gain import gain_as_told
 from panther_compile.factorization.metric import weighed
 from panther_compile.factorization.moments import Moments
 from panther_compile.factorization.pivot import ROUNDING, from_pivoted, split_at, to_pivoted
@@ -48,6 +49,7 @@ def fit_matrix_to(
     *,
     pivoted: bool | None,
     dtype: torch.dtype,
+    restores: bool = False,
 ) -> FittedPair:
     """Fit W' z + b' to W x + b, or to W x + b + s - s' where the output is added to s.
 
@@ -60,6 +62,7 @@ def fit_matrix_to(
         pivoted: whether the pivoted form is wanted, or a balanced pair; None leaves the factors as they come,
             which is enough to try them.
         dtype: in which the factors will be stored.
+        restores: whether outputs are to deviate as the dense layer's do, as much as is told (`gain.py`).
     """
     dense = weight.detach().to(moments.covariance.device).double()
     anchored, by_outputs = anchored_product(dense, moments), dense.shape[0] <= dense.shape[1]
@@ -72,6 +75,8 @@ def fit_matrix_to(
         if pivoted is not None:
             left, right = balanced(left, right, moments.covariance)
         down = right
+    if restores:
+        left = _gain(dense, left, right, moments)[:, None] * left
     error = output_error(dense, left, right, moments)
     bias = shifted_bias(bias, anchored_mean(dense, moments), left @ (right @ moments.mean_z))
     return FittedPair(left, down, start, bias, error)
@@ -144,6 +149,13 @@ def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor |
         given: the mean output `(O,)` of the new weight.
     """
     return None if bias is None else bias.detach().to(wanted) + (wanted - given)
+
+
+def _gain(weight: Tensor, left: Tensor, right: Tensor, moments: Moments) -> Tensor:
+    """Of each output (O,), by the rows that `moments` keeps."""
+    wanted = (moments.sample_x @ weight.float().T).double().var(0)
+    given = ((moments.sample_z @ right.float().T) @ left.float().T).double().var(0)
+    return gain_as_told(wanted, given, wanted.mean().clamp_min(1e-30))
 
 
 def _pivot(

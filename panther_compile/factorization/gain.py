@@ -23,3 +23,9 @@ def restoring_gain(wanted: Tensor, given: Tensor, usual: Tensor | float) -> Tens
     floor = _FLOOR * usual
     gain = ((wanted.clamp_min(0.0) + floor) / (given.clamp_min(0.0) + floor)).sqrt()
     return gain.clamp(1.0 / LARGEST, LARGEST)
+
+
+def gain_as_told(wanted: Tensor, given: Tensor, usual: Tensor | float) -> Tensor:
+    """The same, to the power of the share of the variance that is told: where little is, noise would grow."""
+    told = (given / wanted.clamp_min(1e-30)).clamp(0.0, 1.0)
+    return restoring_gain(wanted, given, usual) ** told

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
-from panther_compile.factorization.gain import restoring_gain
+from panther_compile.factorization.gain import gain_as_told
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE
 from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
@@ -164,8 +164,7 @@ def _refit_last(outputs: _Outputs, ridge: float) -> float:
             of_group -= means.x.square()
             given = (kernel @ means.covariance * kernel).sum(1)
             usual = of_group.mean().clamp_min(1e-30)
-            told = (given / of_group.clamp_min(1e-30)).clamp(0.0, 1.0)  # where little is, noise would grow
-            kernel = (restoring_gain(of_group, given, usual) ** told)[:, None] * kernel
+            kernel = gain_as_told(of_group, given, usual)[:, None] * kernel
         explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
         kernels.append(kernel)
         shifts.append(means.x - kernel @ means.z)

@@ -1,4 +1,4 @@
-"""Scales and shifts by constants go into the convolutions beside them.
+"""Scales and shifts by constants, batch norms among them, go into the convolutions beside them.
 
 Before:
     y = Conv(x, W, b);  z = Mul(y, s);  u = Add(z, t);  a = Relu(u)
@@ -171,6 +171,8 @@ def _fold_ahead_of_all(node: ir.Node, writer: GraphWriter) -> int:
 
 def _affine(node: ir.Node) -> _Affine | None:
     """What a node does to a value that is no constant, if it scales or shifts it by one."""
+    if is_onnx(node, "BatchNormalization"):
+        return _norm(node)
     if node.graph is None or not is_onnx(node, "Mul", "Div", "Add", "Sub"):
         return None
     for index in (1, 0) if is_onnx(node, "Mul", "Add") else (1,):
@@ -182,6 +184,30 @@ def _affine(node: ir.Node) -> _Affine | None:
         with np.errstate(all="ignore"):
             return _Affine(value, 1 / constant if node.op_type == "Div" else constant, np.zeros(()), node)
     return None
+
+
+def _norm(node: ir.Node) -> _Affine | None:
+    """The same of a batch norm, whose statistics are constants."""
+    value, constants = node.inputs[0], [_constant(one) for one in node.inputs[1:]]
+    trains = node.attributes.get_int("training_mode", 0) == 1 or len(node.outputs) > 1
+    axes = None if value is None else _rank(value)
+    if node.graph is None or value is None or axes is None or trains:
+        return None
+    known = [one for one in constants if one is not None]
+    if len(known) < len(constants):
+        return None
+    weight, bias, mean, variance = known
+    scale = weight / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
+    scale, shift = (one.reshape(-1, *(1,) * (axes - 2)) for one in (scale, bias - mean * scale))
+    return _Affine(value, scale, shift, node)
+
+
+def _rank(value: ir.Value) -> int | None:
+    """How many axes a value has; None where that is not known."""
+    maker = value.producer()
+    if maker is not None and is_onnx(maker, "Conv") and (weight := maker.inputs[1]) is not None:
+        value = weight
+    return None if value.shape is None else len(value.shape)
 
 
 def _conv(node: ir.Node) -> _Conv | None:

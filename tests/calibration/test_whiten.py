@@ -157,6 +157,31 @@ def test_bias_makes_up_for_the_means():
     assert float(lost.mean(0).abs().max()) < 1e-3 * float((x @ weight.T).abs().mean())
 
 
+@pytest.mark.parametrize("pivoted", [False, True])
+def test_outputs_deviate_as_those_of_the_dense_layer_where_that_is_asked_for(pivoted):
+    """But for those of which little is told; least squares alone has them deviate less."""
+    weight, x, z, _ = problem(24, 32)
+    moments, bias = moments_of(x, z, centred=True), torch.zeros(24)
+    plain, restored = (
+        fit_matrix_to(
+            weight, bias, moments, None, 10, pivoted=pivoted, dtype=torch.float64, restores=restores
+        )
+        for restores in (False, True)
+    )
+
+    def given(found):
+        return z @ (found.left @ (found.right if found.start is None else rebuilt(found))).T
+
+    wanted = x @ weight.T
+    told = (given(plain).std(0) / wanted.std(0)).square()
+    well = told > 0.85
+    assert int(well.sum()) > 6
+    assert bool((given(plain).std(0)[well] < 0.99 * wanted.std(0)[well]).any())
+    torch.testing.assert_close(given(restored).std(0)[well], wanted.std(0)[well], rtol=0.03, atol=0)
+    lost = wanted - given(restored) - restored.bias
+    assert float(lost.mean(0).abs().max()) < 1e-3 * float(wanted.abs().mean())
+
+
 def test_output_error_is_the_error_of_the_rows():
     weight, x, z, metric = problem(12, 20)
     moments = moments_of(x, z)
