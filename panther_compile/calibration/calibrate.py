@@ -27,8 +27,8 @@ from panther_compile.calibration.resume import Folder, identity_of
 from panther_compile.calibration.study import Study, study_layers
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, some_names
-from panther_compile.factorization.moments import RIDGE
-from panther_compile.kinds.targets import Target, find_targets, watch
+from panther_compile.factorization.moments import RIDGE, RIDGE_OF_PLACES
+from panther_compile.kinds.targets import Target, find_targets, most_are, watch
 from panther_compile.memory import FreedMemory
 from panther_compile.models.batches import Call, device_of, kept_positions, learnt_of, spread_out
 from panther_compile.models.cached import find_cached
@@ -116,7 +116,9 @@ def study_model(
         )
 
     # Inputs show the moments of those in training no nearer than what batch norms know of them.
-    study = kept or study_with([max(RIDGE, look.off)])[0]
+    are_places = most_are(targets.values(), lambda target: target.view.is_spatial)
+    least = RIDGE_OF_PLACES if are_places else RIDGE
+    study = kept or study_with([max(least, look.off)])[0]
     studied = Studied(
         model=model,
         found=found,

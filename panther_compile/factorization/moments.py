@@ -13,6 +13,7 @@ SAMPLE = 1024  # rows kept to measure errors on
 _KEPT = 32  # batches at least that they come from, if there are so many
 ROUNDING = 1e-6  # of the mean power before the means are taken off, likewise
 RIDGE = 1e-4  # of the mean power, added to both second moments: where there is no data, W is kept
+RIDGE_OF_PLACES = 1e-2  # likewise, of rows that are places of a picture or a sound, and much alike
 
 
 @dataclass(frozen=True, slots=True)
