@@ -37,7 +37,7 @@ from panther_compile.shelf import Shelf
 from panther_compile.storage import UNFINISHED, checked_path, replace_file
 from panther_compile.typed_json import read_record
 
-FORMAT = "panther_compile.calibration 6"
+FORMAT = "panther_compile.calibration 7"
 MANIFEST = "calibration.json"
 _SINGLE = ("values", "weights", "shares")  # of a study: a tensor of a name
 _PARTS = {"factors": 3, "links": 6, "patches": 4}  # several

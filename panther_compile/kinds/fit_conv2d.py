@@ -64,7 +64,7 @@ def cut_conv2d(
     kernels = metric.take_back(choice.scheme, found.kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
     if layer.up.bias is not None and conv.groups == 1:
-        lost = (dense - layer.weight.double()).sum((2, 3)) @ moments.mean
+        lost = torch.einsum("oihw,ihw->o", dense - layer.weight.double(), moments.mean)
         copy_into(layer.up.bias, layer.up.bias.double() + lost)
     return layer
 

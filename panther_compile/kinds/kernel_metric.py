@@ -2,11 +2,12 @@
 
     E ‖ G^½ (W - W') p ‖² ≈ ‖ G^½ (W - W') (C ⊗ T_h ⊗ T_w)^½ ‖²,
 
-p being the patches that the kernel reads, C = E[z zᵀ] the second moments of its input's channels, T_h and T_w
-those of the pixels above and beside each other in one channel, as shares of their power; about the means of
-the channels where there is a bias, which makes up for these. Neighbours in images and sound are much alike,
-so that kernels of few frequencies do most. Each part is a change of basis of one axis of W, which every
-scheme survives: what is factorized in the new bases is taken back factor by factor.
+p being the patches that the kernel reads, padding included, C the second moments of their channels, T_h and
+T_w those of the pixels above and beside each other in one channel, as shares of their power; about the means
+of each channel at each tap where there is a bias, which makes up for these: in short maps the outer taps read
+much padding. Neighbours in images and sound are much alike, so that kernels of few frequencies do most. Each
+part is a change of basis of one axis of W, which every scheme survives: what is factorized in the new bases
+is taken back factor by factor.
 """
 
 # O out_channels, I in_channels, G groups, kh x kw kernel
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.factorization.conv2d import conv_candidates
-from panther_compile.factorization.moments import MomentSums
+from panther_compile.factorization.moments import MAX_ROWS, ROUNDING, thinned
 from panther_compile.factorization.whiten import Root, root_of
-from panther_compile.kinds.windows import Convolution, rows_read, windows
+from panther_compile.kinds.windows import Convolution, windows
+
+_LEAST_PATCHES = 512  # of a batch, which kernels of many taps need
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class PatchMoments:
         channels: C (I, I); empty for a convolution with groups.
         above: T_h (kh, kh), as shares of the mean power.
         beside: T_w (kw, kw), likewise.
-        mean: E[z] (I,); zeros where moments are taken about zero, or there are groups.
+        mean: E[p] (I / G, kh, kw); zeros where moments are taken about zero, or there are groups.
     """
 
     channels: Tensor
@@ -104,20 +107,21 @@ class KernelSums:
     ) -> None:
         self._conv, self._reads = conv, reads or conv
         self._centred = conv.bias is not None if centred is None else centred
-        device = conv.weight.device
-        self._channels = MomentSums(conv.in_channels, device) if conv.groups == 1 else None
-        self._taps = MomentSums(conv.kernel_size[0] * conv.kernel_size[1], device)
+        self._about: Tensor | None = None  # near the means, so that no digits are lost to them
+        self._taps, self._channels = _Sums(), _Sums()
 
     def add(self, x: Tensor) -> None:
         """Add an input (N, I, *) or (I, *)."""
-        axes = len(self._reads.kernel_size)
-        if self._channels is not None:
-            rows = rows_read(self._reads, x)
-            self._channels.add(rows, rows)
-        if self._centred:
-            x = x - x.mean([axis for axis in range(x.dim()) if axis != x.dim() - axes - 1], keepdim=True)
-        rows = windows(self._reads, x.reshape(-1, 1, *x.shape[-axes:])).flatten(1)
-        self._taps.add(rows, rows)
+        taps = self._conv.kernel_size[0] * self._conv.kernel_size[1]
+        patches = windows(self._reads, x, max(_LEAST_PATCHES, MAX_ROWS // taps)).flatten(2).float()
+        if not len(patches):
+            return
+        if self._about is None:
+            self._about = patches.mean(0) if self._centred else torch.zeros_like(patches[0])
+        patches = patches - self._about
+        self._taps.add(patches)
+        if self._conv.groups == 1:
+            self._channels.add(thinned(patches, max(1, MAX_ROWS // taps)).mT)
 
     def moments(self, ridge: float) -> PatchMoments:
         """Second moments of what was added.
@@ -125,11 +129,13 @@ class KernelSums:
         Args:
             ridge: on second moments, of their mean power.
         """
-        taps = self._taps.moments(centred=False, ridge=ridge).covariance
-        channels, mean = taps.new_zeros(0, 0), taps.new_zeros(self._conv.in_channels)
-        if self._channels is not None:
-            moments = self._channels.moments(centred=self._centred, ridge=ridge)
-            channels, mean = moments.covariance, moments.mean_x
+        assert self._about is not None
+        taps = self._taps.moments(ridge, centred=self._centred)
+        channels, mean = taps.new_zeros(0, 0), torch.zeros_like(self._conv.weight[0], dtype=taps.dtype)
+        if self._conv.groups == 1:
+            channels = self._channels.moments(ridge, centred=self._centred)
+            if self._centred:
+                mean = (self._about.double() + self._taps.mean).view_as(mean)
         taps = taps.view(*self._conv.kernel_size, *self._conv.kernel_size)
         above, beside = torch.einsum("abcb->ac", taps), torch.einsum("abad->bd", taps)
         return PatchMoments(channels, _as_shares(above), _as_shares(beside), mean)
@@ -142,6 +148,39 @@ class KernelSums:
             for one in conv_candidates(weight, self._conv.groups)
             if one.energies is not None
         }
+
+
+class _Sums:
+    """Sums over patches (n, A, B), of their second moments over B: products in float32, sums in float64."""
+
+    def __init__(self) -> None:
+        self._patches = 0
+        self._total: Tensor | float = 0.0
+        self._products: Tensor | float = 0.0
+
+    def add(self, patches: Tensor) -> None:
+        """Add patches."""
+        rows = patches.flatten(0, 1)
+        self._patches += len(patches)
+        self._total = self._total + patches.double().sum(0)
+        self._products = self._products + (rows.T @ rows).double()
+
+    @property
+    def mean(self) -> Tensor:
+        """E[p] (A, B)."""
+        assert isinstance(self._total, Tensor)
+        return self._total / self._patches
+
+    def moments(self, ridge: float, *, centred: bool) -> Tensor:
+        """E[p_aᵀ p_a] (B, B), the mean over a, about the means or zero, with the ridge."""
+        assert isinstance(self._products, Tensor)
+        mean = self.mean
+        found = self._products / (self._patches * len(mean))
+        rounding = ROUNDING * float(found.diagonal().mean())
+        if centred:
+            found = found - mean.T @ mean / len(mean)
+        found.diagonal().add_(rounding + ridge * float(found.diagonal().mean().clamp_min(1e-30)))
+        return found
 
 
 def _along(weight: Tensor, axis: int, matrix: Tensor) -> Tensor:

@@ -70,6 +70,27 @@ def test_energies_tell_what_the_output_loses(scheme):
     assert abs(said - error) < 0.5 * abs(candidate.error(rank) - error)  # nearer than the weight alone tells
 
 
+@pytest.mark.parametrize("padding_mode", ["zeros", "replicate"])
+def test_moments_are_about_the_mean_of_each_tap(padding_mode):
+    """In a map of four pixels the outer taps of a kernel of three read padding once in four times."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(5, 8, 3, padding=1, padding_mode=padding_mode)
+    x = torch.randn(64, 5, 4) + torch.linspace(1, 3, 5)[:, None]
+    sums = kind_of(conv).view(conv).input_sums()
+    for part in x.split(16):
+        sums.add(part)
+    found = sums.moments(0.0)
+    beside = (x[..., :1], x[..., -1:]) if padding_mode == "replicate" else 2 * (torch.zeros(64, 5, 1),)
+    padded = torch.cat((beside[0], x, beside[1]), -1)
+    patches = padded.unfold(-1, 3, 1).transpose(1, 2).flatten(0, 1).double()  # (n, I, taps)
+    about = patches - patches.mean(0)
+    channels, taps = (torch.einsum(how, about, about) for how in ("nit,njt->ij", "nit,niu->tu"))
+    torch.testing.assert_close(found.mean.flatten(1), patches.mean(0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.channels, channels / (3 * len(patches)), rtol=1e-4, atol=1e-5)
+    shares = taps / taps.diagonal().mean()
+    torch.testing.assert_close(found.above.view(3, 3), shares, rtol=1e-4, atol=1e-5)
+
+
 def test_zeros_and_single_images_have_a_metric():
     conv = nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular")
     for x in (torch.zeros(2, 6, 7, 7), torch.randn(6, 7, 7)):
