@@ -254,6 +254,21 @@ def test_a_clip_that_leaves_out_0_stays(tmp_path, low, high, stays):
     assert far(run(path, data[0].numpy())[0], model(data[0]).detach().numpy()) < 0.02
 
 
+def test_bounds_of_a_clip_with_an_axis(tmp_path):
+    model, data = Clamped(0.0, 6.0).eval(), list(torch.randn(12, 32, SIDE, SIDE).split(4))
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    pc.export_onnx(model, data[0], source)
+    graph = onnx.load(source)
+    (clip,) = (one for one in graph.graph.node if one.op_type == "Clip")
+    for bound, number in zip(("low", "high"), (0, 6), strict=True):
+        graph.graph.initializer.append(numpy_helper.from_array(np.full(1, number, np.float32), bound))
+    clip.input[1:] = ["low", "high"]
+    onnx.save(graph, source)
+    pc.sketch_onnx(source, target, 1.0, data=data, then="int8")
+    assert not any(one.op_type == "Clip" for one in ir.load(target).graph)
+    assert far(run(target, data[0].numpy())[0], run(source, data[0].numpy())[0]) < 0.02
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_data_that_are_not_finite(tmp_path, value):
     model, data = Clamped(0.0, 6.0).eval(), list(torch.randn(16, 32, SIDE, SIDE).split(4))

@@ -32,7 +32,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.files import read_model, write_model
 from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.pair_range import LARGEST, pair_rounded
-from panther_compile.onnx.patterns import feeds_output, is_onnx
+from panther_compile.onnx.patterns import feeds_output, fixed_tensor, is_onnx
 
 _ACTIVATIONS = ("Relu", "Clip")
 _JOINS = ("Add", "Concat")
@@ -147,8 +147,8 @@ def _candidates(model: ir.Model) -> list[ir.Node]:
 def _holds_0(node: ir.Node) -> bool:
     """Whether 0 is among what an activation may give, as it is in ranges: they stand for it in the file."""
     for sign, bound in zip((1, -1), node.inputs[1:3] if is_onnx(node, "Clip") else (), strict=False):
-        tensor = None if bound is None else ir.convenience.get_const_tensor(bound)
-        if bound is not None and (tensor is None or sign * float(tensor.numpy()) > 0):
+        tensor = fixed_tensor(bound)
+        if bound is not None and (tensor is None or sign * float(tensor.numpy().reshape(())) > 0):
             return False
     return True
 
@@ -198,7 +198,7 @@ def _read(node: ir.Node) -> list[ir.Value]:
 
 
 def _is_float_constant(value: ir.Value | None) -> bool:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(value)
     return tensor is not None and tensor.dtype == ir.DataType.FLOAT
 
 
