@@ -248,7 +248,8 @@ def _unsafe(weight: OnnxWeight, model: ir.Model) -> str | None:
             if not is_weight and not (is_onnx(node, "Transpose") and _leads_to(node.outputs[0], nodes)):
                 return f"its weight is also read by {node.op_type} {node.name or ''}".rstrip()
     if len({(use.is_conv, use.index, use.transposed, _geometry(use.node)) for use in weight.uses}) > 1:
-        return "its weight is used in several ways (transposed, on the other side, or with other strides)"
+        ways = "transposed, on the other side, by another operator, or with other strides"
+        return f"its weight is used in several ways ({ways})"
     return None
 
 
@@ -270,7 +271,7 @@ def _geometry(node: ir.Node) -> tuple[object, ...]:
         return ()
     axes = len(node.inputs[1].shape or ()) - 2
     strides, dilations = (tuple(node.attributes.get_ints(n, [1] * axes)) for n in ("strides", "dilations"))
-    return node.attributes.get_int("group", 1), strides, dilations
+    return node.op_type, node.attributes.get_int("group", 1), strides, dilations
 
 
 def _unusual(weight: OnnxWeight) -> str | None:
