@@ -22,7 +22,13 @@ from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import factored_weights, feeds_output, holds_graph, is_onnx
+from panther_compile.onnx.patterns import (
+    factored_weights,
+    feeds_output,
+    fixed_tensor,
+    holds_graph,
+    is_onnx,
+)
 from panther_compile.planning.selection import (
     HEAD,
     Selectable,
@@ -147,8 +153,7 @@ def to_torch(tensor: ir.TensorProtocol) -> Tensor:
 
 def multiplies_by_matrix(node: ir.Node) -> bool:
     """Whether a MatMul or Gemm multiplies rows of its input by a constant matrix."""
-    value = node.inputs[1]
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(node.inputs[1])
     return tensor is not None and len(tensor.shape) == 2 and node.attributes.get_int("transA", 0) == 0
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import GraphWriter
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import fixed_tensor, is_onnx
 from panther_compile.onnx.sites import matrix_of, multiplies_by_matrix, to_torch
 
 EXPONENT = 0.8
@@ -65,7 +65,7 @@ def _readers(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
 def _constants(norm: ir.Node) -> list[int]:
     """Places of the weight and the bias of a norm; none unless both are constant."""
     places = [place for place in range(1, len(norm.inputs)) if norm.inputs[place] is not None]
-    known = [ir.convenience.get_const_tensor(norm.inputs[place]) for place in places]  # type: ignore[arg-type]
+    known = [fixed_tensor(norm.inputs[place]) for place in places]
     return places if all(one is not None and len(one.shape) == 1 for one in known) else []
 
 
