@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -323,6 +324,16 @@ def test_weights_that_may_be_given_stay_inputs(tmp_path, op_type, ir_version):
     source = make(tmp_path / "in.onnx", alone, {"w": random(40, 40)}, **options, x=("n", 40))
     with pytest.raises(NoTargetError, match="there is none, and no data"):
         pc.sketch_onnx(source, target, 1.0, then="int8")
+
+
+def test_an_old_file_with_its_weights_beside_it(tmp_path):
+    source, target = mlp(tmp_path / "in.onnx", WIDTHS, opset=11), tmp_path / "out.onnx"
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location="weights", size_threshold=0)
+    report = pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 3
+    assert report.sketched_bytes < 0.4 * report.dense_bytes
+    x = random(5, 96)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
 
 
 @pytest.mark.parametrize("transposed", [0, 1])

@@ -50,10 +50,14 @@ def check_rounding(then: object) -> None:
         raise ConfigError(f"{then=}, wanted one of {', '.join(map(repr, ROUNDINGS))}")
 
 
-def for_int8(model: ir.Model) -> ir.Model:
+def for_int8(model: ir.Model, folder: Path) -> ir.Model:
     """The model in opset 13, before which there is no scale for each output; itself if its own is no older.
 
     One of an IR version below 4, in which scales would have to be inputs, becomes one of 4.
+
+    Args:
+        model: is changed.
+        folder: where its weights are, if they are in other files.
 
     Raises:
         ConfigError: ONNX's converter cannot convert it.
@@ -63,12 +67,14 @@ def for_int8(model: ir.Model) -> ir.Model:
     if opset >= _OLDEST_OPSET:
         return model
     try:
-        return ir.from_proto(convert_version(ir.to_proto(model), _OLDEST_OPSET))
+        converted = ir.from_proto(convert_version(ir.to_proto(model), _OLDEST_OPSET))
     except ConvertError as error:
         raise ConfigError(
             f"then='int8' needs opset {_OLDEST_OPSET} or newer, the source has {opset}, and ONNX cannot "
             f"convert it: {first_line(error)}"
         ) from error
+    ir.external_data.set_base_dir(converted.graph, str(folder.absolute()))
+    return converted
 
 
 def check_can_round(model: ir.Model) -> None:

@@ -253,7 +253,7 @@ def _sketched(
     folded = fuse_hard_swish(model) + fold_scales(model)
     if then == "int8":
         check_can_round(model)
-        model = for_int8(model)
+        model = for_int8(model, source.parent)
     sites = find_onnx_sites(model, config)
 
     def form(plan: SketchPlan) -> SketchPlan:
