@@ -58,7 +58,9 @@ class _Seen:
         self.size = 0  # entries of one sample
 
     def add(self, array: np.ndarray, draw: np.random.Generator) -> None:
-        """Take an array (N, channels, ...) into account."""
+        """Take an array (N, channels, ...) into account; one without entries shows nothing."""
+        if not array.size:
+            return
         self._low, self._high = min(self._low, float(array.min())), max(self._high, float(array.max()))
         self._kept.append(array.reshape(-1)[draw.integers(0, array.size, self._sampled)])
         self._sums = self._sums + array.sum(tuple(set(range(array.ndim)) - {1}), dtype=np.float64)
@@ -154,7 +156,10 @@ def _holds_0(node: ir.Node) -> bool:
 
 
 def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.Node]:
-    """The nodes of runs, one feeding the next, that multiply enough for what they read and give."""
+    """The nodes of runs, one feeding the next, that multiply enough for what they read and give.
+
+    Runs with a value that no data show are left out.
+    """
     among, runs = set(nodes), nx.Graph()
     runs.add_nodes_from(nodes)
     runs.add_edges_from(
@@ -171,7 +176,8 @@ def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.No
                 weight = _array(node.inputs[1])
                 moved += weight.size
                 multiplied += weight[0].size * seen[str(node.outputs[0].name)].size
-        if multiplied >= _PAYS * moved:
+        shown = all(seen[str(value.name)].size for node in run for value in (*_read(node), *node.outputs[:1]))
+        if shown and multiplied >= _PAYS * moved:
             kept |= run
     return [node for node in nodes if node in kept]
 

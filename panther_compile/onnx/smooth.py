@@ -72,14 +72,18 @@ def _constants(norm: ir.Node) -> list[int]:
 def _largest(
     model: ir.Model, values: Sequence[ir.Value], feeds: Sequence[Feed], folder: Path
 ) -> Mapping[ir.Value, Tensor]:
-    """The largest size of each feature (I,) of some values."""
+    """The largest size of each feature (I,) of some values; those without a finite row have no entry."""
     names = [str(value.name) for value in values]
     found: dict[str, np.ndarray] = {}
     for arrays in ObservedModel(model, values, folder).run(feeds, names):
         for name, array in arrays.items():
-            sizes = np.abs(array).reshape(-1, array.shape[-1]).max(0)
-            found[name] = np.maximum(found.get(name, sizes), sizes)
-    return {value: torch.from_numpy(found[name]) for value, name in zip(values, names, strict=True)}
+            rows = np.abs(array).reshape(-1, array.shape[-1])
+            rows = rows[np.isfinite(rows).all(1)]  # attention to nothing is NaN
+            if len(rows):
+                sizes = rows.max(0)
+                found[name] = np.maximum(found.get(name, sizes), sizes)
+    by_name = dict(zip(names, values, strict=True))
+    return {by_name[name]: torch.from_numpy(sizes) for name, sizes in found.items()}
 
 
 def _scales(largest: Tensor, weights: Sequence[Tensor]) -> Tensor:
