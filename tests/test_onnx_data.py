@@ -1,5 +1,7 @@
 """sketch_onnx(data=...): what reaches the weights decides what is kept of them."""
 
+import warnings
+
 import numpy as np
 import onnx
 import pytest
@@ -220,6 +222,20 @@ def test_weights_and_biases_that_several_nodes_read(tmp_path):
     left = {tensor.name for tensor in onnx.load(target).graph.initializer}
     assert not {"w", "v", "b", "b2"} & left
     assert "on the last batch of the data" in str(report)
+
+
+@pytest.mark.parametrize("then", ["none", "int8"])
+def test_the_errors_are_those_of_the_last_batch(tmp_path, then):
+    """Batches are mixed to be fitted to."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r"]), node("MatMul", ["r", "v"], ["y"])]
+    weights = {"w": random(48, 64), "v": random(64, 48)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights), tmp_path / "out.onnx"
+    for count in (5, 12):
+        data = [random(8, 48) for _ in range(count)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pc.SketchQualityWarning)
+            report = pc.sketch_onnx(source, target, data=data, then=then, **(OPTIONS | ALL))
+        assert report.output_errors["y"] == pytest.approx(error(source, target, data[-1]), rel=1e-4)
 
 
 def branched(path, *, inner=False):

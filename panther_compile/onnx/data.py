@@ -34,6 +34,12 @@ class Feed(dict[str, Any]):
         self.place = place
 
 
+def last_at_the_end(feeds: Sequence[Feed]) -> list[Feed]:
+    """Batches that were spread out, the one that came last in the data behind the others."""
+    last = max(feeds, key=lambda feed: feed.place)
+    return [*(feed for feed in feeds if feed is not last), last]
+
+
 class ObservedModel:
     """A model that can be run on data, and shows values of its graph.
 
