@@ -203,7 +203,7 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
         if dtype is None:
             raise OnnxMismatchError(
                 f"{what}: input {one.name!r} is a {one.type}, and nothing random can be made of it; "
-                "verify=False writes the sketched model unchecked"
+                "give data=, or verify=False, which writes the sketched model unchecked"
             )
         floating = np.issubdtype(dtype, np.floating)
         values = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
