@@ -336,6 +336,20 @@ def test_an_old_file_with_its_weights_beside_it(tmp_path):
     assert far(run(target, x)[0], run(source, x)[0]) < 0.05
 
 
+def test_an_old_file_with_functions(tmp_path):
+    opsets = [helper.make_opsetid("", 11)]
+    call = [node("MatMul", ["a", "m"], ["p"]), node("Relu", ["p"], ["o"])]
+    function = helper.make_function("own", "layer", ["a", "m"], ["o"], call, opsets)
+    nodes = [node("layer", ["x", "w"], ["h"], domain="own"), node("MatMul", ["h", "v"], ["y"])]
+    options = {"functions": [function], "domains": [helper.make_opsetid("own", 1)], "opset": 11}
+    weights = {"w": random(48, 40), "v": random(40, 32)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights, y=("n", 32), **options), tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 2
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_a_gemm_without_an_entry_stays(tmp_path, transposed):
     nodes = [

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx.inliner import inline_local_functions
 from onnx.version_converter import ConvertError, convert_version
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -53,7 +54,8 @@ def check_rounding(then: object) -> None:
 def for_int8(model: ir.Model, folder: Path) -> ir.Model:
     """The model in opset 13, before which there is no scale for each output; itself if its own is no older.
 
-    One of an IR version below 4, in which scales would have to be inputs, becomes one of 4.
+    One of an IR version below 4, in which scales would have to be inputs, becomes one of 4. ONNX's converter
+    drops functions, which are put in the place of their calls.
 
     Args:
         model: is changed.
@@ -66,8 +68,11 @@ def for_int8(model: ir.Model, folder: Path) -> ir.Model:
     opset = model.opset_imports.get("") or 0
     if opset >= _OLDEST_OPSET:
         return model
+    proto = ir.to_proto(model)
+    if proto.functions:
+        proto = inline_local_functions(proto)
     try:
-        converted = ir.from_proto(convert_version(ir.to_proto(model), _OLDEST_OPSET))
+        converted = ir.from_proto(convert_version(proto, _OLDEST_OPSET))
     except ConvertError as error:
         raise ConfigError(
             f"then='int8' needs opset {_OLDEST_OPSET} or newer, the source has {opset}, and ONNX cannot "
