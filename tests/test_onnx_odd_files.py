@@ -268,6 +268,19 @@ def test_maps_are_named(tmp_path):
         pc.sketch_onnx(source, tmp_path / "out.onnx")
 
 
+def test_sparse_constants_are_named(tmp_path):
+    values = helper.make_tensor("values", TensorProto.FLOAT, [2], [1.0, 2.0])
+    sparse = helper.make_sparse_tensor(values, helper.make_tensor("at", TensorProto.INT64, [2], [0, 5]), [64])
+    nodes = [
+        node("Constant", [], ["b"], sparse_value=sparse),
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Add", ["h", "b"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 64)})
+    with pytest.raises(OnnxInvalidError, match=r"in.onnx: Constant 'b' holds a sparse tensor, wanted dense"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx")
+
+
 def test_a_wreck_is_warned_of(tmp_path):
     matrices = {name: random(96, 96) / 10 for name in ("a", "b", "c")}
     nodes = [
