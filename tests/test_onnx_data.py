@@ -1,5 +1,7 @@
 """sketch_onnx(data=...): what reaches the weights decides what is kept of them."""
 
+import warnings
+
 import numpy as np
 import onnx
 import pytest
@@ -220,6 +222,48 @@ def test_weights_and_biases_that_several_nodes_read(tmp_path):
     left = {tensor.name for tensor in onnx.load(target).graph.initializer}
     assert not {"w", "v", "b", "b2"} & left
     assert "on the last batch of the data" in str(report)
+
+
+@pytest.mark.parametrize("kind", [object, str])
+def test_columns_of_text(tmp_path, kind):
+    """As converters of scikit-learn write them; strings are given as ONNX Runtime takes them."""
+    names = [f"c{place}" for place in range(24)]
+    ml = {"domain": "ai.onnx.ml"}
+    nodes = [
+        node("OneHotEncoder", ["text"], ["chosen"], cats_strings=names, **ml),
+        node("Reshape", ["chosen", "flat"], ["row"]),
+        node("Concat", ["row", "x"], ["h"], axis=1),
+        node("MatMul", ["h", "w"], ["m"]),
+        node("Relu", ["m"], ["r"]),
+        node("MatMul", ["r", "v"], ["y"]),
+    ]
+    weights = {"flat": np.array([-1, 24]), "w": random(48, 64), "v": random(64, 48)}
+    text = helper.make_tensor_value_info("text", TensorProto.STRING, ("n", 1))
+    options = {"inputs": [text], "y": ("n", 48), "domains": [helper.make_opsetid("ai.onnx.ml", 2)]}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 24), **options)
+    data = [{"x": random(8, 24), "text": RNG.choice(names, (8, 1)).astype(kind)} for _ in range(5)]
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.75, data=data, **(OPTIONS | ALL))
+    assert report.closeness.inputs == "5 batches of the data it was fitted to"
+    assert len(report.fitted) == 2
+    for given in (np.zeros((8, 1)), np.full((8, 1), None)):
+        with pytest.raises(DataError, match=r"batch 0 of data: input 'text' is \w+, wanted strings"):
+            pc.sketch_onnx(source, tmp_path / "out.onnx", data=[data[0] | {"text": given}], **OPTIONS)
+    with pytest.raises(OnnxMismatchError, match="nothing random can be made of it; give data="):
+        pc.sketch_onnx(source, tmp_path / "out.onnx", **(OPTIONS | ALL))
+
+
+@pytest.mark.parametrize("then", ["none", "int8"])
+def test_the_errors_are_those_of_the_last_batch(tmp_path, then):
+    """Batches are mixed to be fitted to."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r"]), node("MatMul", ["r", "v"], ["y"])]
+    weights = {"w": random(48, 64), "v": random(64, 48)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights), tmp_path / "out.onnx"
+    for count in (5, 12):
+        data = [random(8, 48) for _ in range(count)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pc.SketchQualityWarning)
+            report = pc.sketch_onnx(source, target, data=data, then=then, **(OPTIONS | ALL))
+        assert report.output_errors["y"] == pytest.approx(error(source, target, data[-1]), rel=1e-4)
 
 
 def branched(path, *, inner=False):

@@ -3,10 +3,12 @@
 import warnings
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.version_converter import ConvertError
 from onnx_models import far, kinds, low_rank, make, mlp, node, random, run
 from torch import nn
@@ -293,6 +295,73 @@ def test_products_of_what_other_domains_make(tmp_path):
     target = tmp_path / "out.onnx"
     pc.sketch_onnx(source, target, 1.0, then="int8")
     assert kinds(target)["MatMulInteger"] == 2
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
+@pytest.mark.parametrize("op_type", ["MatMul", "Gemm"])
+@pytest.mark.parametrize("ir_version", [3, 8])
+def test_weights_that_may_be_given_stay_inputs(tmp_path, op_type, ir_version):
+    """They were rounded, and their inputs taken away; Constant nodes are in int8 in old files too."""
+    matrix = numpy_helper.from_array(random(48, 40), "v")
+    nodes = [
+        node("Constant", [], ["v"], value=matrix),
+        node("MatMul", ["x", "v"], ["h"]),
+        node(op_type, ["h", "w"], ["y"], **({"transB": 1} if op_type == "Gemm" else {})),
+    ]
+    given = [helper.make_tensor_value_info("w", TensorProto.FLOAT, (40, 40))]
+    options = {"ir_version": ir_version, "inputs": given, "opset": 11, "y": ("n", 40)}
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(40, 40)}, **options)
+    target = tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert [one.name for one in ir.load(target).graph.inputs] == ["x", "w"]
+    assert kinds(target)["MatMulInteger"] == 1
+    session = [ort.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in (source, target)]
+    feed = {"x": random(5, 48)} | ({"w": random(40, 40)} if ir_version > 3 else {})
+    wanted, found = (one.run(None, feed)[0] for one in session)
+    assert far(found, wanted) < 0.05
+    alone = [node(op_type, ["x", "w"], ["y"])]
+    source = make(tmp_path / "in.onnx", alone, {"w": random(40, 40)}, **options, x=("n", 40))
+    with pytest.raises(NoTargetError, match="there is none, and no data"):
+        pc.sketch_onnx(source, target, 1.0, then="int8")
+
+
+def test_an_old_file_with_its_weights_beside_it(tmp_path):
+    source, target = mlp(tmp_path / "in.onnx", WIDTHS, opset=11), tmp_path / "out.onnx"
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location="weights", size_threshold=0)
+    report = pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 3
+    assert report.sketched_bytes < 0.4 * report.dense_bytes
+    x = random(5, 96)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
+def test_an_old_file_with_functions(tmp_path):
+    opsets = [helper.make_opsetid("", 11)]
+    call = [node("MatMul", ["a", "m"], ["p"]), node("Relu", ["p"], ["o"])]
+    function = helper.make_function("own", "layer", ["a", "m"], ["o"], call, opsets)
+    nodes = [node("layer", ["x", "w"], ["h"], domain="own"), node("MatMul", ["h", "v"], ["y"])]
+    options = {"functions": [function], "domains": [helper.make_opsetid("own", 1)], "opset": 11}
+    weights = {"w": random(48, 40), "v": random(40, 32)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights, y=("n", 32), **options), tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 2
+    x = random(5, 48)
+    assert far(run(target, x)[0], run(source, x)[0]) < 0.05
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_a_gemm_without_an_entry_stays(tmp_path, transposed):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Gemm", ["h", "empty"], ["e"], transB=transposed),
+        node("Concat", ["e", "h"], ["y"], axis=1),
+    ]
+    empty = np.zeros((0, 40) if transposed else (40, 0), np.float32)
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 40), "empty": empty})
+    target = tmp_path / "out.onnx"
+    pc.sketch_onnx(source, target, 1.0, then="int8")
+    assert kinds(target)["MatMulInteger"] == 1
     x = random(5, 48)
     assert far(run(target, x)[0], run(source, x)[0]) < 0.05
 

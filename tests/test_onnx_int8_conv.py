@@ -254,6 +254,45 @@ def test_a_clip_that_leaves_out_0_stays(tmp_path, low, high, stays):
     assert far(run(path, data[0].numpy())[0], model(data[0]).detach().numpy()) < 0.02
 
 
+@pytest.mark.parametrize("every", [2, 1])
+def test_batches_that_no_convolution_sees(tmp_path, every):
+    """As of pictures beside texts: in some batches, or in all, there is none."""
+    nodes = [
+        node("Conv", ["p", "k"], ["c"], pads=[1] * 4),
+        node("Relu", ["c"], ["r"]),
+        node("Conv", ["r", "l"], ["d"], pads=[1] * 4),
+        node("GlobalAveragePool", ["d"], ["z"]),
+        node("MatMul", ["x", "w"], ["y"]),
+    ]
+    weights = {"k": random(32, 32, 3, 3), "l": random(32, 32, 3, 3), "w": random(48, 64)}
+    ends = [onnx.helper.make_tensor_value_info(name, 1, ("m", 32, *sides)) for name, *sides in ENDS]
+    source = make(tmp_path / "in.onnx", nodes, weights, inputs=ends[:1], outputs=ends[1:])
+    data = [{"x": random(4, 48), "p": random(2 * (i % every), 32, SIDE, SIDE)} for i in range(6)]
+    pc.sketch_onnx(source, tmp_path / "out.onnx", 1.0, data=data, then="int8")
+    assert all(is_rounded == (every > 1) for _, is_rounded in stored(tmp_path / "out.onnx").values())
+    feed = [random(4, 48), random(2, 32, SIDE, SIDE)]
+    for found, wanted in zip(run(tmp_path / "out.onnx", feed), run(source, feed), strict=True):
+        assert far(found, wanted) < 0.05
+
+
+ENDS = (("p", SIDE, SIDE), ("z", 1, 1))
+
+
+def test_bounds_of_a_clip_with_an_axis(tmp_path):
+    model, data = Clamped(0.0, 6.0).eval(), list(torch.randn(12, 32, SIDE, SIDE).split(4))
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    pc.export_onnx(model, data[0], source)
+    graph = onnx.load(source)
+    (clip,) = (one for one in graph.graph.node if one.op_type == "Clip")
+    for bound, number in zip(("low", "high"), (0, 6), strict=True):
+        graph.graph.initializer.append(numpy_helper.from_array(np.full(1, number, np.float32), bound))
+    clip.input[1:] = ["low", "high"]
+    onnx.save(graph, source)
+    pc.sketch_onnx(source, target, 1.0, data=data, then="int8")
+    assert not any(one.op_type == "Clip" for one in ir.load(target).graph)
+    assert far(run(target, data[0].numpy())[0], run(source, data[0].numpy())[0]) < 0.02
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_data_that_are_not_finite(tmp_path, value):
     model, data = Clamped(0.0, 6.0).eval(), list(torch.randn(16, 32, SIDE, SIDE).split(4))

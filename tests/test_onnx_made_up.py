@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_models import make, run
+from onnx_models import OPTIONS, make, node, random, run
 
 import panther_compile as pc
 from panther_compile.onnx import made_up
@@ -139,3 +139,13 @@ def test_sounds_of_a_convolution_along_time(tmp_path, monkeypatch, shape, wanted
     assert not report.made_up  # so few numbers are sketched by themselves
     assert report.closeness.inputs == "2 batches of made-up sounds"
     assert made_for(make(tmp_path / "two.onnx", nodes, weights, x=("n", 2, 600)), tmp_path) is None
+
+
+def test_pictures_of_no_size_are_not_made_up(tmp_path):
+    nodes = [node("Conv", ["x", "w"], ["c"], pads=[1] * 4), node("Relu", ["c"], ["r"])]
+    nodes += [node("Conv", ["r", "v"], ["y"], pads=[1] * 4)]
+    weights = {"w": random(16, 3, 3, 3), "v": random(16, 16, 3, 3)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=(0, 3, 16, 16))
+    report = pc.sketch_onnx(source, tmp_path / "out.onnx", 0.5, include="v", **OPTIONS)
+    assert [line.name for line in report.plan.sketched] == ["v"]
+    assert not report.made_up

@@ -69,6 +69,24 @@ def test_a_weight_that_is_transposed_in_one_of_its_nodes_says_so(tmp_path, how):
         pc.sketch_onnx(source, tmp_path / "out.onnx", include="w", **OPTIONS)
 
 
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_kernel_of_a_convolution_and_of_a_transposed_one_stays(tmp_path, with_data):
+    """As in autoencoders with tied weights."""
+    nodes = [
+        node("Conv", ["x", "w"], ["c"], strides=[2, 2]),
+        node("Relu", ["c"], ["r"]),
+        node("ConvTranspose", ["r", "w"], ["t"], strides=[2, 2]),
+        node("Conv", ["t", "v"], ["y"]),
+    ]
+    weights = {"w": kernel(32, 16, 2), "v": kernel(32, 16, 3)}
+    source, target = make(tmp_path / "in.onnx", nodes, weights, x=("n", 16, 8, 8)), tmp_path / "out.onnx"
+    data = [random(2, 16, 8, 8) for _ in range(3)] if with_data else None
+    report = pc.sketch_onnx(source, target, data=data, include="*", **OPTIONS)
+    assert "used in several ways (transposed, on the other side, by another operator" in reasons(report)["w"]
+    assert [line.name for line in report.plan.sketched] == ["v"]
+    assert_same_outputs(source, target, random(2, 16, 8, 8))
+
+
 # -------------------------------------------------------------------------------------------- external data
 
 
@@ -247,6 +265,19 @@ def test_maps_are_named(tmp_path):
     model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
     onnx.save(model, source)
     with pytest.raises(OnnxInvalidError, match=r"in.onnx: 'z' is a map, as ZipMap makes, wanted tensors"):
+        pc.sketch_onnx(source, tmp_path / "out.onnx")
+
+
+def test_sparse_constants_are_named(tmp_path):
+    values = helper.make_tensor("values", TensorProto.FLOAT, [2], [1.0, 2.0])
+    sparse = helper.make_sparse_tensor(values, helper.make_tensor("at", TensorProto.INT64, [2], [0, 5]), [64])
+    nodes = [
+        node("Constant", [], ["b"], sparse_value=sparse),
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Add", ["h", "b"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, {"w": random(48, 64)})
+    with pytest.raises(OnnxInvalidError, match=r"in.onnx: Constant 'b' holds a sparse tensor, wanted dense"):
         pc.sketch_onnx(source, tmp_path / "out.onnx")
 
 

@@ -222,3 +222,27 @@ def test_bad_input(files, tmp_path):
     ):
         pc.add_residual_onnx(tmp_path / "fixed.onnx", dense, target, 8, data=drawn())
     assert not target.exists()
+
+
+@pytest.mark.parametrize("form", ["MatMulNBits", "QDQ"])
+@pytest.mark.parametrize("with_data", [False, True])
+def test_files_in_half_that_do_not_say_what_types_values_have(tmp_path, form, with_data):
+    generator = np.random.default_rng(2)
+    weights = {
+        "first": (generator.standard_normal((48, 64)) / 7).astype(np.float16),
+        "bias": generator.standard_normal(64).astype(np.float16),
+        "second": (generator.standard_normal((64, 48)) / 8).astype(np.float16),
+    }
+    half = onnx.TensorProto.FLOAT16
+    nodes = onnx.load(dense_file(tmp_path / "dense.onnx")).graph.node
+    options = {"opset": 21, "ir_version": 10, "dtype": half}
+    dense = make(tmp_path / "dense.onnx", nodes, weights, x=("n", 48), y=("n", 48), **options)
+    low, target = FORMS[form](dense, tmp_path / "low.onnx"), tmp_path / "out.onnx"
+    data = [batch.astype(np.float16) for batch in drawn()]
+    report = pc.add_residual_onnx(low, dense, target, 4, data=data if with_data else None)
+    assert report.kept
+    assert [row.branch_bytes for row in report.rows] == [2 * 4 * (48 + 64)] * 2
+    factors = [one for one in onnx.load(target).graph.initializer if one.name.endswith(("down", "up"))]
+    assert {one.data_type for one in factors} == {half}
+    found, before, wanted = (run(path, data[0])[0].astype(np.float32) for path in (target, low, dense))
+    assert np.linalg.norm(found - wanted) < np.linalg.norm(before - wanted)

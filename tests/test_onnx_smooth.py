@@ -98,3 +98,18 @@ def test_int8_is_closer_with_data(tmp_path):
         np.linalg.norm(run(tmp_path / name, x.numpy())[0] - wanted) for name in ("scaled.onnx", "plain.onnx")
     ]
     assert errors[0] < 0.7 * errors[1]
+
+
+def test_rows_that_are_not_finite_and_batches_without_rows_show_nothing(tmp_path):
+    source, x = normed(tmp_path / "in.onnx", [node("MatMul", ["h", "w"], ["y"])]), random(32, 16)
+    spoiled, target = x.copy(), tmp_path / "out.onnx"
+    spoiled[5] = np.nan
+    model = read_model(source)
+    smooth_inputs(model, [{"x": x[:0]}, {"x": spoiled}], tmp_path)
+    write_model(model, target)
+    assert_same(source, target, x)
+    unseen = read_model(source)
+    smooth_inputs(unseen, [{"x": x[:0]}], tmp_path)
+    write_model(unseen, target)
+    assert kinds(target) == kinds(source)
+    assert_same(source, target, x)

@@ -122,6 +122,38 @@ def test_nan_in_place_of_infinity_is_told(tmp_path):
         compare_files(source, other)
 
 
+def test_unsigned_bytes_are_pixels_unless_the_source_takes_fewer(tmp_path):
+    """Of pixels that are 0 or 1 outputs hardly differ, and any rounding would destroy them."""
+    pixels = [
+        node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        node("Sub", ["f", "mean"], ["c"]),
+        node("Mul", ["c", "scale"], ["h"]),
+        node("MatMul", ["h", "w"], ["a"]),
+        node("Relu", ["a"], ["r"]),
+        node("MatMul", ["r", "v"], ["z"]),
+        node("Cast", ["z"], ["y"], to=TensorProto.UINT8),
+    ]
+    value = helper.make_tensor_value_info("z", TensorProto.FLOAT, ("n", 48))
+    weights = {
+        "mean": np.float32([110]),
+        "scale": np.float32([0.02]),
+        "w": random(48, 64),
+        "v": random(64, 48),
+    }
+    options = {"dtype": TensorProto.UINT8, "y": ("n", 48), "outputs": [value]}
+    source, target = make(tmp_path / "in.onnx", pixels, weights, **options), tmp_path / "out.onnx"
+    assert pc.sketch_onnx(source, target, 1.0, then="int8").closeness.grade == "good"
+    ids = [
+        node("Cast", ["x"], ["i"], to=TensorProto.INT64),
+        node("Gather", ["t", "i"], ["e"]),
+        node("MatMul", ["e", "w"], ["z"]),
+        pixels[-1],
+    ]
+    weights = {"t": random(8, 48), "w": low_rank(48, 48)}
+    source = make(tmp_path / "in.onnx", ids, weights, x=("n",), **options)
+    assert pc.sketch_onnx(source, target, 0.5, include="w", **OPTIONS).closeness.inputs == "random inputs"
+
+
 def test_what_cannot_be_run_is_told(tmp_path):
     weights, parts = {"w": low_rank(48, 48)}, [node("MatMul", ["x", "w"], ["y"])]
     source, target = make(tmp_path / "in.onnx", parts, weights), tmp_path / "out.onnx"

@@ -22,6 +22,9 @@ OnnxData: TypeAlias = Iterable[Any]
 array of the only input. Arrays are NumPy's, or tensors of torch."""
 
 
+_TEXT = "tensor(string)"
+
+
 class Feed(dict[str, Any]):
     """The arrays of a batch, by the names of the model's inputs.
 
@@ -32,6 +35,12 @@ class Feed(dict[str, Any]):
     def __init__(self, arrays: Mapping[str, Any], place: int = 0) -> None:
         super().__init__(arrays)
         self.place = place
+
+
+def last_at_the_end(feeds: Sequence[Feed]) -> list[Feed]:
+    """Batches that were spread out, the one that came last in the data behind the others."""
+    last = max(feeds, key=lambda feed: feed.place)
+    return [*(feed for feed in feeds if feed is not last), last]
 
 
 class ObservedModel:
@@ -167,14 +176,24 @@ def _checked(given: object, wanted: ort.NodeArg, where: str, *, copy: bool) -> n
     if not isinstance(given, np.ndarray | Tensor):
         raise ConfigTypeError(f"{where} is a {type(given).__name__}, wanted an array")
     dtype, found = numpy_dtype(wanted), str(given.dtype).removeprefix("torch.")
+    if wanted.type == _TEXT and _is_text(given):
+        dtype, found = given.dtype, str(given.dtype)
     if dtype is None or found != str(np.dtype(dtype)):
-        raise DataError(f"{where} is {found}, wanted {wanted.type if dtype is None else np.dtype(dtype)}")
+        plain = "strings" if wanted.type == _TEXT else wanted.type
+        raise DataError(f"{where} is {found}, wanted {plain if dtype is None else np.dtype(dtype)}")
     array = _array(given, where)
     if not has_sizes(array, wanted.shape):
         raise DataError(f"{where} has shape {array.shape}, wanted {tuple(wanted.shape)}")
     if np.issubdtype(array.dtype, np.floating) and bool(np.isnan(array).any()):
         raise DataError(f"{where} holds NaN")
     return np.array(array, order="C", copy=True if copy or not array.flags.writeable else None)
+
+
+def _is_text(given: np.ndarray | Tensor) -> bool:
+    """Whether an array holds strings, as columns of tables do."""
+    if not isinstance(given, np.ndarray) or given.dtype.kind not in "OU":
+        return False
+    return all(isinstance(one, str) for one in given.flat)
 
 
 def _array(given: np.ndarray | Tensor, where: str) -> np.ndarray:

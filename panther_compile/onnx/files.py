@@ -234,6 +234,10 @@ def _check_supported(proto: onnx.ModelProto, path: Path) -> None:
         )
     if proto.training_info or any(graph.sparse_initializer for graph in _graphs(proto.graph)):
         raise OnnxInvalidError(f"{path} holds training_info or sparse initializers, which would be lost")
+    for node in _nodes(proto):
+        if any(one.HasField("sparse_tensor") or one.sparse_tensors for one in node.attribute):
+            what = f"{node.op_type} {node.name or next(iter(node.output), '')!r}"
+            raise OnnxInvalidError(f"{path}: {what} holds a sparse tensor, wanted dense ones")
     for graph in _graphs(proto.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             if _holds_map(value.type):

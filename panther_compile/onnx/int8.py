@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx.inliner import inline_local_functions
 from onnx.version_converter import ConvertError, convert_version
-from onnx_ir.passes.common import NameFixPass
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -19,12 +19,13 @@ from panther_compile.errors import ConfigError, NoTargetError, SketchQualityWarn
 from panther_compile.factorization.balance import pays_in_int8
 from panther_compile.onnx.centre import centre_latents, correct_biases
 from panther_compile.onnx.data import Feed
-from panther_compile.onnx.files import is_large, read_model, saved_copy, write_model
+from panther_compile.onnx.files import WEIGHTS_APART, is_large, read_model, saved_copy, write_model
 from panther_compile.onnx.forms import keep_sums_apart
 from panther_compile.onnx.int8_conv import round_convolutions
 from panther_compile.onnx.int8_tables import round_tables
+from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.pair_range import fit_pair_range
-from panther_compile.onnx.patterns import holds_graph, is_onnx
+from panther_compile.onnx.patterns import fixed_tensor, holds_graph, is_onnx
 from panther_compile.onnx.smooth import smooth_inputs
 from panther_compile.onnx.verify import compare_files
 from panther_compile.records import Closeness, LayerPlan, SketchPlan
@@ -50,22 +51,35 @@ def check_rounding(then: object) -> None:
         raise ConfigError(f"{then=}, wanted one of {', '.join(map(repr, ROUNDINGS))}")
 
 
-def for_int8(model: ir.Model) -> ir.Model:
+def for_int8(model: ir.Model, folder: Path) -> ir.Model:
     """The model in opset 13, before which there is no scale for each output; itself if its own is no older.
+
+    One of an IR version below 4, in which scales would have to be inputs, becomes one of 4. ONNX's converter
+    drops functions, which are put in the place of their calls.
+
+    Args:
+        model: is changed.
+        folder: where its weights are, if they are in other files.
 
     Raises:
         ConfigError: ONNX's converter cannot convert it.
     """
+    model.ir_version = max(model.ir_version, WEIGHTS_APART)
     opset = model.opset_imports.get("") or 0
     if opset >= _OLDEST_OPSET:
         return model
+    proto = ir.to_proto(model)
+    if proto.functions:
+        proto = inline_local_functions(proto)
     try:
-        return ir.from_proto(convert_version(ir.to_proto(model), _OLDEST_OPSET))
+        converted = ir.from_proto(convert_version(proto, _OLDEST_OPSET))
     except ConvertError as error:
         raise ConfigError(
             f"then='int8' needs opset {_OLDEST_OPSET} or newer, the source has {opset}, and ONNX cannot "
             f"convert it: {first_line(error)}"
         ) from error
+    ir.external_data.set_base_dir(converted.graph, str(folder.absolute()))
+    return converted
 
 
 def check_can_round(model: ir.Model) -> None:
@@ -204,16 +218,12 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
         path, plain, skip_symbolic_shape=True, skip_optimization=not fold, save_as_external_data=large
     )
     source = read_model(plain)
-    others = _not_rounded(source)
-    if others:  # they are left out by name
-        NameFixPass()(source)
-    if _drop_empty_ends(source) or others:
+    if _drop_empty_ends(source) + _hide_others(source):
         write_model(source, plain)
     quantize_dynamic(
         round_convolutions(plain, feeds, large) if feeds else plain,
         rounded,
         op_types_to_quantize=_PRODUCTS,
-        nodes_to_exclude=[str(node.name) for node in others],
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,
@@ -248,18 +258,24 @@ def _drop_empty_ends(model: ir.Model) -> int:
     return len(nodes)
 
 
-def _not_rounded(model: ir.Model) -> list[ir.Node]:
-    """The products by a constant that is no matrix in float32, which ONNX Runtime's quantizer takes too.
+def _hide_others(model: ir.Model) -> int:
+    """Put an Identity ahead of what is no constant matrix in float32, in place; counts the products by it.
 
-    It is a vector, a batch of matrices, one without an entry, or of another type.
+    ONNX Runtime's quantizer takes such a product too, and knows the Gemm that it leaves out by its name no
+    more once it has made a MatMul of it. The right operand is a vector, a batch of matrices, one without an
+    entry, or of another type, or an input that may be given another value.
     """
-    return [
-        node
-        for node in model.graph
-        if is_onnx(node, *_PRODUCTS)
-        and (weight := ir.convenience.get_const_tensor(node.inputs[1])) is not None  # type: ignore[arg-type]
-        and (len(weight.shape) != 2 or weight.size == 0 or weight.dtype != ir.DataType.FLOAT)
-    ]
+    writer, count = GraphWriter(model), 0
+    for node in list(model.graph):
+        value = node.inputs[1] if is_onnx(node, *_PRODUCTS) else None
+        weight = None if value is None else ir.convenience.get_const_tensor(value)
+        if weight is None:
+            continue
+        is_matrix = len(weight.shape) == 2 and weight.size > 0 and weight.dtype == ir.DataType.FLOAT
+        if not is_matrix or fixed_tensor(value) is None:
+            node.replace_input_with(1, writer.node(node, "Identity", (value,))[0])
+            count += 1
+    return count
 
 
 def _finished(path: Path, feeds: Sequence[Feed]) -> ir.Model:

@@ -32,7 +32,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.files import read_model, write_model
 from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.pair_range import LARGEST, pair_rounded
-from panther_compile.onnx.patterns import feeds_output, is_onnx
+from panther_compile.onnx.patterns import feeds_output, fixed_tensor, is_onnx
 
 _ACTIVATIONS = ("Relu", "Clip")
 _JOINS = ("Add", "Concat")
@@ -58,7 +58,9 @@ class _Seen:
         self.size = 0  # entries of one sample
 
     def add(self, array: np.ndarray, draw: np.random.Generator) -> None:
-        """Take an array (N, channels, ...) into account."""
+        """Take an array (N, channels, ...) into account; one without entries shows nothing."""
+        if not array.size:
+            return
         self._low, self._high = min(self._low, float(array.min())), max(self._high, float(array.max()))
         self._kept.append(array.reshape(-1)[draw.integers(0, array.size, self._sampled)])
         self._sums = self._sums + array.sum(tuple(set(range(array.ndim)) - {1}), dtype=np.float64)
@@ -147,14 +149,17 @@ def _candidates(model: ir.Model) -> list[ir.Node]:
 def _holds_0(node: ir.Node) -> bool:
     """Whether 0 is among what an activation may give, as it is in ranges: they stand for it in the file."""
     for sign, bound in zip((1, -1), node.inputs[1:3] if is_onnx(node, "Clip") else (), strict=False):
-        tensor = None if bound is None else ir.convenience.get_const_tensor(bound)
-        if bound is not None and (tensor is None or sign * float(tensor.numpy()) > 0):
+        tensor = fixed_tensor(bound)
+        if bound is not None and (tensor is None or sign * float(tensor.numpy().reshape(())) > 0):
             return False
     return True
 
 
 def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.Node]:
-    """The nodes of runs, one feeding the next, that multiply enough for what they read and give."""
+    """The nodes of runs, one feeding the next, that multiply enough for what they read and give.
+
+    Runs with a value that no data show are left out.
+    """
     among, runs = set(nodes), nx.Graph()
     runs.add_nodes_from(nodes)
     runs.add_edges_from(
@@ -171,7 +176,8 @@ def _that_pay(nodes: Sequence[ir.Node], seen: Mapping[str, _Seen]) -> list[ir.No
                 weight = _array(node.inputs[1])
                 moved += weight.size
                 multiplied += weight[0].size * seen[str(node.outputs[0].name)].size
-        if multiplied >= _PAYS * moved:
+        shown = all(seen[str(value.name)].size for node in run for value in (*_read(node), *node.outputs[:1]))
+        if shown and multiplied >= _PAYS * moved:
             kept |= run
     return [node for node in nodes if node in kept]
 
@@ -198,7 +204,7 @@ def _read(node: ir.Node) -> list[ir.Value]:
 
 
 def _is_float_constant(value: ir.Value | None) -> bool:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(value)
     return tensor is not None and tensor.dtype == ir.DataType.FLOAT
 
 

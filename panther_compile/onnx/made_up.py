@@ -61,10 +61,12 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int, folder: Pat
         folder: of the file.
 
     Returns:
-        None for a model that takes anything but images alone, (N, 1 or 3, H, W) of floats, sounds alone,
-        (N, T) with ones anywhere, whose first convolution is along time and reads one channel, or tokens
-        (N, T) by the names of transformers, with a tokenizer at hand.
+        None for a model that takes nothing, by a size of 0, or anything but images alone, (N, 1 or 3, H, W)
+        of floats, sounds alone, (N, T) with ones anywhere, whose first convolution is along time and reads
+        one channel, or tokens (N, T) by the names of transformers, with a tokenizer at hand.
     """
+    if any(0 in one.shape for one in dense.inputs):
+        return None
     if any(one.name == _IDS for one in dense.inputs):
         return _texts(model, dense, seed, folder)
     if len(dense.inputs) != 1:

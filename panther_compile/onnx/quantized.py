@@ -37,12 +37,19 @@ class Product:
             ahead of a DynamicQuantizeLinear, whose range holds all that it is given.
         y: what it makes.
         matrix: `(I, O)`, float32.
+        dtype: that it computes in; values in a file need not have one.
     """
 
     name: str
     x: ir.Value
     y: ir.Value
     matrix: Tensor
+    dtype: ir.DataType
+
+    @property
+    def branch_dtype(self) -> torch.dtype:
+        """Of the factors beside it."""
+        return torch.float16 if self.dtype == ir.DataType.FLOAT16 else torch.float32
 
 
 def quantized_products(model: ir.Model, folder: Path) -> list[Product]:
@@ -61,8 +68,9 @@ def quantized_products(model: ir.Model, folder: Path) -> list[Product]:
         if ends is None:
             continue
         x, y, features = ends
-        matrix = _matrix(model, x, y, features, folder)
-        found.append(Product(node.name or str(y.name), x, y, matrix))
+        dtype = _dtype_of(node)
+        matrix = _matrix(_part(model, x, y, dtype), features, folder)
+        found.append(Product(node.name or str(y.name), x, y, matrix, dtype))
     return found
 
 
@@ -78,7 +86,8 @@ def dense_products(model: ir.Model) -> list[Product]:
                 matrix = to_torch(weight.tensor).float()
                 matrix = matrix.t() if use.transposed else matrix
                 alpha = use.node.attributes.get_float("alpha", 1.0)
-                found[use.node] = Product(use.node.name or str(y.name), x, y, alpha * matrix)
+                dtype = ir.DataType(weight.tensor.dtype)
+                found[use.node] = Product(use.node.name or str(y.name), x, y, alpha * matrix, dtype)
     return [found[node] for node in model.graph if node in found]
 
 
@@ -152,9 +161,21 @@ def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
     return (columns, rows) if turned else (rows, columns)
 
 
-def _matrix(model: ir.Model, x: ir.Value, y: ir.Value, features: int, folder: Path) -> Tensor:
-    """What the nodes from x to y make of the unit vectors, less what they make of zeros (I, O)."""
-    with saved_copy(_part(model, x, y), folder) as path:
+def _dtype_of(node: ir.Node) -> ir.DataType:
+    """What a quantized product computes in: the type of its scales."""
+    scale = node.inputs[2] if node.op_type == "MatMulNBits" else None
+    if is_onnx(node, "MatMul", "Gemm"):
+        maker = node.inputs[1].producer()  # type: ignore[union-attr] # as _dequantized_shape has it
+        if maker is not None and is_onnx(maker, "Transpose"):
+            maker = maker.inputs[0].producer()  # type: ignore[union-attr]
+        scale = None if maker is None else maker.inputs[1]
+    tensor = None if scale is None else ir.convenience.get_const_tensor(scale)
+    return ir.DataType.FLOAT if tensor is None else ir.DataType(tensor.dtype)
+
+
+def _matrix(part: ir.Model, features: int, folder: Path) -> Tensor:
+    """What a product makes of the unit vectors, less what it makes of zeros (I, O)."""
+    with saved_copy(part, folder) as path:
         session = load_session(path, "a quantized product")
         dtype = np.float16 if "float16" in session.get_inputs()[0].type else np.float32
         units, zeros = np.eye(features, dtype=dtype), np.zeros((1, features), dtype=dtype)
@@ -162,7 +183,7 @@ def _matrix(model: ir.Model, x: ir.Value, y: ir.Value, features: int, folder: Pa
     return torch.from_numpy(one.astype(np.float32) - none.astype(np.float32))
 
 
-def _part(model: ir.Model, x: ir.Value, y: ir.Value) -> ir.Model:
+def _part(model: ir.Model, x: ir.Value, y: ir.Value, dtype: ir.DataType) -> ir.Model:
     """A model of the nodes that make y of x, and of constants."""
     needed: set[ir.Node] = set()
     left = [y]
@@ -171,7 +192,7 @@ def _part(model: ir.Model, x: ir.Value, y: ir.Value) -> ir.Model:
         if maker is not None and maker not in needed:
             needed.add(maker)
             left += [value for value in maker.inputs if value is not None and value is not x]
-    given = ir.Value(name=_GIVEN, type=x.type or ir.TensorType(ir.DataType.FLOAT))
+    given = ir.Value(name=_GIVEN, type=x.type or ir.TensorType(dtype))
     new: dict[ir.Value, ir.Value] = {x: given}
     weights: list[ir.Value] = []
 

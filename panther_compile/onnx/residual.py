@@ -149,7 +149,12 @@ def _report(
     stored: int,
 ) -> ResidualReport:
     rows = [
-        ResidualRow(product.name, rank * kept, kept * 4 * rank * sum(product.matrix.shape), own)
+        ResidualRow(
+            product.name,
+            rank * kept,
+            kept * product.branch_dtype.itemsize * rank * sum(product.matrix.shape),
+            own,
+        )
         for (product, _), own in zip(pairs, bytes_before, strict=True)
     ]
     return ResidualReport(tuple(rows), before, after, kept, *sizes, stored)
@@ -224,9 +229,8 @@ class _Fit:
         if bias is not None:
             shift_constant(bias, branch.shift, self._writer)
         readers = list(product.y.uses())
-        dtype = torch.float16 if product.x.dtype == ir.DataType.FLOAT16 else torch.float32
         down, up = (
-            self._writer.weight(graph, f"{product.name}.{name}", one.T.to(dtype))
+            self._writer.weight(graph, f"{product.name}.{name}", one.T.to(product.branch_dtype))
             for name, one in (("down", branch.down), ("up", branch.up))
         )
         (latent,) = self._writer.node(node, "MatMul", (product.x, down))

@@ -22,7 +22,13 @@ from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
-from panther_compile.onnx.patterns import factored_weights, feeds_output, holds_graph, is_onnx
+from panther_compile.onnx.patterns import (
+    factored_weights,
+    feeds_output,
+    fixed_tensor,
+    holds_graph,
+    is_onnx,
+)
 from panther_compile.planning.selection import (
     HEAD,
     Selectable,
@@ -147,8 +153,7 @@ def to_torch(tensor: ir.TensorProtocol) -> Tensor:
 
 def multiplies_by_matrix(node: ir.Node) -> bool:
     """Whether a MatMul or Gemm multiplies rows of its input by a constant matrix."""
-    value = node.inputs[1]
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = fixed_tensor(node.inputs[1])
     return tensor is not None and len(tensor.shape) == 2 and node.attributes.get_int("transA", 0) == 0
 
 
@@ -248,7 +253,8 @@ def _unsafe(weight: OnnxWeight, model: ir.Model) -> str | None:
             if not is_weight and not (is_onnx(node, "Transpose") and _leads_to(node.outputs[0], nodes)):
                 return f"its weight is also read by {node.op_type} {node.name or ''}".rstrip()
     if len({(use.is_conv, use.index, use.transposed, _geometry(use.node)) for use in weight.uses}) > 1:
-        return "its weight is used in several ways (transposed, on the other side, or with other strides)"
+        ways = "transposed, on the other side, by another operator, or with other strides"
+        return f"its weight is used in several ways ({ways})"
     return None
 
 
@@ -270,7 +276,7 @@ def _geometry(node: ir.Node) -> tuple[object, ...]:
         return ()
     axes = len(node.inputs[1].shape or ()) - 2
     strides, dilations = (tuple(node.attributes.get_ints(n, [1] * axes)) for n in ("strides", "dilations"))
-    return node.attributes.get_int("group", 1), strides, dilations
+    return node.op_type, node.attributes.get_int("group", 1), strides, dilations
 
 
 def _unusual(weight: OnnxWeight) -> str | None:

@@ -17,7 +17,7 @@ from panther_compile.config import Selector, SketchConfig, check_has_data, check
 from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
 from panther_compile.healing.report import HealReport
 from panther_compile.models.surroundings import undisturbed
-from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
+from panther_compile.onnx.data import Feed, ObservedModel, OnnxData, last_at_the_end
 from panther_compile.onnx.files import check_apart, check_target, read_model, stored_bytes, write_model
 from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
@@ -253,7 +253,7 @@ def _sketched(
     folded = fuse_hard_swish(model) + fold_scales(model)
     if then == "int8":
         check_can_round(model)
-        model = for_int8(model)
+        model = for_int8(model, source.parent)
     sites = find_onnx_sites(model, config)
 
     def form(plan: SketchPlan) -> SketchPlan:
@@ -283,11 +283,12 @@ def _sketched(
     others = rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
+    what = FITTED_TO if made_up is None else made_up.what
+    seen = feeds if data is not None else ()
 
     def check(draft: Path) -> None:
-        compared.append(compare_files(source, draft, feeds, FITTED_TO if made_up is None else made_up.what))
+        compared.append(compare_files(source, draft, last_at_the_end(seen) if seen else feeds, what))
 
-    seen = feeds if data is not None else ()
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
     report = OnnxReport(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import GraphWriter
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import fixed_tensor, is_onnx
 from panther_compile.onnx.sites import matrix_of, multiplies_by_matrix, to_torch
 
 EXPONENT = 0.8
@@ -65,21 +65,25 @@ def _readers(model: ir.Model) -> dict[ir.Value, list[ir.Node]]:
 def _constants(norm: ir.Node) -> list[int]:
     """Places of the weight and the bias of a norm; none unless both are constant."""
     places = [place for place in range(1, len(norm.inputs)) if norm.inputs[place] is not None]
-    known = [ir.convenience.get_const_tensor(norm.inputs[place]) for place in places]  # type: ignore[arg-type]
+    known = [fixed_tensor(norm.inputs[place]) for place in places]
     return places if all(one is not None and len(one.shape) == 1 for one in known) else []
 
 
 def _largest(
     model: ir.Model, values: Sequence[ir.Value], feeds: Sequence[Feed], folder: Path
 ) -> Mapping[ir.Value, Tensor]:
-    """The largest size of each feature (I,) of some values."""
+    """The largest size of each feature (I,) of some values; those without a finite row have no entry."""
     names = [str(value.name) for value in values]
     found: dict[str, np.ndarray] = {}
     for arrays in ObservedModel(model, values, folder).run(feeds, names):
         for name, array in arrays.items():
-            sizes = np.abs(array).reshape(-1, array.shape[-1]).max(0)
-            found[name] = np.maximum(found.get(name, sizes), sizes)
-    return {value: torch.from_numpy(found[name]) for value, name in zip(values, names, strict=True)}
+            rows = np.abs(array).reshape(-1, array.shape[-1])
+            rows = rows[np.isfinite(rows).all(1)]  # attention to nothing is NaN
+            if len(rows):
+                sizes = rows.max(0)
+                found[name] = np.maximum(found.get(name, sizes), sizes)
+    by_name = dict(zip(names, values, strict=True))
+    return {by_name[name]: torch.from_numpy(sizes) for name, sizes in found.items()}
 
 
 def _scales(largest: Tensor, weights: Sequence[Tensor]) -> Tensor:

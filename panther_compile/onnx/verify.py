@@ -1,5 +1,6 @@
 """Whether a file computes what a model, or another file, computes."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def compare_files(
 ) -> Compared:
     """Run two files of one interface on the same inputs, random ones unless some are given.
 
-    Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that.
+    Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that;
+    unsigned bytes, which pixels are, anything, if the source takes that.
     Sizes that the file leaves free are all alike, the first of `_SIZES` that the source takes.
 
     Args:
@@ -177,8 +179,9 @@ _SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
 def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str, Any], list[Any]]:
     """Random inputs that a file takes, and what it makes of them."""
     sizes = _SIZES if any(not _is_fixed(one) for one in session.get_inputs()) else _SIZES[:1]
-    for size in sizes:
-        feed = _random_inputs(session, size, what)
+    has_pixels = any(numpy_dtype(one) is np.uint8 for one in session.get_inputs())
+    for size, most in itertools.product(sizes, (255, 1) if has_pixels else (1,)):
+        feed = _random_inputs(session, size, what, most)
         try:
             return feed, session.run(None, feed)
         except RUNTIME_ERRORS as error:
@@ -193,8 +196,8 @@ def _is_fixed(value: ort.NodeArg) -> bool:
     return all(isinstance(size, int) for size in value.shape)
 
 
-def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[str, Any]:
-    """An array for each input."""
+def _random_inputs(session: ort.InferenceSession, size: int, what: str, most: int) -> dict[str, Any]:
+    """An array for each input; `most` is the largest of unsigned bytes."""
     generator = np.random.default_rng(0)
     feed = {}
     for one in session.get_inputs():
@@ -203,10 +206,10 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str) -> dict[
         if dtype is None:
             raise OnnxMismatchError(
                 f"{what}: input {one.name!r} is a {one.type}, and nothing random can be made of it; "
-                "verify=False writes the sketched model unchecked"
+                "give data=, or verify=False, which writes the sketched model unchecked"
             )
-        floating = np.issubdtype(dtype, np.floating)
-        values = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
+        floating, highest = np.issubdtype(dtype, np.floating), most if dtype is np.uint8 else 1
+        values = generator.standard_normal(shape) if floating else generator.integers(0, highest + 1, shape)
         feed[one.name] = np.asarray(values).astype(dtype)
     return feed
 
@@ -229,8 +232,9 @@ _DTYPES: dict[str, Any] = {
     "float": np.float32,
     "double": np.float64,
     "bool": np.bool_,
+    "uint8": np.uint8,
     **{name: np.dtype(name) for name in ("float16", "int8", "int16", "int32", "int64")},
-    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
+    **{name: np.dtype(name) for name in ("uint16", "uint32", "uint64")},
 }
 
 
