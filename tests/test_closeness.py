@@ -8,10 +8,11 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile import sketching
-from panther_compile.calibration.closeness import compare_models, compare_outputs
+from panther_compile.calibration.closeness import OutputSums, compare_models, compare_outputs
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.healing.report import HealReport
 from panther_compile.models.batches import Call
+from panther_compile.models.outputs import distance
 
 
 class Counting(nn.Module):
@@ -81,6 +82,38 @@ def test_share_is_of_the_deviation_not_of_the_mean():
     none = replaced(model, "0", lambda layer: layer.weight.zero_())
     found = compare_outputs(model, none, calls, logits=False, inputs="noise")
     assert found.share == pytest.approx(1.0, abs=0.1)  # of the plain size it is less than a thousandth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_answers_that_are_the_same_for_all_inputs_are_put_over_their_size(dtype):
+    torch.manual_seed(0)
+    model = mlp()
+    moved = replaced(model, "4", lambda layer: layer.bias.mul_(1 + 2 * torch.finfo(dtype).eps))
+    model.to(dtype)
+    for layer in moved.values():
+        layer.to(dtype)
+    calls = [Call((torch.zeros(64, 64, dtype=dtype),), {})] * 4
+    found = compare_outputs(model, moved, calls, logits=False, inputs="zeros")
+    assert 0 < found.distance < 4 * torch.finfo(dtype).eps
+    calls = [Call((one + x.to(dtype),), {}) for (one,) in [call.args for call in calls] for x in batches()]
+    varied = compare_outputs(model, moved, calls, logits=False, inputs="noise")
+    assert varied.distance > found.distance
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-10, 1e10, 1e30])
+def test_share_does_not_depend_on_the_size_of_what_is_answered(size):
+    torch.manual_seed(0)
+    wanted = torch.randn(64, 10)
+    found = wanted + 0.1 * torch.randn(64, 10)
+    one, other = (compare_pairs(scale * wanted, scale * found) for scale in (1.0, size))
+    assert other.share == pytest.approx(one.share, rel=1e-4)
+    assert distance(size * wanted, size * found, None) == pytest.approx(distance(wanted, found, None))
+
+
+def compare_pairs(wanted, found):
+    sums = OutputSums()
+    sums.see([(False, wanted, found)])
+    return sums.closeness("noise")
 
 
 def test_divergence_is_the_one_of_torch():

@@ -383,3 +383,29 @@ def test_convolutions_without_data_cannot_be_in_int8(tmp_path):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
     with pytest.raises(NoTargetError, match="and no data"):
         pc.export_onnx(model, x, tmp_path / "int8.onnx", then="int8")
+
+
+class Constant(nn.Module):
+    """Answers the same whatever it is given, as a table of prompts behind its projection does."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.project = nn.Parameter(torch.randn(rows, 64)), nn.Linear(64, 64)
+
+    def forward(self, *given):
+        return self.project(self.table)
+
+
+@pytest.mark.parametrize("given", [(), (torch.zeros(2, 3),)], ids=["no input", "one that is not read"])
+def test_products_of_constants_alone(tmp_path, given):
+    model, path = Constant(256).eval(), tmp_path / "int8.onnx"
+    pc.export_onnx(model, given, path, then="int8")
+    assert "MatMulInteger" in {node.op_type for node in onnx.load(path).graph.node}
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feeds = {one.name: given[0].numpy() for one in session.get_inputs()}
+    assert far(session.run(None, feeds)[0], model().detach().numpy()) < 0.05
+
+
+def test_a_model_that_the_exporter_makes_one_constant_of(tmp_path):
+    with pytest.raises(NoTargetError, match="there is none"):
+        pc.export_onnx(Constant(2).eval(), (), tmp_path / "int8.onnx", then="int8")

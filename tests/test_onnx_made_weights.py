@@ -44,6 +44,12 @@ def normed(body, **constants):
     return model
 
 
+SHAPE = "s = Constant <value_ints = [6, 8]> ()"
+SPLIT = "p, q, r = Split <axis = 1, num_outputs = 3> (v)"
+ENDS = " ".join(f"e{end} = Constant <value_ints = [{end}]> ()" for end in (0, 1, 8, 16))
+SLICES = f"{ENDS} p = Slice (v, e0, e8, e1) q = Slice (v, e8, e16, e1)"
+
+
 @pytest.mark.parametrize(
     ("model", "made", "left"),
     [
@@ -59,6 +65,21 @@ def normed(body, **constants):
                 c=(),
             ),
             1,
+            None,
+        ),
+        (model_of(f"{SHAPE} w = Reshape (v, s) y = MatMul (x, w)", v=(48,)), 1, ["MatMul"]),
+        (model_of(f"{SHAPE} t = Reshape (v, s) w = Identity (t) y = MatMul (x, w)", v=(48,)), 1, ["MatMul"]),
+        (model_of("w = Concat <axis = 0> (v, u) y = MatMul (x, w)", v=(2, 8), u=(4, 8)), 1, ["MatMul"]),
+        (
+            model_of(
+                f"{SPLIT} a = MatMul (x, p) b = MatMul (x, q) c = MatMul (x, r) y = Sum (a, b, c)", v=(6, 24)
+            ),
+            3,
+            None,
+        ),
+        (
+            model_of(f"{SLICES} a = MatMul (x, p) b = MatMul (x, q) y = Add (a, b)", v=(6, 16)),
+            2,
             None,
         ),
     ],
@@ -78,6 +99,10 @@ def test_a_weight_that_is_made_becomes_a_constant(model, made, left):
     [
         model_of("w = MatMul (a, b) y = MatMul (x, w)", a=(6, 2), b=(2, 8)),  # a factored weight
         model_of("w = Mul (a, b) y = MatMul (x, w)", a=(6, 1), b=(1, 8)),  # of fewer numbers
+        model_of(  # a part of the Split is no weight
+            f"{SPLIT} a = MatMul (x, p) b = MatMul (x, q) c = ReduceSum (r) y = Sum (a, b, c)", v=(6, 24)
+        ),
+        model_of(f"{SHAPE} w = Reshape (v, s) a = MatMul (x, w) b = ReduceSum (v) y = Add (a, b)", v=(48,)),
         model_of("w = Identity (v) y = MatMul (x, w)", v=(6, 8)),  # a tied one
         model_of("w = Transpose (v) y = MatMul (x, w)", v=(8, 6)),
         model_of("s = Mul (x, c) y = MatMul (s, v)", v=(6, 8), c=()),  # of the input
@@ -173,3 +198,22 @@ def test_weight_norm_as_torch_exports_it(tmp_path, dynamo, large):
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert np.allclose(found, model(x).detach().numpy(), atol=1e-4)
     assert report.sketched_bytes < 0.7 * report.dense_bytes
+
+
+def test_parts_of_one_constant_are_sketched(tmp_path):
+    generator = np.random.default_rng(0)
+    packed = (generator.standard_normal((64, 4)) @ generator.standard_normal((4, 192))).astype(np.float32)
+    body = f"{SPLIT} a = MatMul (x, p) b = MatMul (x, q) c = MatMul (x, r) d = Tanh (a) e = Mul (d, b)"
+    text = f"{HEAD} agraph (float[n,64] x) => (float[n,64] y) {{ {body} y = Add (e, c) }}"
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(packed, "v"))
+    source, target = tmp_path / "dense.onnx", tmp_path / "small.onnx"
+    onnx.save(model, source)
+    x = generator.standard_normal((32, 64)).astype(np.float32)
+    for data in (None, [{"x": x}] * 4):
+        options = {"include": "*", "min_params": 0, "allow_slower": True, "progress": False}
+        report = pc.sketch_onnx(source, target, 0.5, data=data, **options)
+        assert {line.name for line in report.plan.sketched} == {"p", "q", "r"}
+        assert target.stat().st_size < 0.6 * source.stat().st_size
+        wanted, found = run(model, x=x), run(onnx.load(target), x=x)
+        assert np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted)

@@ -466,6 +466,19 @@ def test_own_texts_start_as_asked(given):
     assert texts.shape == starts.shape
 
 
+@pytest.mark.parametrize("case", ["raises", "return_dict_in_generate", "num_return_sequences"])
+def test_own_texts_of_decoders_whose_generate_does_otherwise(case, monkeypatch):
+    model = ZOO["gpt2"].build().eval()
+    if case == "raises":
+        monkeypatch.setattr(model, "generate", lambda *_, **__: {}["a cache of another version"])
+    else:
+        setattr(model.generation_config, case, 2)
+    starts = torch.randint(0, 60, (5, 6))
+    texts = own_texts(model, lambda x: Call((x,), {}), starts, given=2, seed=0, progress=False)
+    assert texts.shape == starts.shape
+    assert torch.equal(texts[:, :2], starts[:, :2])
+
+
 def test_hugging_face_decoders_go_on_from_pieces_of_the_data():
     model = ZOO["gpt2"].build()
     data = [{"attention_mask": torch.ones(4, 40).long(), "input_ids": torch.arange(160).view(4, 40) % 60}]

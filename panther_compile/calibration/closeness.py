@@ -4,6 +4,7 @@ Logits are compared by the Kullback-Leibler divergence of their rows, other tens
 Both are put over what an answer that is always the same would lose: of logits that is the information that a
 row gives about the choice, H(mean p) - mean H(p), of other tensors their variance. That share is 0 where the
 models are equal and 1 where the sketched one tells nothing of the dense one's answers, whatever their scale.
+Tensors that are the same for all rows, but for rounding, are put over their size, as those of one row are.
 """
 
 import math
@@ -28,6 +29,8 @@ MOST_CALLS = 8  # evenly spread over those given
 _MOST_ROWS = 1024  # of one tensor of one call
 _GOOD_KL, _DESTROYED_KL = 0.05, 1.0  # nats a row
 _GOOD_SHARE, _DESTROYED_SHARE = 0.05, 0.5
+_LEAST_VARIANCE = 1e-12  # of the mean square, and no less than rounding makes; of less the answers are one
+_SMALLEST = 1e-30  # of answers that are zeros
 _LEAST_INFORMATION = 1e-4  # nats a row; a dense model that tells less of its inputs knows none of them
 
 
@@ -172,8 +175,11 @@ class _FeatureSums(_Sums):
     error: float = 0.0
     size: float = 0.0
     total: Tensor | None = None
+    rounding: float = _LEAST_VARIANCE
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
+        if wanted.is_floating_point():
+            self.rounding = max(self.rounding, (2 * torch.finfo(wanted.dtype).eps) ** 2)
         target, guess = (one.double() for one in shown(kept_rows(wanted, kept), kept_rows(found, kept), 0.0))
         self.rows += len(target)
         self.error += float((guess - target).square().sum()) if _finite(guess) else math.inf
@@ -184,7 +190,10 @@ class _FeatureSums(_Sums):
     def closeness(self, inputs: str) -> Closeness:
         assert self.total is not None
         centre = float(self.total.square().sum()) / self.rows if self.rows > 1 else 0.0
-        share = self.error / max(self.size - centre, 1e-12 * self.size, 1e-30)
+        variance = self.size - centre
+        if variance <= self.rounding * self.size:  # of rounding alone: the size is what is known
+            variance = self.size
+        share = self.error / (variance or _SMALLEST)
         grade = NOTICEABLE
         if share <= _GOOD_SHARE:
             grade = GOOD

@@ -142,13 +142,22 @@ def _projected(
             rows = rows.masked_fill(~finite, 0.0)
         part, size = (rows * noise).sum(), 1.0
         if not is_logits:
-            root = (rows.detach().square().sum() / count).clamp_min(1e-30).sqrt()
+            squares = rows.detach().square().sum()
+            if not bool(squares.isfinite()):  # numbers of 1e19 and more
+                squares = rows.detach().double().square().sum()
+            root = (squares / count).clamp_min(1e-30).sqrt().to(rows.dtype)
             part, size = part / root, float(root)
         total, least = part if total is None else total + part, min(least, size)
     if total is None:
         return None, 1.0
     scale = 2.0 ** math.floor(math.log2(least))
     return total * scale, scale
+
+
+def _power_of_2(numbers: Tensor) -> float:
+    """A power of 2 that is as large as the largest of some numbers, by a factor of 2; 1 of zeros alone."""
+    largest = float(numbers.abs().max()) if numbers.numel() else 0.0
+    return 2.0 ** max(-100, math.frexp(largest)[1] - 1) if 0.0 < largest < math.inf else 1.0
 
 
 @dataclass(slots=True)
@@ -230,19 +239,21 @@ class _Taps:
 
     def _see(self, name: str, gradient: Tensor) -> None:
         """Add the gradient at the output of a layer."""
-        rows = kept_rows((gradient.float() / self.scale).movedim(self.channel_dims[name], -1), self.kept)
+        size = _power_of_2(gradient)  # numbers of 1e20 and of 1e-23 have squares that leave float32
+        rows = kept_rows((gradient.float() / size).movedim(self.channel_dims[name], -1), self.kept)
+        times = (size / self.scale) ** 2
         if name in self.squares:
-            self._add(name, torch.linalg.vector_norm(rows, dim=0).double().square(), len(rows), 0.0)
+            squares = torch.linalg.vector_norm(rows, dim=0).double().square().mul_(times)
+            self._add(name, squares, len(rows), 0.0)
             return
         products = gram(rows)
-        square = float(products.double().square().sum()) if self.shrunk else 0.0
-        self._add(name, products, len(rows), square)
+        square = float(products.double().square().sum()) * times**2 if self.shrunk else 0.0
+        self._add(name, products.double().mul_(times), len(rows), square)
 
     def _add(self, name: str, total: Tensor, rows: int, square: float) -> None:
         if name in self.sums:
             self.sums[name].total += total
         else:
-            total = total.double()
             self.sums[name] = _Sum(total if self.shelf is None else self.shelf.put(total))
         self.sums[name].rows += rows
         self.sums[name].squares += square

@@ -16,6 +16,7 @@ from panther_compile.models.rows import kept_rows
 LOGITS = frozenset({"logits", "prediction_logits"})  # of one choice a row, by the names of transformers
 _LOSS = "loss"
 _AT_ONCE = 1 << 22  # numbers of a result that are compared together
+_SQUARED = 1e-12, 1e18  # sizes whose squares, and those of small changes, float32 holds
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +126,10 @@ def log_chances(wanted: Tensor, found: Tensor) -> Iterator[tuple[Tensor, Tensor]
 def _relative(wanted: Tensor, found: Tensor) -> float:
     """The squared distance of rows over their squared size."""
     wanted, found = shown(wanted, found, 0.0)
-    size = float(torch.linalg.vector_norm(wanted)) or 1.0
+    size = float(torch.linalg.vector_norm(wanted))
+    if not _SQUARED[0] < size < _SQUARED[1]:
+        wanted, found = wanted.double(), found.double()
+        size = float(torch.linalg.vector_norm(wanted)) or 1.0
     return (float(torch.linalg.vector_norm(found - wanted)) / size) ** 2
 
 

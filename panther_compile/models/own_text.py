@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from panther_compile.errors import PantherError
 from panther_compile.models.batches import Call, device_of, kept_positions, tokens_of
 from panther_compile.models.outputs import named_tensors
 from panther_compile.reporting.progress import ProgressBar
 
 _CHUNK = 64  # texts sampled together
+# By the code of somebody's `generate`, which may not be made for the version of transformers here.
+_RAISED = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 
 
 def text_logits(model: nn.Module, call: Callable[[Tensor], Call], ids: Tensor) -> Tensor | None:
@@ -62,8 +65,9 @@ def own_texts(
     chunks = starts.to(device).split(_CHUNK)
     with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", progress=progress) as bar:
         for place, chunk in enumerate(chunks):
-            if _generates(model):
-                texts.append(_generated(model, chunk, given, seed + place))
+            found = _generated(model, chunk, given, seed + place) if _generates(model) else None
+            if found is not None:
+                texts.append(found)
                 bar.update(length)
             else:
                 generator = Generator(device).manual_seed(seed + place)
@@ -106,23 +110,31 @@ def _generates(model: Any) -> bool:
     return callable(can) and bool(can()) and callable(getattr(model, "generate", None))
 
 
-def _generated(model: Any, chunk: Tensor, given: int, seed: int) -> Tensor:
+def _generated(model: Any, chunk: Tensor, given: int, seed: int) -> Tensor | None:
+    """What `generate` gives; None if that raises, as of caches that it does not know, or is no such texts."""
     torch.manual_seed(seed)  # generate draws from the global generator, which the verbs put back
     first = chunk[:, :given]
-    found: Tensor = model.generate(
-        first,
-        attention_mask=torch.ones_like(first),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        num_beams=1,
-        repetition_penalty=1.0,
-        eos_token_id=None,  # it goes on after the end of a text, as training texts do
-        pad_token_id=0,
-        max_new_tokens=chunk.shape[1] - given,
-    )
-    return found
+    try:
+        found = model.generate(
+            first,
+            attention_mask=torch.ones_like(first),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_beams=1,
+            num_return_sequences=1,
+            repetition_penalty=1.0,
+            eos_token_id=None,  # it goes on after the end of a text, as training texts do
+            pad_token_id=0,
+            max_new_tokens=chunk.shape[1] - given,
+            return_dict_in_generate=False,
+        )
+    except (PantherError, torch.OutOfMemoryError):
+        raise
+    except _RAISED:
+        return None
+    return found if isinstance(found, Tensor) and found.shape == chunk.shape else None
 
 
 def _sampled(

@@ -217,6 +217,10 @@ def _rounded(path: Path, large: bool, feeds: Sequence[Feed], *, fold: bool) -> P
     quant_pre_process(
         path, plain, skip_symbolic_shape=True, skip_optimization=not fold, save_as_external_data=large
     )
+    if not len(ir.load(plain).graph):  # all is made of constants alone
+        if not fold:
+            raise _nothing(feeds)
+        return _rounded(path, large, feeds, fold=False)
     source = read_model(plain)
     if _drop_empty_ends(source) + _hide_others(source):
         write_model(source, plain)
@@ -278,11 +282,15 @@ def _hide_others(model: ir.Model) -> int:
     return count
 
 
+def _nothing(feeds: Sequence[Feed]) -> NoTargetError:
+    return NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
+
+
 def _finished(path: Path, feeds: Sequence[Feed]) -> ir.Model:
     """The model of a file, in forms that are fast; raises NoTargetError if nothing in it is in int8."""
     model = read_model(path)
     if not any(is_onnx(node, *_IN_INT8) for node in model.graph.all_nodes()):
-        raise NoTargetError(f"{_TAKEN}; there is none" + ("" if feeds else ", and no data"))
+        raise _nothing(feeds)
     keep_sums_apart(model)
     round_tables(model)
     return model

@@ -5,11 +5,13 @@ Before:
 After:
     y = Conv(x, weight, b)      weight: a constant
 
-Products of constants, gathered rows, casts and what dequantizes are left as they are: those are weights of
-fewer numbers or bytes than the constant would have.
+So do weights that are cut out of constants or put together of them, as the three of a Split. Products of
+constants, gathered rows, casts and what dequantizes are left as they are: those are weights of fewer numbers
+or bytes than the constant would have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -25,11 +27,12 @@ _MAKERS = (
     *("Abs", "Add", "Clip", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sigmoid"),
     *("Sign", "Softplus", "Sqrt", "Sub", "Sum", "Tanh"),
     *("LpNormalization", "BatchNormalization", "InstanceNormalization", "LayerNormalization"),
+    *("Concat", "Reshape", "Slice", "Split"),
     *("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare"),
 )
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _NORMED = 14  # the opset from which on the reference normalizes by the statistics given
-_AS_THEY_ARE = ("Constant", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_AS_THEY_ARE = ("Constant", "Flatten", "Identity", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def fold_made_weights(model: ir.Model) -> int:
@@ -38,7 +41,14 @@ def fold_made_weights(model: ir.Model) -> int:
         return 0
     products = [node for node in model.graph.all_nodes() if is_onnx(node, *onnx_operators())]
     values = dict.fromkeys(value for node in products for value in _operands(node))
-    return sum(_fold(value, model) for value in values)
+    left = [value for value in values if not _fold((value,), model)]
+    parts = defaultdict[ir.Value, list[ir.Value]](list)  # of one constant, which all of them free
+    for value in left:
+        chain = _chain(value, model)
+        if chain is not None:
+            parts[_largest(chain)].append(value)
+    together = [one for one in parts.values() if len(one) > 1 and _fold(one, model)]
+    return len(values) - len(left) + sum(map(len, together))
 
 
 def _operands(node: ir.Node) -> Iterator[ir.Value]:
@@ -49,8 +59,9 @@ def _operands(node: ir.Node) -> Iterator[ir.Value]:
             yield value
 
 
-def _chain(value: ir.Value, opset: int) -> list[ir.Node] | None:
+def _chain(value: ir.Value, model: ir.Model) -> list[ir.Node] | None:
     """The nodes that make a value of constants, in their order; None if it is none to be folded."""
+    opset = model.opset_imports.get("", 0)
     found: dict[ir.Node, None] = {}
 
     def reach(one: ir.Value | None) -> bool:
@@ -71,11 +82,20 @@ def _chain(value: ir.Value, opset: int) -> list[ir.Node] | None:
     return list(found) if reach(value) and any(is_onnx(node, *_MAKERS) for node in found) else None
 
 
-def _fold(value: ir.Value, model: ir.Model) -> bool:
-    """Put a constant in the place of what makes it, unless it holds more numbers than all that does."""
-    chain, graph = _chain(value, model.opset_imports.get("", 0)), value.graph
-    if chain is None or not isinstance(graph, ir.Graph):
+def _largest(chain: Sequence[ir.Node]) -> ir.Value:
+    """The largest constant that the nodes read."""
+    given = [one for node in chain for one in (*node.inputs, *node.outputs) if one is not None]
+    tensors = {one: ir.convenience.get_const_tensor(one) for one in given}
+    return max(tensors, key=lambda one: -1 if (held := tensors[one]) is None else held.size)
+
+
+def _fold(values: Sequence[ir.Value], model: ir.Model) -> bool:
+    """Put constants in the place of what makes them, unless they hold more numbers than all that does."""
+    chains = [_chain(value, model) for value in values]
+    found = [one for one in chains if one is not None]
+    if len(found) < len(values) or not all(isinstance(value.graph, ir.Graph) for value in values):
         return False
+    chain = list(dict.fromkeys(node for one in found for node in one))
     constants = {
         str(given.name): given
         for node in chain
@@ -83,23 +103,30 @@ def _fold(value: ir.Value, model: ir.Model) -> bool:
         if given is not None and given.producer() is None
     }
     held = {name: one.const_value for name, one in constants.items() if one.const_value is not None}
-    tensor = _made(str(value.name), chain, held, model)
-    gone = _unread_without(value, chain)
+    gone = _unread_without(values, chain)
     freed = [held[name].size for name, one in constants.items() if gone.issuperset(one.consumers())]
     written = [ir.convenience.get_const_tensor(node.outputs[0]) for node in gone if not node.inputs]
-    if tensor.size > sum(freed) + sum(one.size for one in written if one is not None):
+    most = sum(freed) + sum(one.size for one in written if one is not None)
+    if not most:
         return False
-    made = ir.Value(name=value.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    put_in_place_of(value, made)
-    graph.register_initializer(made)
+    tensors = [_made(str(value.name), one, held, model) for value, one in zip(values, found, strict=True)]
+    if sum(tensor.size for tensor in tensors) > most:
+        return False
+    for value, tensor in zip(values, tensors, strict=True):
+        graph, kind = value.graph, ir.TensorType(tensor.dtype)
+        assert isinstance(graph, ir.Graph)
+        made = ir.Value(name=value.name, shape=tensor.shape, type=kind, const_value=tensor)
+        put_in_place_of(value, made)
+        graph.register_initializer(made)
     return True
 
 
-def _unread_without(value: ir.Value, chain: list[ir.Node]) -> set[ir.Node]:
-    """The nodes that nothing reads once the value is a constant."""
+def _unread_without(values: Sequence[ir.Value], chain: Sequence[ir.Node]) -> set[ir.Node]:
+    """The nodes that nothing reads once some values are constants."""
     gone: set[ir.Node] = set()
     for node in reversed(chain):
-        if all(output is value or gone.issuperset(output.consumers()) for output in node.outputs):
+        others = [output for output in node.outputs if output not in values]
+        if all(gone.issuperset(output.consumers()) for output in others):
             gone.add(node)
     return gone
 
@@ -108,6 +135,8 @@ def _made(
     name: str, chain: list[ir.Node], constants: Mapping[str, ir.TensorProtocol], model: ir.Model
 ) -> ir.Tensor[np.ndarray]:
     """What the nodes make of the constants."""
+    read = {str(one.name) for node in chain for one in node.inputs if one is not None}
+    constants = {one: held for one, held in constants.items() if one in read}
     given = [helper.make_tensor_value_info(one, int(held.dtype), None) for one, held in constants.items()]
     wanted = helper.make_tensor_value_info(name, onnx.TensorProto.UNDEFINED, None)
     graph = helper.make_graph([ir.to_proto(node) for node in chain], "made", given, [wanted])

@@ -114,6 +114,34 @@ def test_weights_of_1e30(data):
     assert float((weight - dense).norm() / dense.norm()) < 0.9
 
 
+def in_two_steps(first, second):
+    """A model of two layers whose weights are so large, without biases."""
+    torch.manual_seed(0)
+    layers = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+    with torch.no_grad():
+        layers[0].weight.mul_(first)
+        layers[1].weight.mul_(second)
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1]), [torch.randn(64, 256) for _ in range(6)]
+
+
+@pytest.mark.parametrize("objective", ["size", "int8"])
+@pytest.mark.parametrize(("first", "second"), [(1e12, 1e12), (1e-15, 1e37), (1e-20, 1e15)])
+def test_outputs_and_gradients_whose_squares_overflow(first, second, objective):
+    model, data = in_two_steps(first, second)
+    small = pc.sketchify(model, 0.75, data=data, objective=objective, **OPTIONS)
+    found, wanted = small(data[0]).double(), model(data[0]).double()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.7
+    share = pc.sketch_report(small).closeness.share
+    assert 0.01 < share < 1.0
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-12])
+def test_outputs_whose_squares_are_as_good_as_nothing(size):
+    model, data = in_two_steps(size, size)
+    small = pc.sketchify(model, 0.5, data=data, **OPTIONS)
+    assert pc.sketch_report(small).closeness.share > 0.05
+
+
 @pytest.mark.parametrize("size", [1e4, 3e4])
 def test_weights_of_half_precision(size):
     torch.manual_seed(0)

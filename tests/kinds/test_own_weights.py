@@ -477,6 +477,34 @@ def test_anything_else_is_asked_of_the_values():
         stack.data.clamp_(0)
 
 
+class Gathered(nn.Module):
+    """A matrix for each row, chosen by its type, as in layers of graphs with several kinds of edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.out = nn.Parameter(torch.randn(3, 24, 24)), nn.Linear(24, 24)
+
+    def forward(self, x, kind):
+        return self.out(torch.bmm(x[:, None], self.w[kind])[:, 0])
+
+
+def test_rows_that_gather_their_matrices_train_the_factors():
+    torch.manual_seed(0)
+    model, given = Gathered(), (torch.randn(32, 24), torch.randint(3, (32,)))
+    small = pc.sketchify(model, 0.5, synthetic=False, min_params=0, allow_slower=True, progress=False)
+    factors = [one for layer in small.w.layers for one in layer.parameters()]
+    assert len(factors) > 3  # of three matrices some are sketched
+    small(*given).square().sum().backward()
+    found = [one.grad for one in factors]
+    assert all(one is not None for one in found)
+    small.zero_grad()
+    x, kind = given
+    rows = torch.cat([row[None] @ small.w[int(one)] for row, one in zip(x, kind, strict=True)])
+    small.out(rows).square().sum().backward()
+    for one, wanted in zip(found, factors, strict=True):
+        torch.testing.assert_close(one, wanted.grad, rtol=1e-3, atol=1e-5)
+
+
 def test_autocast_and_half_precision():
     for cls in CLASSES:
         block, x = Block(cls), BATCHES[0]

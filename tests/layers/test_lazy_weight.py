@@ -296,3 +296,13 @@ def test_reached_through_dispatch_alone():
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.ops.aten.mul.Tensor(counted.weight, 2)
     assert torch.equal(found.detach(), (2 * (counted.left @ counted.right)).detach())
+
+
+def test_gradients_reach_through_a_lazy_weight_that_another_is_made_of():
+    inner = Counted()
+    outer = lazy_weight((3, 4), inner.weight, lambda: (inner.weight + 0).T)
+    outer[torch.tensor([0, 2])].square().sum().backward()
+    assert inner.left.grad is not None
+    found = torch.autograd.grad((outer * 2).sum(), inner.right)[0]
+    wanted = torch.autograd.grad((2 * inner()).sum(), inner.right)[0]
+    assert torch.equal(found, wanted)
