@@ -1,6 +1,7 @@
 """Inputs that are made up where no data is given: what they look like, and what they are good for."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -474,7 +475,11 @@ def test_own_texts_of_decoders_whose_generate_does_otherwise(case, monkeypatch):
     else:
         setattr(model.generation_config, case, 2)
     starts = torch.randint(0, 60, (5, 6))
-    texts = own_texts(model, lambda x: Call((x,), {}), starts, given=2, seed=0, progress=False)
+    said = {
+        "raises": pytest.warns(UserWarning, match="as its generate ends in KeyError: 'a cache of another")
+    }
+    with said.get(case, nullcontext()):
+        texts = own_texts(model, lambda x: Call((x,), {}), starts, given=2, seed=0, progress=False)
     assert texts.shape == starts.shape
     assert torch.equal(texts[:, :2], starts[:, :2])
 

@@ -1,12 +1,13 @@
 """Texts that a causal language model samples itself."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from panther_compile.errors import PantherError
+from panther_compile.errors import PantherError, first_line
 from panther_compile.models.batches import Call, device_of, kept_positions, tokens_of
 from panther_compile.models.outputs import named_tensors
 from panther_compile.reporting.progress import ProgressBar
@@ -132,7 +133,9 @@ def _generated(model: Any, chunk: Tensor, given: int, seed: int) -> Tensor | Non
         )
     except (PantherError, torch.OutOfMemoryError):
         raise
-    except _RAISED:
+    except _RAISED as error:
+        name, what = type(model).__name__, f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"{name} is sampled by its forward, as its generate ends in {what}", stacklevel=2)
         return None
     return found if isinstance(found, Tensor) and found.shape == chunk.shape else None
 
