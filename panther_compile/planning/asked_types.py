@@ -68,10 +68,15 @@ def _questions(cls: type[nn.Module]) -> tuple[Question, ...]:
 
 
 def _asked(node: ast.AST) -> Iterator[Question]:
-    """Questions `isinstance(layer, kind)`, `type(layer) is kind` and `layer.__class__ == kind`."""
+    """Questions `isinstance(layer, kind)`, `type(layer) is kind` and `layer.__class__ == kind`.
+
+    Those of several kinds, sketched layers among them, have the same answer for what stands for one.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
         if len(node.args) == 2:
-            yield from ((_path(node.args[0]), kind) for kind in _names(node.args[1]))
+            kinds = list(_names(node.args[1]))
+            if not any(kind.startswith("Sketched") for kind in kinds):
+                yield from ((_path(node.args[0]), kind) for kind in kinds)
     elif isinstance(node, ast.Compare):
         for left, right in ((node.left, node.comparators[0]), (node.comparators[0], node.left)):
             asked = _typed(left)

@@ -38,6 +38,11 @@ class ByClass(Stack):
         return layer.__class__ in (nn.Conv2d, nn.Linear)
 
 
+class KnowsSketches(Stack):
+    def bends(self, layer):
+        return isinstance(layer, nn.Linear | pc.SketchedLinear)
+
+
 class ByPlace(Layers):
     def forward(self, x):
         for place, layer in enumerate(self.layers):
@@ -78,3 +83,9 @@ def test_their_outputs_are_those_of_the_dense_model(cls, sketched):
         torch.testing.assert_close(small(x), model(x), rtol=1e-3, atol=1e-4)
     reasons = {line.reason for line in plan.layers if line.choice is None}
     assert f"forward of {cls.__name__} asks whether it is of the type Linear" in reasons
+
+
+def test_a_forward_that_asks_for_sketched_layers_too():
+    small = pc.sketchify(KnowsSketches(), 0.6, include="*", **OPTIONS)
+    names = {line.name for line in pc.sketch_report(small).plan.sketched}
+    assert names == {"layers.0", "layers.2", "out.0", "out.2"}
