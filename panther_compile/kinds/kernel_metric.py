@@ -131,7 +131,7 @@ class KernelSums:
         """
         assert self._about is not None
         taps = self._taps.moments(ridge, centred=self._centred)
-        channels, mean = taps.new_zeros(0, 0), torch.zeros_like(self._conv.weight[0], dtype=taps.dtype)
+        channels, mean = taps.new_zeros(0, 0), taps.new_zeros(self._conv.weight.shape[1:])
         if self._conv.groups == 1:
             channels = self._channels.moments(ridge, centred=self._centred)
             if self._centred:
