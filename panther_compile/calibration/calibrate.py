@@ -80,6 +80,9 @@ def study_model(
         ResumeError: the folder is of another run, or cannot be used.
     """
     targets, left_alone = find_targets([site for site, _ in found.sites])
+    for name in look.hidden.intersection(targets):
+        left_alone[name] = "it is called under torch.func (vmap, jvp, grad), where its input cannot be read"
+    targets = {name: target for name, target in targets.items() if name not in look.hidden}
     folder: Folder | None = None
     kept: Study | None = None
     if resume is not None:

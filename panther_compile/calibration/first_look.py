@@ -20,10 +20,12 @@ class FirstLook:
 
     Attributes:
         repeated: names of the layers that one of the batches calls more than once.
+        hidden: likewise of those that one calls under a transform of `torch.func`, where no watcher can read.
         off: how far they are off the statistics of batch norms, see `off_batch_norms`.
     """
 
     repeated: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()
     off: float = 0.0
 
     @property
@@ -72,4 +74,5 @@ def look_at(model: nn.Module, sites: Iterable[tuple[Site, Kind]], calls: Sequenc
 
         with norms.seen(), side.seen_by(see), torch.no_grad():
             run_dense(side.model, call)
-    return FirstLook(frozenset(repeated), norms.off())
+    hidden = frozenset(name for name, one in side.watched.items() if one.hidden)
+    return FirstLook(frozenset(repeated), hidden, norms.off())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.residuals import Passage, Residuals, observe
 from panther_compile.memory import FreedMemory
-from panther_compile.models.batches import Call
+from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.surroundings import generator_states, swap_generators
 from panther_compile.models.watched import Arrival, Side, put_layers
 from panther_compile.reporting.progress import ProgressBar
@@ -46,6 +46,7 @@ class _Runner:
         residual: what its output will be added to, if known.
         passed: what passed where the residuals of layers come from.
         error: that ended it.
+        last: name of the layer it paused at last.
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -54,6 +55,7 @@ class _Runner:
         self.residual: Tensor | None = None
         self.passed: dict[Passage, Tensor] = {}
         self.error: BaseException | None = None
+        self.last: str | None = None
         self.through = False
         self._stop = False
         self._generators = generator_states()
@@ -65,7 +67,7 @@ class _Runner:
         """Let it run until it pauses or is through.
 
         Raises:
-            whatever the model raised.
+            DataError: the model raised.
         """
         self.at = self.value = self.residual = None
         others = swap_generators(self._generators)  # a model that draws numbers goes on where it paused
@@ -80,6 +82,7 @@ class _Runner:
     def pause(self, name: str, value: Tensor, passage: Passage | None) -> None:
         """Wait here, within the thread, for the next `go_on`."""
         self.at, self.value = name, value
+        self.last = name
         self.residual = None if passage is None else self.passed.pop(passage, None)
         self._came.release()
         self._go.acquire()
@@ -99,15 +102,22 @@ class _Runner:
             if not self._stop:
                 _current.runner = self
                 with torch.no_grad():  # grad mode is the thread's own
-                    call.run(model)  # logits of all batches would be larger than all else
+                    # Logits of all batches would be larger than all else.
+                    run_dense(model, call, self._who)
         except _Stopped:
             pass
-        # Whatever the model raises is raised again where the runner is driven.
+        # Whatever is raised is raised again where the runner is driven.
         except BaseException as error:
             self.error = error
         finally:
             self.through = True
             self._came.release()
+
+    def _who(self) -> str:
+        """The model, in words: a forward with its parameters in hand does not expect layers to change."""
+        if self.last is None:
+            return "the model"
+        return f"the model, fitted up to {self.last} while it runs (exclude= leaves layers as they are),"
 
 
 _current = threading.local()

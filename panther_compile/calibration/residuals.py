@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call
-from panther_compile.models.outputs import is_dense
+from panther_compile.models.outputs import is_dense, is_transformed
 from panther_compile.models.watched import Side, Watched
 
 _CANDIDATES = 16  # of the tensors seen before a layer, that it may be added to
@@ -176,5 +176,5 @@ def _passages(model: nn.Module) -> set[Passage]:
 
 def _tell(seen: Seen, passage: Passage, values: tuple[Any, ...] | list[Any]) -> None:
     tensor = next((value for value in values if isinstance(value, Tensor) and is_dense(value)), None)
-    if tensor is not None:
+    if tensor is not None and not is_transformed(tensor):
         seen(passage, tensor)

@@ -28,6 +28,7 @@ from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_
 from panther_compile.layers.base import SketchedLayer, check_factors, outermost, sketched_layers
 from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Call, Data, device_of, record_calls
+from panther_compile.models.derivatives import differentiates
 from panther_compile.models.output_kind import check_keys, recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
@@ -361,14 +362,18 @@ def _half_pays(model: nn.Module) -> bool:
 
 @contextmanager
 def _calm(models: Sequence[nn.Module], learnt: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Eval mode, gradients for what is learnt alone; everything is put back afterwards."""
+    """Eval mode, gradients for what is learnt alone; everything is put back afterwards.
+
+    A model that differentiates in its forward may do so by its own parameters: those keep theirs.
+    """
+    differentiating = any(map(differentiates, models))
     flags = [(p, p.requires_grad) for model in models for p in model.parameters()]
     with undisturbed(grad=True), without_fast_attention(), ExitStack() as stack:
         stack.enter_context(eval_mode(*models))
         for parameter, flag in flags:
             stack.callback(parameter.requires_grad_, flag)
         trained = {id(parameter) for parameter in learnt}
-        for parameter, _ in flags:
+        for parameter, flag in flags:
             if parameter.is_floating_point():
-                parameter.requires_grad_(id(parameter) in trained)
+                parameter.requires_grad_(id(parameter) in trained or (differentiating and flag))
         yield

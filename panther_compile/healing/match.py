@@ -8,6 +8,7 @@ over the positions that are no padding. Var t is of the batch, and a thousandth 
 some batches hold silence. What the teacher gives is computed once and kept while it fits.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
 _SMALLEST = 1e-12  # variance of what does not vary at all
+_LARGE = 1e20  # least variance of numbers whose squares, or sums of these, may leave float32
 _LEAST_SHARE = 1e-3  # of the usual variance, that a batch is said to have
 
 
@@ -162,6 +164,9 @@ class Match:
 def _error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:
     """Mean squared error over the variance of what is wanted, about the mean of each column."""
     target, guess = kept_rows(wanted.float(), kept), kept_rows(found.float(), kept)
+    if least > _LARGE:  # in units of a power of 2, which changes no digit
+        unit = 2.0 ** (math.frexp(least)[1] // 2)
+        target, guess, least = target / unit, guess / unit, least / unit**2
     return (guess - target).square().mean() / _spread(target).clamp_min(least)
 
 
@@ -171,7 +176,8 @@ def _spread(target: Tensor) -> Tensor:
 
 
 def _variance(target: Tensor) -> float:
-    return float(_spread(target)) if len(target) else 0.0
+    found = float(_spread(target)) if len(target) else 0.0
+    return found if math.isfinite(found) else float(_spread(target.double()))
 
 
 def _pooled_error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:

@@ -1,6 +1,7 @@
 """A user's model: copied, run and watched, and left as it was.
 
 substitute    new modules in the place of old ones, in a copy or in the model itself
+written_weights  layers whose weight a forward writes to
 surroundings  work the same wherever the caller stands, and leave everything there as it was
 batches       data, however it is given ──► recorded calls of the model
 half_products products of half types in float32, on a processor that has none of its own

@@ -204,12 +204,13 @@ def judged_of(items: Sequence[Item]) -> Sequence[Item]:
     return items[len(learnt_of(items)) :] or items
 
 
-def run_dense(model: nn.Module, call: Call) -> Any:
+def run_dense(model: nn.Module, call: Call, who: Callable[[], str] = lambda: "the model") -> Any:
     """What the dense model makes of a batch, for the first time.
 
     Args:
-        model: the dense model, or a copy of it that is watched.
+        model: the dense model, or a copy of it that is watched, or being sketched.
         call: the batch.
+        who: says which, in an error.
 
     Raises:
         DataError: the model raises; the message says what it was given, and what it said.
@@ -222,7 +223,7 @@ def run_dense(model: nn.Module, call: Call) -> Any:
     except Exception as error:
         brief = first_line(error) or "no message"
         raise DataError(
-            f"{call.what}: the model was given {described(call)} and raised {type(error).__name__}: {brief}"
+            f"{call.what}: {who()} was given {described(call)} and raised {type(error).__name__}: {brief}"
         ) from error
 
 

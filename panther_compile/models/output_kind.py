@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from panther_compile.config import Logits, logits_of
 from panther_compile.errors import ConfigError
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import LOGITS, named_tensors
+from panther_compile.models.outputs import LOGITS, is_transformed, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 
@@ -173,7 +173,7 @@ def _run(model: nn.Module, call: Call) -> tuple[list[tuple[str, Tensor]], dict[t
 
     def hook(name: str) -> Any:
         def see(_: nn.Module, __: object, out: Any) -> None:
-            if isinstance(out, Tensor):
+            if isinstance(out, Tensor) and not is_transformed(out):
                 held.append(out)
                 by[_place(out)] = name
 

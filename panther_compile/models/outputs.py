@@ -24,8 +24,8 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
     Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
     objects are not, nor the loss of labels that came with the data, if there is something else beside it.
-    What is in place n of a sequence without a name is under the key "[n]". Empty, sparse and nested tensors
-    are passed over.
+    What is in place n of a sequence without a name is under the key "[n]". Empty, sparse and nested tensors,
+    and those that a transform of `torch.func` holds, are passed over.
     """
     return ((key, one) for key, one in all_named_tensors(output, name) if one.numel())
 
@@ -33,6 +33,8 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def all_named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The same with those that are empty, as the boxes of a picture in which nothing is found."""
     if isinstance(output, Tensor):
+        if is_transformed(output):
+            return
         if is_dense(output) and output.is_complex():
             yield name, torch.view_as_real(output.resolve_conj()).flatten(max(0, output.dim() - 1))
         elif is_dense(output) and output.is_floating_point():
@@ -66,6 +68,11 @@ def by_place(
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor has its numbers in rows: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform as `torch.func.vmap` is at work on a tensor, whose numbers cannot be read then."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def check_dense(tensor: Tensor, what: str) -> None:

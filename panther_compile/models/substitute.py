@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError, ConfigTypeError, first_line
+from panther_compile.models.written_weights import written_parameters
 
 Replacements = Mapping[nn.Module, nn.Module]
 
@@ -133,8 +134,8 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def written_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that a run of a module may write into, as a cache or a count of its calls.
 
-    Of parameters they are tables whose rows are renormalized as they are read. Packed weights are none, as
-    many integers of one tensor are taken for.
+    Of parameters they are tables whose rows are renormalized as they are read, and those that a forward says
+    it writes to. Packed weights are none, as many integers of one tensor are taken for.
     """
     for tensor in held_tensors(model):
         floats = tensor.is_floating_point() or tensor.is_complex()
@@ -143,6 +144,7 @@ def written_tensors(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             yield module.weight
+    yield from written_parameters(model)
 
 
 def _biases(new: Replacements) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Module]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.errors import ConfigTypeError
-from panther_compile.models.outputs import check_dense
+from panther_compile.models.outputs import check_dense, is_transformed
 from panther_compile.models.substitute import copied, held_tensors, written_tensors
 
 OnInput = Callable[[str, Tensor], None]
@@ -26,6 +26,7 @@ class Watched(nn.Module):
         on_input: called with the name and the input, before.
         on_output: called with the name and the output, after; gives what is handed on.
         instead: called with the name and the input in place of the layer.
+        hidden: whether it was called under a transform of `torch.func`; nothing is told of those calls.
     """
 
     layer: nn.Module
@@ -37,6 +38,7 @@ class Watched(nn.Module):
         self.on_input: OnInput | None = None
         self.on_output: OnOutput | None = None
         self.instead: OnOutput | None = None
+        self.hidden = False
 
     def __getattr__(self, name: str) -> Any:
         """Read from the layer what the replacement has not."""
@@ -50,6 +52,9 @@ class Watched(nn.Module):
         x: Tensor = first_argument(args, kwargs)
         if isinstance(x, Tensor):
             check_dense(x, f"what reaches {self.watched_name or 'the model'}")
+            if is_transformed(x):
+                self.hidden = True
+                return self.layer(*args, **kwargs)  # type: ignore[no-any-return]
         if self.on_input is not None:
             with torch.no_grad():  # where the model differentiates, gradients are on
                 self.on_input(self.watched_name, x)
@@ -98,11 +103,13 @@ def inputs_seen(modules: Iterable[nn.Module], see: Callable[[nn.Module, Any], No
 
     Args:
         modules: stay in their model, unlike what `Watched` stands for.
-        see: called before the module.
+        see: called before the module; not under a transform of `torch.func`.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see(module, first_argument(args, kwargs))
+        given = first_argument(args, kwargs)
+        if not (isinstance(given, Tensor) and is_transformed(given)):
+            see(module, given)
 
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:

@@ -18,6 +18,7 @@ from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
+from panther_compile.models.written_weights import written_weights
 from panther_compile.planning.asked_types import asked_types
 from panther_compile.planning.routers import ROUTER, expert_counts, is_router
 from panther_compile.planning.selection import (
@@ -90,7 +91,7 @@ def find_sites(model: nn.Module, config: SketchConfig, reading: Reading) -> Foun
     users = _users_of_weights(model)
     head, counts = _output_head(model, matches, sketched), expert_counts(model)
     adapters = [name for name, module in model.named_modules() if is_adapter(module)]
-    asked = asked_types(model)
+    asked = written_weights(model) | asked_types(model)
     reasons = {
         match.name: why_not_selected(match.selectable, config)
         or _part_of_adapter(match, adapters)

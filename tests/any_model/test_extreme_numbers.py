@@ -135,6 +135,16 @@ def test_outputs_and_gradients_whose_squares_overflow(first, second, objective):
     assert 0.01 < share < 1.0
 
 
+@pytest.mark.parametrize("method", ["kl", "block"])
+@pytest.mark.parametrize(("first", "second"), [(1e12, 1e12), (1e-15, 1e37)])
+def test_healing_to_outputs_whose_squares_overflow(first, second, method):
+    model, data = in_two_steps(first, second)
+    small = pc.sketchify(model, 0.75, data=data, refine=method, refine_steps=10, **OPTIONS)
+    report = pc.heal_report(small)
+    assert report.steps == 10
+    assert report.after["output"] < report.before["output"] < 0.5
+
+
 @pytest.mark.parametrize("size", [1e-9, 1e-12])
 def test_outputs_whose_squares_are_as_good_as_nothing(size):
     model, data = in_two_steps(size, size)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import panther_compile as pc
+from panther_compile.errors import DataError
 from panther_compile.models.batches import Call
 from panther_compile.models.derivatives import differentiates
 
@@ -115,3 +116,40 @@ def test_others_run_without_gradients():
     assert differentiates(nn.Sequential(Potential()))
     assert not differentiates(Plain())
     assert not differentiates(nn.Sequential(nn.Linear(3, 3), nn.TransformerEncoderLayer(8, 2)))
+
+
+class Learning(nn.Module):
+    """Differentiates by the parameters of a part, which it looks up before it runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(12, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU())
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            fast = dict(self.inner.named_parameters())
+            out = torch.func.functional_call(self.inner, fast, (x,))
+            slopes = torch.autograd.grad(out.square().mean(), list(fast.values()))
+            fast = {name: one - slope for (name, one), slope in zip(fast.items(), slopes, strict=True)}
+            return self.net(torch.func.functional_call(self.inner, fast, (x,)))
+
+
+def test_a_model_that_has_its_parameters_in_hand_says_which_layers_to_exclude():
+    model = build(Learning)
+    assert pc.sketchify(model, 0.5, **OPTIONS)(batches()[0]).shape == (32, 64)
+    with pytest.raises(DataError, match=r"fitted up to inner.\d while it runs \(exclude=.*RuntimeError"):
+        pc.sketchify(model, 0.5, data=batches(), **OPTIONS)
+    small = pc.sketchify(model, 0.5, data=batches(), exclude=["inner*"], **OPTIONS)
+    assert small(batches()[0]).shape == (32, 64)
+
+
+def test_a_model_that_differentiates_by_parameters_is_healed():
+    model = build(Learning)
+    flags = [one.requires_grad for one in model.parameters()]
+    small = pc.sketchify(
+        model, 0.5, data=batches(), exclude=["inner*"], refine="kl", refine_steps=2, **OPTIONS
+    )
+    assert pc.heal_report(small).steps == 2
+    assert [one.requires_grad for one in model.parameters()] == flags
+    assert all(one.grad is None for one in (*model.parameters(), *small.parameters()))

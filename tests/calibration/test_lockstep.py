@@ -9,6 +9,7 @@ from torch import nn
 
 from panther_compile.calibration import lockstep
 from panther_compile.calibration.lockstep import fit_in_lockstep
+from panther_compile.errors import DataError
 from panther_compile.models.batches import Call
 from panther_compile.models.watched import Side, Watched, copy_sharing
 
@@ -117,7 +118,7 @@ def test_what_the_model_raises_is_raised_and_no_thread_stays():
     dense, sketched = sides(model)
     before = threading.active_count()
     calls = [Call((torch.ones(2, 4),), {}), Call((100 * torch.ones(2, 4),), {})]
-    with pytest.raises(RuntimeError, match="too large"):
+    with pytest.raises(DataError, match=r"fitted up to fc while it runs.*raised RuntimeError: too large"):
         fit_in_lockstep(
             dense, sketched, calls, lambda name, arrivals: doubled(model.fc), residuals={}, progress=False
         )
