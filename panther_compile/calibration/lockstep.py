@@ -81,8 +81,8 @@ class _Runner:
 
     def pause(self, name: str, value: Tensor, passage: Passage | None) -> None:
         """Wait here, within the thread, for the next `go_on`."""
-        self.at, self.value = name, value
-        self.last = name
+        self.at = self.last = name
+        self.value = value
         self.residual = None if passage is None else self.passed.pop(passage, None)
         self._came.release()
         self._go.acquire()

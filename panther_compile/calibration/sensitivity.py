@@ -246,9 +246,9 @@ class _Taps:
             squares = torch.linalg.vector_norm(rows, dim=0).double().square().mul_(times)
             self._add(name, squares, len(rows), 0.0)
             return
-        products = gram(rows)
-        square = float(products.double().square().sum()) * times**2 if self.shrunk else 0.0
-        self._add(name, products.double().mul_(times), len(rows), square)
+        products = gram(rows).double()
+        square = float(products.square().sum()) * times**2 if self.shrunk else 0.0
+        self._add(name, products.mul_(times), len(rows), square)
 
     def _add(self, name: str, total: Tensor, rows: int, square: float) -> None:
         if name in self.sums:

@@ -152,10 +152,10 @@ def shifted_bias(bias: Tensor | None, wanted: Tensor, given: Tensor) -> Tensor |
 
 
 def _gain(weight: Tensor, left: Tensor, right: Tensor, moments: Moments) -> Tensor:
-    """Of each output (O,), by the rows that `moments` keeps."""
+    """The gain of each output (O,), from the rows that `moments` keeps."""
     wanted = (moments.sample_x @ weight.float().T).double().var(0)
     given = ((moments.sample_z @ right.float().T) @ left.float().T).double().var(0)
-    return gain_as_told(wanted, given, wanted.mean().clamp_min(1e-30))
+    return gain_as_told(wanted, given)
 
 
 def _pivot(

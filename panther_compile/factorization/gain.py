@@ -25,7 +25,7 @@ def restoring_gain(wanted: Tensor, given: Tensor, usual: Tensor | float) -> Tens
     return gain.clamp(1.0 / LARGEST, LARGEST)
 
 
-def gain_as_told(wanted: Tensor, given: Tensor, usual: Tensor | float) -> Tensor:
+def gain_as_told(wanted: Tensor, given: Tensor) -> Tensor:
     """The same, to the power of the share of the variance that is told: where little is, noise would grow."""
     told = (given / wanted.clamp_min(1e-30)).clamp(0.0, 1.0)
-    return restoring_gain(wanted, given, usual) ** told
+    return restoring_gain(wanted, given, wanted.mean().clamp_min(1e-30)) ** told

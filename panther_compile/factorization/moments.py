@@ -135,7 +135,7 @@ class MomentSums:
         mean_x, mean_z = means.x, means.z
         if not centred:
             mean_x, mean_z = torch.zeros_like(mean_x), torch.zeros_like(mean_z)
-        added = rounding + ridge * float(covariance.diagonal().mean().clamp_min(1e-30))
+        added = rounding + ridge_on(covariance, ridge)
         covariance.diagonal().add_(added)
         if extended is None:
             cross.diagonal().add_(added)
@@ -156,6 +156,11 @@ class MomentSums:
             extended=extended,
             halves=self._sums.halves(self._about, centred=centred),
         )
+
+
+def ridge_on(covariance: Tensor, ridge: float) -> float:
+    """What is added to the diagonal of second moments for a ridge, a share of their mean power."""
+    return ridge * float(covariance.diagonal().mean().clamp_min(1e-30))
 
 
 def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:

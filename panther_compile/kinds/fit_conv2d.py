@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.conv2d import ConvKernels, factorize_conv2d
 from panther_compile.factorization.gain import gain_as_told
-from panther_compile.factorization.moments import MAX_ROWS, RIDGE
+from panther_compile.factorization.moments import MAX_ROWS, RIDGE, ridge_on
 from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
 from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
@@ -163,8 +163,7 @@ def _refit_last(outputs: _Outputs, ridge: float) -> float:
         if conv.bias is not None:
             of_group -= means.x.square()
             given = (kernel @ means.covariance * kernel).sum(1)
-            usual = of_group.mean().clamp_min(1e-30)
-            kernel = gain_as_told(of_group, given, usual)[:, None] * kernel
+            kernel = gain_as_told(of_group, given)[:, None] * kernel
         explained += float((kernel * (2.0 * means.cross - kernel @ means.covariance)).sum())
         kernels.append(kernel)
         shifts.append(means.x - kernel @ means.z)
@@ -185,7 +184,7 @@ def _refitted(kernel: Tensor, sums: HalvedSums, ridge: float, *, centred: bool) 
         for half in sums.halves(about, centred=centred)
     ]
     system = means.covariance.clone()
-    system.diagonal().add_(ridge * float(system.diagonal().mean().clamp_min(1e-30)))
+    system.diagonal().add_(ridge_on(system, ridge))
     return kernel + reliable_part(means.cross - kernel @ means.covariance, system, halves), means
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.factorization.conv2d import conv_candidates
-from panther_compile.factorization.moments import MAX_ROWS, ROUNDING, thinned
+from panther_compile.factorization.gram import gram
+from panther_compile.factorization.moments import MAX_ROWS, ROUNDING, ridge_on, thinned
 from panther_compile.factorization.whiten import Root, root_of
 from panther_compile.kinds.windows import Convolution, windows
 
@@ -160,10 +161,9 @@ class _Sums:
 
     def add(self, patches: Tensor) -> None:
         """Add patches."""
-        rows = patches.flatten(0, 1)
         self._patches += len(patches)
         self._total = self._total + patches.double().sum(0)
-        self._products = self._products + (rows.T @ rows).double()
+        self._products = self._products + gram(patches.flatten(0, 1)).double()
 
     @property
     def mean(self) -> Tensor:
@@ -179,7 +179,7 @@ class _Sums:
         rounding = ROUNDING * float(found.diagonal().mean())
         if centred:
             found = found - mean.T @ mean / len(mean)
-        found.diagonal().add_(rounding + ridge * float(found.diagonal().mean().clamp_min(1e-30)))
+        found.diagonal().add_(rounding + ridge_on(found, ridge))
         return found
 
 

@@ -77,17 +77,16 @@ class LazyWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer metadata as it stands; compute the values for anything else."""
         kwargs = kwargs or {}
-        is_answer = func in _METADATA
-        if func in _SETTERS and isinstance(args[0], cls):
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **kwargs)
+            if func in _SETTERS and isinstance(args[0], cls):
                 return _refuse_setting(_SETTERS[func], args, kwargs)
         values = _Values(cls)
         # Multiplied out as any code is: what a product reads may be lazy too, and has its gradients then.
-        read = (args, kwargs) if is_answer else (values.of(args), values.of(kwargs))
+        read, named = values.of(args), values.of(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*read[0], **read[1])
-            if is_answer:
-                return result
+            result = func(*read, **named)
             values.check_unwritten(getattr(func, "__name__", str(func)), args, kwargs)
             return values.kept_lazy(result)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from panther_compile.models.source import own_functions
+from panther_compile.models.source import own_nodes
 
 
 def differentiates(model: nn.Module) -> bool:
@@ -46,10 +46,7 @@ def gradients_for(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
 
 @cache
 def _differentiates(cls: type[Any]) -> bool:
-    if cls.__module__.startswith("torch."):
-        return False
-    nodes = (node for function in own_functions(cls) or () for node in ast.walk(function))
-    return any(_asks_for_gradients(node) for node in nodes)
+    return any(_asks_for_gradients(node) for node in own_nodes(cls))
 
 
 def _asks_for_gradients(node: ast.AST) -> bool:

@@ -65,8 +65,10 @@ def own_texts(
     texts: list[Tensor] = []
     chunks = starts.to(device).split(_CHUNK)
     with torch.no_grad(), ProgressBar(total=len(chunks) * length, desc="texts", progress=progress) as bar:
+        generates = _generates(model)
         for place, chunk in enumerate(chunks):
-            found = _generated(model, chunk, given, seed + place) if _generates(model) else None
+            found = _generated(model, chunk, given, seed + place) if generates else None
+            generates = found is not None  # where it raises, it would for the others
             if found is not None:
                 texts.append(found)
                 bar.update(length)

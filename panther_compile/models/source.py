@@ -32,6 +32,13 @@ def own_functions(cls: type[Any], base: type[Any] = nn.Module) -> list[ast.Funct
         return None
 
 
+def own_nodes(cls: type[Any]) -> Iterator[ast.AST]:
+    """All that is in these functions; nothing of torch's classes, which are known, or of what is not read."""
+    if not cls.__module__.startswith("torch."):
+        for function in own_functions(cls) or ():
+            yield from ast.walk(function)
+
+
 def parse_function(function: Any) -> ast.Module:
     """The text of a function.
 

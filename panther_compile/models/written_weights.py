@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import nn
 
-from panther_compile.models.source import is_self, own_functions
+from panther_compile.models.source import is_self, own_nodes
 
 _ANY = "*"  # at an index
 _NO_WRITES = frozenset({"requires_grad_", "share_memory_"})
@@ -40,8 +40,6 @@ def written_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def _writes(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Layers, the name of a parameter of theirs that is written to, and the module that does it."""
     for module in model.modules():
-        if type(module).__module__.startswith("torch."):  # of those none does
-            continue
         for from_self, path, name in _written(type(module)):  # type: ignore[arg-type]
             for layer in _meant(module, from_self, path):
                 if name in layer._parameters:
@@ -64,8 +62,7 @@ def _fits(wanted: str, name: str) -> bool:
 @cache
 def _written(cls: type[nn.Module]) -> tuple[Written, ...]:
     """What the forward of a class writes to."""
-    nodes = (node for function in own_functions(cls) or () for node in ast.walk(function))
-    places = (_place(target) for node in nodes for target in _targets(node))
+    places = (_place(target) for node in own_nodes(cls) for target in _targets(node))
     return tuple(dict.fromkeys(one for one in places if one is not None))
 
 

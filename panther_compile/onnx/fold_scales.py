@@ -171,9 +171,11 @@ def _fold_ahead_of_all(node: ir.Node, writer: GraphWriter) -> int:
 
 def _affine(node: ir.Node) -> _Affine | None:
     """What a node does to a value that is no constant, if it scales or shifts it by one."""
+    if node.graph is None:
+        return None
     if is_onnx(node, "BatchNormalization"):
         return _norm(node)
-    if node.graph is None or not is_onnx(node, "Mul", "Div", "Add", "Sub"):
+    if not is_onnx(node, "Mul", "Div", "Add", "Sub"):
         return None
     for index in (1, 0) if is_onnx(node, "Mul", "Add") else (1,):
         value, constant = node.inputs[1 - index], _constant(node.inputs[index])
@@ -191,7 +193,7 @@ def _norm(node: ir.Node) -> _Affine | None:
     value, constants = node.inputs[0], [_constant(one) for one in node.inputs[1:]]
     trains = node.attributes.get_int("training_mode", 0) == 1 or len(node.outputs) > 1
     axes = None if value is None else _rank(value)
-    if node.graph is None or value is None or axes is None or trains:
+    if value is None or axes is None or trains:
         return None
     known = [one for one in constants if one is not None]
     if len(known) < len(constants):

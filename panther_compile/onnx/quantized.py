@@ -48,7 +48,7 @@ class Product:
 
     @property
     def branch_dtype(self) -> torch.dtype:
-        """Of the factors beside it."""
+        """The dtype of the factors beside it."""
         return torch.float16 if self.dtype == ir.DataType.FLOAT16 else torch.float32
 
 
@@ -148,10 +148,7 @@ def _ends(node: ir.Node) -> tuple[ir.Value, ir.Value, int] | None:
 
 def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
     """The shape of a product's matrix if DequantizeLinear makes it of a constant, transposed or not."""
-    value, turned = node.inputs[1], False
-    maker = None if value is None else value.producer()
-    if maker is not None and is_onnx(maker, "Transpose") and maker.inputs[0] is not None:
-        maker, turned = maker.inputs[0].producer(), True
+    maker, turned = _maker_of_matrix(node)
     if maker is None or not is_onnx(maker, "DequantizeLinear") or maker.inputs[0] is None:
         return None
     tensor = ir.convenience.get_const_tensor(maker.inputs[0])
@@ -161,13 +158,20 @@ def _dequantized_shape(node: ir.Node) -> tuple[int, int] | None:
     return (columns, rows) if turned else (rows, columns)
 
 
+def _maker_of_matrix(node: ir.Node) -> tuple[ir.Node | None, bool]:
+    """What makes a product's matrix, and whether it is transposed behind that."""
+    value = node.inputs[1]
+    maker = None if value is None else value.producer()
+    if maker is not None and is_onnx(maker, "Transpose") and maker.inputs[0] is not None:
+        return maker.inputs[0].producer(), True
+    return maker, False
+
+
 def _dtype_of(node: ir.Node) -> ir.DataType:
     """What a quantized product computes in: the type of its scales."""
     scale = node.inputs[2] if node.op_type == "MatMulNBits" else None
     if is_onnx(node, "MatMul", "Gemm"):
-        maker = node.inputs[1].producer()  # type: ignore[union-attr] # as _dequantized_shape has it
-        if maker is not None and is_onnx(maker, "Transpose"):
-            maker = maker.inputs[0].producer()  # type: ignore[union-attr]
+        maker, _ = _maker_of_matrix(node)
         scale = None if maker is None else maker.inputs[1]
     tensor = None if scale is None else ir.convenience.get_const_tensor(scale)
     return ir.DataType.FLOAT if tensor is None else ir.DataType(tensor.dtype)

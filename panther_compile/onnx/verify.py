@@ -179,7 +179,7 @@ _SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
 def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str, Any], list[Any]]:
     """Random inputs that a file takes, and what it makes of them."""
     sizes = _SIZES if any(not _is_fixed(one) for one in session.get_inputs()) else _SIZES[:1]
-    has_pixels = any(numpy_dtype(one) is np.uint8 for one in session.get_inputs())
+    has_pixels = any(numpy_dtype(one) == np.uint8 for one in session.get_inputs())
     for size, most in itertools.product(sizes, (255, 1) if has_pixels else (1,)):
         feed = _random_inputs(session, size, what, most)
         try:
@@ -208,7 +208,7 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str, most: in
                 f"{what}: input {one.name!r} is a {one.type}, and nothing random can be made of it; "
                 "give data=, or verify=False, which writes the sketched model unchecked"
             )
-        floating, highest = np.issubdtype(dtype, np.floating), most if dtype is np.uint8 else 1
+        floating, highest = np.issubdtype(dtype, np.floating), most if dtype == np.uint8 else 1
         values = generator.standard_normal(shape) if floating else generator.integers(0, highest + 1, shape)
         feed[one.name] = np.asarray(values).astype(dtype)
     return feed
@@ -232,9 +232,8 @@ _DTYPES: dict[str, Any] = {
     "float": np.float32,
     "double": np.float64,
     "bool": np.bool_,
-    "uint8": np.uint8,
     **{name: np.dtype(name) for name in ("float16", "int8", "int16", "int32", "int64")},
-    **{name: np.dtype(name) for name in ("uint16", "uint32", "uint64")},
+    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
 }
 
 

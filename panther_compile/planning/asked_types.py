@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import nn
 
-from panther_compile.models.source import is_self, own_functions
+from panther_compile.models.source import is_self, own_nodes
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -24,8 +24,6 @@ def asked_types(model: nn.Module) -> dict[nn.Module, str]:
     """Why layers have to stay of their type, of those whose type a module around them asks."""
     found: dict[nn.Module, str] = {}
     for module in model.modules():
-        if type(module).__module__.startswith("torch."):  # what those ask is known
-            continue
         for path, kind in _questions(type(module)):  # type: ignore[arg-type]
             for layer in _meant(module, path):
                 if kind in _type_names(layer):
@@ -63,8 +61,7 @@ def _held(module: nn.Module) -> Iterator[nn.Module]:
 @cache
 def _questions(cls: type[nn.Module]) -> tuple[Question, ...]:
     """What the forward of a class asks."""
-    nodes = (node for function in own_functions(cls) or () for node in ast.walk(function))
-    return tuple(dict.fromkeys(question for node in nodes for question in _asked(node)))
+    return tuple(dict.fromkeys(question for node in own_nodes(cls) for question in _asked(node)))
 
 
 def _asked(node: ast.AST) -> Iterator[Question]:
