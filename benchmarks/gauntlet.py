@@ -35,7 +35,7 @@ PACKAGES = (
 
 NOTES = """\
 - One draw of data each, on a busy machine; times as fast are ratios of processor time, side by side.
-- crepe-tiny's kernels, 64 taps long, share filters (scheme "basis", `docs/calibration.md`); cut by
+- crepe-tiny's kernels, 64 taps long, share filters (scheme "basis", `docs/method.md`); cut by
   channels, as they were, the pitch was the same in two thirds of the frames at .5 with data and in .30
   without. A quarter of its numbers are taps of the last two kernels that only meet padding; `trim_kernels`
   (`docs/passes.md`) takes them out exactly, so that at .76 of its numbers the model is itself, and
