@@ -596,6 +596,23 @@ def test_values_that_are_not_finite_are_named():
         pc.heal(small, teacher=teacher, data=batches(2), steps=1)
 
 
+@pytest.mark.parametrize("output", ["logits", "features"])
+def test_choices_that_the_teacher_rules_out_are_not_compared(output):
+    """Grounding DINO gives -Inf for words that a text has not."""
+
+    class RulesOut(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).masked_fill(torch.arange(6) > 3, -torch.inf)
+
+    torch.manual_seed(0)
+    teacher = RulesOut(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 6)).eval()
+    small = pc.sketchify(teacher, 0.4, include="0", **SKETCH)
+    data = [torch.randn(8, 24, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    healed = pc.heal(small, teacher=teacher, data=data, steps=40, lr=1e-2, output=output)
+    report = pc.heal_report(healed)
+    assert 0.0 < report.after["output"] < report.before["output"]
+
+
 def test_nothing_to_match():
     teacher = encoder()
     small = sketched_encoder(teacher)

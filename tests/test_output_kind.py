@@ -58,6 +58,46 @@ def test_names_are_believed():
     assert (kind.why, kind.output, kind.head) == (NAMED, "auto", "lm_head")
 
 
+class Maps(nn.Module):
+    """Logits of pixels, as models of segmentation give, or of masks, or of whole images."""
+
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, classes, 1)
+        self.shape = shape
+
+    def forward(self, x):
+        x = self.head(self.body(x))
+        if self.shape == "enlarged":
+            x = nn.functional.interpolate(x, scale_factor=2)
+        elif self.shape == "mask":
+            x = x.squeeze(1)
+        elif self.shape == "image":
+            x = x[:, :, :1, :1].flatten(1)
+        elif self.shape == "text":
+            x = x.flatten(2).transpose(1, 2)
+        return {"logits": x}
+
+
+@pytest.mark.parametrize(
+    ("classes", "shape", "output"),
+    [
+        (5, "pixels", "features"),
+        (5, "enlarged", "features"),
+        (1, "mask", "features"),
+        (5, "image", "auto"),
+        (5, "text", "auto"),
+    ],
+)
+def test_rows_of_maps_are_no_choices(classes, shape, output):
+    model, images = Maps(classes, shape), [torch.randn(4, 3, 8, 8) for _ in range(4)]
+    kind = recognize_output(model, record_calls(model, images))
+    assert (kind.output, kind.has_logits) == (output, output == "auto")
+    report = pc.sketch_report(pc.sketchify(model, 0.5, data=images, **{**OPTIONS, "min_params": 64}))
+    assert report.closeness.kind == ("KL" if output == "auto" else "relative error")
+    assert ("results taken for features: its logits have shape" in str(report)) == (output == "features")
+
+
 def test_a_layer_as_wide_as_num_classes_makes_logits():
     model = classifier(sure=False)
     assert recognize_output(model, calls(CLASSES)).output == "auto"

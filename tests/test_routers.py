@@ -93,3 +93,21 @@ def test_other_layers_of_as_many_outputs_are_sketched():
     model = nn.Sequential(far, Deep(), kernel)
     named = {line.name for line in pc.plan_sketch(model, 0.5, **OPTIONS).sketched}
     assert {"0.0.0.0", "2.2"} <= named
+
+
+def test_one_output_beside_a_list_of_one_is_no_router():
+    """As the durations of FastSpeech 2 are made, beside an encoder of one layer."""
+
+    class Durations(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.linear = nn.ModuleList([nn.Linear(64, 64)]), nn.Linear(64, 1)
+            self.last = nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.layers[0](x).relu()
+            return self.last(x * self.linear(x))
+
+    plan = pc.plan_sketch(Durations(), 0.5, **OPTIONS)
+    (reason,) = [line.reason for line in plan.layers if line.name == "linear"]
+    assert "router" not in reason

@@ -186,6 +186,29 @@ def test_a_configuration_may_keep_the_vocabulary_of_its_decoder_elsewhere():
         made(model, 1, sample=False)  # of several codes for each place
 
 
+def test_images_may_be_no_squares_and_of_a_part_with_a_configuration_of_its_own():
+    from transformers import (
+        GPT2Config,
+        VisionEncoderDecoderConfig,
+        VisionEncoderDecoderModel,
+        ViTConfig,
+        ViTModel,
+        VitPoseBackboneConfig,
+        VitPoseConfig,
+        VitPoseForPoseEstimation,
+    )
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {"image_size": [48, 32], "patch_size": [8, 8]}
+    poses = VitPoseConfig(backbone_config=VitPoseBackboneConfig(**small, **sizes, out_features=["stage1"]))
+    reader = GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, add_cross_attention=True)
+    seen = ViTConfig(**small, **sizes)
+    texts = VisionEncoderDecoderConfig.from_encoder_decoder_configs(seen, reader, decoder_start_token_id=1)
+    for model in (ViTModel(seen), VitPoseForPoseEstimation(poses), VisionEncoderDecoderModel(texts)):
+        (call,) = made(model.eval(), 1, sample=False).calls
+        assert call.kwargs["pixel_values"].shape == (8, 3, 48, 32)
+
+
 @pytest.mark.parametrize(("side", "said"), [(256, None), (240, 240)])
 def test_images_may_be_of_one_size_alone(side, said):
     class Fixed(nn.Sequential):
@@ -304,6 +327,8 @@ def test_own_texts_stand_evenly_between_data(monkeypatch):
     mixed, said = inputs.with_texts_beside(marked, found, calls, SketchConfig())
     assert mixed == calls
     assert said.startswith(", no texts beside: inputs of Marked cannot be made up")
+    steps = [Call((torch.zeros(8, dtype=torch.long),) * 2, {})]
+    assert inputs.with_texts_beside(marked, found, steps, SketchConfig()) == (steps, "")
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(100_000, 1_000_000), (1_000, 10_000)])

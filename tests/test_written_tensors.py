@@ -181,6 +181,34 @@ def test_put_back_when_it_raises():
     assert not model.cache.any()
 
 
+class Hooked(nn.Sequential):
+    """Installs a hook in its first run, as transformers does for hidden states, and marks that it has."""
+
+    def forward(self, x):
+        self.seen = []
+        if not getattr(self, "is_hooked", False):
+            self[0].register_forward_hook(lambda module, args, out: self.seen.append(out))
+            self.is_hooked = True
+        return super().forward(x), len(self.seen)
+
+
+def test_hooks_that_a_forward_registers_are_put_back_with_its_mark():
+    model = Hooked(nn.Linear(4, 4)).eval()
+    before = model[0].register_forward_hook(lambda module, args, out: None)
+    with unwritten(model):
+        model(torch.randn(2, 4))
+    assert list(model[0]._forward_hooks) == [before.id]
+    assert model(torch.randn(2, 4))[1] == 1
+
+
+def test_healing_leaves_no_hooks_behind():
+    teacher = Hooked(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval()
+    data = [torch.randn(8, 64) for _ in range(4)]
+    small = pc.sketchify(teacher, 0.5, data=data, progress=False)
+    healed = pc.heal(small, teacher=teacher, data=data, steps=2, progress=False)
+    assert [model(data[0])[1] for model in (teacher, small, healed)] == [1, 1, 1]
+
+
 class Notes(nn.Module):
     """Keeps what it saw in attributes: a number, a result, a list, and one that is made in the first run."""
 

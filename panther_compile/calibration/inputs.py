@@ -133,7 +133,8 @@ def with_texts_beside(
     try:
         texts = texts_beside(model, calls, tokens, seed=config.seed, progress=config.progress)
     except (DataError, ConfigTypeError) as error:
-        return list(calls), f", no texts beside: {first_line(error)}"
+        reads = any(one.dim() > 1 for call in calls for one in _integers(call))  # no labels
+        return list(calls), f", no texts beside: {first_line(error)}" if reads else ""
     if texts is None:
         return list(calls), ""
     parts = divided(copy_sharing(model, {}), calls, LEAST)

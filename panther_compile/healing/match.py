@@ -23,7 +23,7 @@ from panther_compile.config import Logits
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import all_named_tensors, are_logits, by_place
+from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, shown
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -99,7 +99,8 @@ class Match:
             if visits and shapes(theirs := found.hidden[name]) == shapes(visits)
         }
         both = by_place(wanted.output, found.output)
-        pairs = [(name, t, s) for name, t, s in both if t.shape == s.shape and t.numel()]
+        alike = ((name, t, s) for name, t, s in both if t.shape == s.shape and t.numel())
+        pairs = [(name, *_shown(t, s, self._fill(name))) for name, t, s in alike]
         if not pairs:
             raise HealingError(
                 f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
@@ -125,6 +126,7 @@ class Match:
             for name, one in answer.output:
                 if not one.numel():
                     continue
+                one = _shown(one, one, self._fill(name))[0]
                 found[OUTPUT, name].append(_variance(kept_rows(one.float(), kept)))
                 if (pooled := _pooled(one, kept)) is not None:
                     found[POOLED, name].append(_variance(pooled))
@@ -133,6 +135,9 @@ class Match:
 
     def _is_logits(self, name: str) -> bool:
         return are_logits(name, self._logits)
+
+    def _fill(self, name: str) -> float:
+        return torch.finfo(torch.float32).min if self._is_logits(name) else 0.0
 
     def _run(self, model: nn.Module, place: int) -> Given:
         call = self.calls[place]
@@ -149,8 +154,9 @@ class Match:
         answer = replace(
             found, hidden={name: [one.detach() for one in visits] for name, visits in found.hidden.items()}
         )
-        named = [*answer.output, *((name, t) for name, visits in answer.hidden.items() for t in visits)]
-        for name, tensor in named:
+        hidden = [(name, t) for name, visits in answer.hidden.items() for t in visits]
+        results = [(name, t.masked_fill(t == -math.inf, 0.0)) for name, t in answer.output]
+        for name, tensor in (*results, *hidden):
             if not bool(torch.isfinite(kept_rows(tensor, self._kept[place])).all()):
                 raise HealingError(
                     f"the teacher's {name or OUTPUT} holds NaN or Inf on {self.calls[place].what}"
@@ -159,6 +165,11 @@ class Match:
             self._left -= answer.size
             self._answers[place] = answer
         return answer
+
+
+def _shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+    """Both, filled where the teacher gives -Inf, as of choices that it rules out: no loss sees them."""
+    return (wanted, found) if bool(wanted.isfinite().all()) else shown(wanted, found, fill)
 
 
 def _error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:

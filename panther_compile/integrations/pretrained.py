@@ -179,7 +179,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         new = empty_layers(model, saved, sketch.model, where)
         _check_factors_are_there(dict(zip(here, new.values(), strict=True)), checkpoint_files, where)
         new |= _tied_to(model, new)
-        _lend_biases(model, new.values())
+        _lend(model, new.values())
         replace_inside(model, new)
         lower_own_weights(model)
         turn_off_nested_tensors(model)
@@ -332,33 +332,58 @@ def empty_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _lend_biases(model: Any, layers: Iterable[nn.Module]) -> None:
-    """While transformers writes initial values, give biases to factors that have none.
+def _lend(model: Any, layers: Iterable[nn.Module]) -> None:
+    """While transformers loads, give its classes what they take for granted of dense layers.
 
-    Some classes write into those of all layers below them. What is lent is thrown away; `_take_back` ends it.
+    Some write into the biases of all layers below them, or reset layers by their method; and some have a
+    `tie_weights` of their own that ties nothing. What is lent is thrown away; `_take_back` ends it.
     """
+    layers = set(layers)
     factors = (part for layer in layers for part in layer.modules())
     parts = {part for part in factors if part._parameters.get("bias", part) is None}
     for one in _pretrained_models(model):
-        one._init_weights = partial(_init_weights, one._init_weights, parts)
+        one._init_weights = partial(_init_weights, one._init_weights, parts, layers)
+        one.tie_weights = partial(_tie_weights, one)
 
 
-def _init_weights(write: Callable[[nn.Module], None], parts: set[nn.Module], module: nn.Module) -> None:
-    """Write the initial values of a module, while those of the parts that are below it have biases."""
+def _init_weights(
+    write: Callable[[nn.Module], None], parts: set[nn.Module], layers: set[nn.Module], module: nn.Module
+) -> None:
+    """Write the initial values of a module, while those of the parts that are below it have biases.
+
+    Sketched layers that it resets stay as they are: they hold what was loaded.
+    """
     below = [part for part in module.modules() if part in parts]
+    reset = [part for part in module.modules() if part in layers and not hasattr(part, "reset_parameters")]
     for part in below:
         part.bias = nn.Parameter(torch.empty(len(part.weight)))  # type: ignore[arg-type]
+    for part in reset:
+        part.reset_parameters = lambda: None  # type: ignore[assignment]
     try:
         write(module)
     finally:
         for part in below:
             part.bias = None  # type: ignore[assignment]
+        for part in reset:
+            del part.reset_parameters
+
+
+def _tie_weights(model: Any, *args: Any, **options: Any) -> None:
+    """Tie the factors that layers share, then do what the class of the model does.
+
+    Which function that is, is looked up now: transformers turns it off while it builds a model.
+    """
+    usual = sys.modules["transformers.modeling_utils"].PreTrainedModel.tie_weights
+    usual(model, *args, **options)
+    if type(model).tie_weights is not usual:
+        type(model).tie_weights(model, *args, **options)
 
 
 def _take_back(model: nn.Module) -> None:
-    """End what `_lend_biases` began."""
+    """End what `_lend` began."""
     for one in _pretrained_models(model):
-        vars(one).pop("_init_weights", None)
+        for name in ("_init_weights", "tie_weights"):
+            vars(one).pop(name, None)
 
 
 def _check_factors_are_there(

@@ -87,11 +87,11 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
             return drawn
 
         others["decoder_input_ids"] = decoder
-    vision = getattr(config, "vision_config", config)
+    vision = _of_images(config)
     channels = int(getattr(vision, "num_channels", 3) or 3)
-    side = _side(getattr(vision, "image_size", None) or 224)
+    sides = _sides(getattr(vision, "image_size", None) or 224)
     if main == "input_ids" and embedding is not None:
-        more = {"pixel_values": lambda n: natural_images(n, channels, side, torch.Generator().manual_seed(0))}
+        more = {"pixel_values": lambda n: _images(channels, sides)(n, torch.Generator().manual_seed(0))}
         for length in _lengths(model):
             make = _tokens(embedding.num_embeddings, length)
             yield Form("tokens", make, lambda ids: with_others(ids, others), alone=not others)
@@ -99,9 +99,9 @@ def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -
                 yield Form("tokens", make, lambda ids: with_others(ids, others | more), alone=False)
     elif main in ("pixel_values", "pixel_values_videos"):
         if main == "pixel_values":
-            make = _images(channels, side)
+            make = _images(channels, sides)
             yield Form("images", make, lambda images: with_others(images, others))
-        make = _videos(channels, _frames(vision), side)
+        make = _videos(channels, _frames(vision), sides)
         yield Form("videos", make, lambda many: with_others(many.movedim(1, 2), others), batch=_FEW)
     elif main == "past_values":
         length, count = (
@@ -140,11 +140,23 @@ def _frames(config: Any) -> int:
     return next((one for one in said if isinstance(one, int)), _CLIPS[0][0])
 
 
-def _side(size: Any) -> int:
-    """The longer side of images, of a number, a pair, or a mapping of height and width."""
+def _of_images(config: Any) -> Any:
+    """The part of a configuration that says what images are; the whole if none does."""
+    vision = getattr(config, "vision_config", None)
+    if vision is not None:  # what the whole says may be of texts
+        return vision
+    parts = (config, *(getattr(config, name, None) for name in ("backbone_config", "encoder")))
+    return next((part for part in parts if getattr(part, "image_size", None)), config)
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    """Height and width of images, of a number, a pair, or a mapping; squares of the longer side of others."""
     if isinstance(size, Mapping):
-        return int(max(size.values()))
-    return int(max(size) if isinstance(size, list | tuple) else size)
+        size = [size.get(name, max(size.values())) for name in ("height", "width")]
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    longer = int(max(size) if isinstance(size, list | tuple) else size)
+    return longer, longer
 
 
 def _no_cache(parameters: Mapping[str, Any]) -> dict[str, bool]:
@@ -192,7 +204,7 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
             yield Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif kind is nn.Conv2d:
         for size in (*_SIZES, *_size_of_timm(model)):
-            yield Form("images", _images(layer.in_channels, size), call)
+            yield Form("images", _images(layer.in_channels, (size, size)), call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
@@ -204,7 +216,7 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
                 yield Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
     elif kind is nn.Conv3d:
         for frames, size in _CLIPS:
-            yield Form("videos", _videos(layer.in_channels, frames, size), call, batch=_FEW)
+            yield Form("videos", _videos(layer.in_channels, frames, (size, size)), call, batch=_FEW)
     elif kind is nn.Linear:
         yield Form("vectors", _vectors(layer.in_features), call)
         yield Form("vectors", _vectors(_STEPS, layer.in_features), call)
@@ -247,15 +259,16 @@ def _tokens(vocabulary: int, length: int) -> Callable[[int, Generator], Tensor]:
     return lambda count, drawn: torch.randint(0, vocabulary, (count, length), generator=drawn)
 
 
-def _images(channels: int, size: int) -> Callable[[int, Generator], Tensor]:
-    return lambda count, drawn: natural_images(count, channels, size, drawn)
+def _images(channels: int, sides: tuple[int, int]) -> Callable[[int, Generator], Tensor]:
+    height, width = sides
+    return lambda count, drawn: natural_images(count, channels, max(sides), drawn)[..., :height, :width]
 
 
-def _videos(channels: int, frames: int, size: int) -> Callable[[int, Generator], Tensor]:
+def _videos(channels: int, frames: int, sides: tuple[int, int]) -> Callable[[int, Generator], Tensor]:
     """Images that move from frame to frame, each in a direction of its own, by up to two pixels."""
 
     def made(count: int, drawn: Generator) -> Tensor:
-        images = natural_images(count, channels, size, drawn)
+        images = _images(channels, sides)(count, drawn)
         steps = torch.randint(-_FASTEST, _FASTEST + 1, (count, 2), generator=drawn).tolist()
         moved = [
             torch.stack([image.roll((down * at, right * at), (-2, -1)) for at in range(frames)], 1)

@@ -1,6 +1,7 @@
 """What a model's result is: logits, whose rows are compared by their divergence, or something else.
 
-A result that names its logits is taken at its word. Another tensor of it is taken for logits if a
+A result that names its logits is taken at its word, but for maps of a choice a pixel, as convolutions make:
+their last dimension is a width, and their rows no choices. Another tensor of it is taken for logits if a
 linear layer makes it that is as wide as the vocabulary of an embedding, as a configuration's labels or as the
 model's num_classes, which those of timm have; if its rows are log-probabilities; or if its rows, as logits,
 would be sure of choices that differ from row to row, which those of a trained classifier are, and features
@@ -8,12 +9,13 @@ are not, as the caches or the loss beside logits in a tuple. What is uncertain i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from panther_compile.config import Logits, logits_of
 from panther_compile.errors import ConfigError
@@ -30,6 +32,7 @@ _STEEP = 30.0  # deviation of a row beyond which it holds no logits
 _NEAR = 1e-3
 
 
+_Place = tuple[int, ...]
 _Made = tuple[Tensor, str | None]
 """Rows of a result and the name of the linear layer that made them, if one was seen to."""
 
@@ -39,8 +42,8 @@ class OutputKind:
     """What a result was taken for.
 
     Attributes:
-        output: "logits"; the keys of those tensors that are logits; or "auto", for which tensors called
-            "logits" are logits and others are not.
+        output: "logits"; the keys of those tensors that are logits; "features"; or "auto", for which tensors
+            called "logits" are logits and others are not.
         why: in words.
         head: name of the linear layer that makes the logits; None if none was seen to.
     """
@@ -57,7 +60,7 @@ class OutputKind:
     @property
     def has_logits(self) -> bool:
         """Whether any tensor is."""
-        return self.output != "auto" or self.why == NAMED
+        return self.output not in ("auto", "features") or self.why == NAMED
 
 
 def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
@@ -75,10 +78,14 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
     seen: dict[str, list[_Made]] = {}
     most = 0
     for call in calls:
-        found, by = _run(quiet, call)
+        found, by, channels = _run(quiet, call)
         named = next((tensor for name, tensor in found if name in LOGITS), None)
         if named is not None:
-            return OutputKind("auto", NAMED, by.get(_place(named)))
+            head = by.get(_place(named))
+            if head is None and _is_map(named, channels):
+                what = "they are maps of a choice a pixel" if named.dim() > 3 else "they are maps"
+                return OutputKind("features", f"its logits have shape {tuple(named.shape)}, {what}")
+            return OutputKind("auto", NAMED, head)
         most, kept = max(most, len(found)), kept_positions(quiet, call)
         for name, tensor in found:
             if tensor.dim() > 1:
@@ -166,23 +173,29 @@ def _sureness(rows: Tensor) -> tuple[float, float]:
     return 1 - entropy / math.log(rows.shape[-1]), information / most
 
 
-def _run(model: nn.Module, call: Call) -> tuple[list[tuple[str, Tensor]], dict[tuple[int, ...], str]]:
-    """The floating tensors of the result, and the linear layers by the place of what they gave."""
-    by: dict[tuple[int, ...], str] = {}
+def _run(
+    model: nn.Module, call: Call
+) -> tuple[list[tuple[str, Tensor]], dict[_Place, str], dict[_Place, int]]:
+    """The floating tensors of the result; linear layers, and channels of convolutions, by what they gave."""
+    by: dict[_Place, str] = {}
+    channels: dict[_Place, int] = {}
     held: list[Tensor] = []  # so that no address is used again
 
     def hook(name: str) -> Any:
-        def see(_: nn.Module, __: object, out: Any) -> None:
+        def see(layer: nn.Module, __: object, out: Any) -> None:
             if isinstance(out, Tensor) and not is_transformed(out):
                 held.append(out)
-                by[_place(out)] = name
+                if isinstance(layer, _ConvNd):
+                    channels[_place(out)] = layer.out_channels
+                else:
+                    by[_place(out)] = name
 
         return see
 
     handles = [
         module.register_forward_hook(hook(name))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | _ConvNd)
     ]
     try:
         with torch.no_grad():
@@ -190,9 +203,17 @@ def _run(model: nn.Module, call: Call) -> tuple[list[tuple[str, Tensor]], dict[t
     finally:
         for handle in handles:
             handle.remove()
-    return found, by
+    return found, by, channels
 
 
-def _place(tensor: Tensor) -> tuple[int, ...]:
+def _is_map(tensor: Tensor, channels: Mapping[_Place, int]) -> bool:
+    """Whether the last dimension is a width, not the channels that a convolution gave."""
+    made = channels.get(_place(tensor))
+    if tensor.dim() > 3:
+        return tensor.shape[1] in channels.values()
+    return made is not None and made != tensor.shape[-1]
+
+
+def _place(tensor: Tensor) -> _Place:
     """Equal for two tensors that hold the same numbers in the same place, whatever their shape."""
     return tensor.data_ptr(), tensor.numel()

@@ -17,8 +17,13 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module: its para
 
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
-    """What the models write into tensors and attributes of theirs, as they run, is put back afterwards."""
+    """What the models write into tensors and attributes of theirs, as they run, is put back afterwards.
+
+    Hooks that they register are taken off, as those by which transformers captures hidden states: that they
+    are there is marked by an attribute.
+    """
     modules = [module for model in models for module in model.modules()]
+    hooks = [(table, set(table)) for module in modules for table in _hook_tables(module)]
     attributes = [(vars(module), _own_attributes(vars(module))) for module in modules]
     contents = [
         (value, copy.copy(value))
@@ -36,6 +41,9 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for table, were_there in hooks:
+            for key in table.keys() - were_there:
+                del table[key]
         for held, were in attributes:
             for name in _own_attributes(held).keys() - were.keys():
                 del held[name]
@@ -49,6 +57,15 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
             for tensor, version, value in before:
                 if tensor._version != version:
                     tensor.copy_(value)
+
+
+def _hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
+    """What holds the hooks of a module, and whether they want keywords or are always called."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if name in _OF_TORCH and "hook" in name and isinstance(value, dict)
+    ]
 
 
 def _own_attributes(held: dict[str, Any]) -> dict[str, Any]:

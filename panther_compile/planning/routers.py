@@ -33,8 +33,11 @@ def is_router(model: nn.Module, name: str, outputs: int) -> bool:
 
 
 def expert_counts(model: nn.Module) -> frozenset[int]:
-    """How many experts modules of a model may have, which tells of most layers that they are no routers."""
-    return frozenset(count for module in model.modules() for count in _counts(module))
+    """How many experts modules of a model may have, which tells of most layers that they are no routers.
+
+    One is not among them: there is no choice to be made.
+    """
+    return frozenset(count for module in model.modules() for count in _counts(module) if count > 1)
 
 
 def _counts(module: nn.Module) -> Iterator[int]:

@@ -26,6 +26,9 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    Wav2Vec2ForPreTraining,
     initialization,
     pipeline,
 )
@@ -123,6 +126,35 @@ def test_a_class_that_writes_into_biases_of_all_layers_below(tmp_path):
     assert_same(loaded, small, (torch.randn(3, 32),))
     assert "_init_weights" not in vars(loaded)
     assert "head.0.down.bias" not in loaded.state_dict()
+
+
+WAVES = dict(
+    **dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=20),
+    **dict(conv_dim=[16, 16], conv_stride=[5, 4], conv_kernel=[10, 8], num_feat_extract_layers=2),
+    **dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0),
+)
+
+
+def test_a_class_whose_tie_weights_ties_nothing(tmp_path):
+    """Wav2Vec2ForCTC's loads adapters: factors that layers share came back as newly made ones."""
+    small = sketch(Wav2Vec2ForCTC(Wav2Vec2Config(**WAVES)).eval())
+    attention = small.wav2vec2.encoder.layers[0].attention
+    attention.q_proj.down = attention.k_proj.down
+    small.save_pretrained(tmp_path)
+    loaded = Wav2Vec2ForCTC.from_pretrained(tmp_path).eval()
+    assert_same(loaded, small, (torch.randn(2, 800),))
+    attention = loaded.wav2vec2.encoder.layers[0].attention
+    assert attention.q_proj.down.weight is attention.k_proj.down.weight
+    assert "tie_weights" not in vars(loaded)
+
+
+def test_a_class_that_resets_layers(tmp_path):
+    """Wav2Vec2ForPreTraining calls reset_parameters of two layers, which a sketched one has not."""
+    small = sketch(Wav2Vec2ForPreTraining(Wav2Vec2Config(**WAVES)).eval())
+    assert isinstance(small.project_hid, pc.SketchedLinear)
+    small.save_pretrained(tmp_path)
+    loaded = Wav2Vec2ForPreTraining.from_pretrained(tmp_path).eval()
+    assert_same(loaded, small, (torch.randn(2, 800),))
 
 
 def types(model):
