@@ -1,5 +1,7 @@
 """Graphs of models that are hard to read, and what the notes and the flow graph say of easy ones."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,38 @@ def test_tensors_of_the_model_that_it_returns_are_of_a_stage():
     staged(x)  # as a pipeline does while the result is still to be sent
     assert torch.equal(seen, x.mean(0))
     assert sum("seen" in stage.state_dict() for stage in staged.stages) == 1
+
+
+class Pooling(nn.Module):
+    """What nobody reads: a pooler, and what draws random numbers or writes statistics before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.pooler, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch.tanh(self.pooler(x))
+            self.norm(x), self.dropout(x)
+        return self.dropout(x)
+
+
+def test_what_nobody_reads_is_left_out():
+    """No stage holds it; random numbers and statistics of batches stay those of the model."""
+    model, x = Pooling(), torch.randn(16, 8)
+    part = partition_model(model, x, mesh={"pp": 2}, hardware="cpu")
+    assert {"pooler.weight", "pooler.bias"} <= set(part.unused)
+    assert not {one.name for one in part.shared} & {"pooler.weight", "pooler.bias"}
+    staged, reference = part.split(), copy.deepcopy(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        wanted = reference(x)
+        torch.manual_seed(0)
+        assert torch.equal(staged(x), wanted)
+    assert torch.equal(model.norm.running_mean, reference.norm.running_mean)
+    assert model.norm.running_mean.any()
 
 
 class Named(nn.Module):

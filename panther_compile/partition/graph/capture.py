@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from operator import getitem
 from types import NoneType
 from typing import Any
 
@@ -32,6 +33,8 @@ from panther_compile.partition.graph.recomputed import checkpoints_marked, check
 from panther_compile.planning.trace import SketchTracer
 
 _CHECKS = ("_assert", "_guards_fn", "sym_constrain", "_check")
+# Arguments that batch norms in train mode write, and do not say so.
+_STATISTICS = ("running_mean", "running_var")
 _NOISY = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._export",
@@ -318,11 +321,26 @@ def quiet() -> Iterator[None]:
 
 
 def _clean(graph_module: fx.GraphModule) -> None:
-    """Drop checks of the inputs, which say nothing to a stage that sees other values."""
+    """Drop checks of the inputs, which say nothing to a stage that sees other values, and what nobody reads.
+
+    A stage would be given a tensor, or hold a parameter, for nothing, and wait for their gradients.
+    """
     for node in reversed(list(graph_module.graph.nodes)):
-        is_check = any(mark in str(node.target) for mark in _CHECKS)
-        if node.op in ("call_function", "call_module") and is_check and not node.users:
+        if node.users or node.op not in ("call_function", "call_module"):
+            continue
+        if any(mark in str(node.target) for mark in _CHECKS) or _does_nothing_else(node):
             graph_module.graph.erase_node(node)
+
+
+def _does_nothing_else(node: fx.Node) -> bool:
+    """Whether an operation gives its result, and neither writes nor draws random numbers."""
+    if node.target is getitem:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    written = target._schema.is_mutable or any(one.name in _STATISTICS for one in target._schema.arguments)
+    return not written and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _restore_names(graph_module: fx.GraphModule, model: nn.Module) -> None:
