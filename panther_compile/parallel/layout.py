@@ -89,7 +89,7 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
                 assert isinstance(whole, fx.GraphModule)
                 with fake, torch.random.fork_rng(devices=[]):
                     stage = shard_stage(_without_data(whole, fake), part, index, group)
-                    checked.append(_check(stage, part, index, place, learned and learned[index]))
+                    checked.append(_check(stage, part, index, place, learned[index] if learned else None))
     return tuple(checked)
 
 
@@ -105,8 +105,8 @@ def _learned(staged: StagedModel, part: Partition) -> list[frozenset[str]]:
             learned.append(frozenset(name for name, tensor in given if tensor.grad is not None))
     reached = frozenset[str]().union(*learned)
     unreached = unreached_parameters(part.captured)
-    for index, stage in enumerate(staged.stages):
-        for name, parameter in stage.named_parameters():
+    for index, whole in enumerate(staged.stages):
+        for name, parameter in whole.named_parameters():
             if parameter.requires_grad and name not in reached | unreached:
                 raise ParallelError(f"stage {index}: no gradient comes out for {name}")
     return learned

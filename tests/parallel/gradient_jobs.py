@@ -199,3 +199,43 @@ def refused_gradients(rank):
         parallelize_model(model, plan, loss_fn=loss_fn)
     engine = parallelize_model(model, plan)
     assert zoo.tensors(engine.predict(*batch, everywhere=True))[0].shape == (4, 16)
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 8) / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = _Halved.apply(layer(x)) + x
+        return x
+
+
+def own_functions(rank):
+    """The backward of a model's own function of autograd is that of the function, on every mesh."""
+    for mesh in ({"pp": 2}, {"tp": 2}, {"dp": 2}):
+        torch.manual_seed(0)
+        model, x = Quantized(), torch.randn(2, 16)
+        plan = partition(model, (x,), mesh, 2)
+        reference = OneProcess(model, mesh.get("dp", 1), 2, adamw)
+        engine = parallelize_model(
+            model, plan, loss_fn=loss_fn, data_parallel="ddp" if "dp" in mesh else None
+        )
+        batches = [draw((x,), 2, replica) for replica in range(mesh.get("dp", 1))]
+        wanted = reference.backward(batches)
+        batch, target = batches[engine.devices.dp]
+        torch.testing.assert_close(engine.step(*batch, target), wanted)
+        own = dict(reference.models[0].named_parameters())
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(joined(engine, name, parameter.grad), own[name].grad)

@@ -16,7 +16,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from types import NoneType
 from typing import Any
@@ -29,6 +29,7 @@ from panther_compile.errors import CaptureError, first_line
 from panther_compile.models.batches import hides_tensors
 from panther_compile.models.surroundings import unwritten
 from panther_compile.names import attribute
+from panther_compile.partition.graph.functions import functions_kept
 from panther_compile.partition.graph.recomputed import checkpoints_marked, checkpoints_refused
 from panther_compile.planning.trace import SketchTracer
 
@@ -158,6 +159,7 @@ class Captured:
         route: how the graph was read, for the report.
         unused: parameters of the model that the graph does not read.
         precision: autocast that the graph was read and is to be weighed under.
+        lost: what the model does in its backward, and the graph does not, in words.
     """
 
     graph_module: fx.GraphModule
@@ -166,6 +168,7 @@ class Captured:
     route: str
     unused: tuple[str, ...]
     precision: Precision = Precision("cpu", None)
+    lost: tuple[str, ...] = ()
 
 
 def capture(
@@ -193,7 +196,7 @@ def capture(
     except TypeError as error:
         raise CaptureError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
     _check_shown(model, bound)
-    with unwritten(model):
+    with unwritten(model), functions_kept() as functions:
         if boundaries:
             graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
             route = "torch.fx, boundaries kept whole"
@@ -206,9 +209,12 @@ def capture(
                 route = "torch.fx"
     if graph_module is None:
         raise CaptureError(_explain(model, failures, boundaries))
+    functions.put_into(graph_module)
     _clean(graph_module)
     _restore_names(graph_module, model)
-    return _captured(graph_module, outputs, model, signature, extra, bound, route)
+    lost = sorted({*functions.lost, *_backward_hooks(model, graph_module)})
+    captured = _captured(graph_module, outputs, model, signature, extra, bound, route)
+    return replace(captured, lost=tuple(lost))
 
 
 def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -350,6 +356,15 @@ def _restore_names(graph_module: fx.GraphModule, model: nn.Module) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             node.target = first.get(id(attribute(graph_module, str(node.target))), node.target)
+
+
+def _backward_hooks(model: nn.Module, graph_module: fx.GraphModule) -> Iterator[str]:
+    """Modules with hooks that run in the backward, but for those that the graph calls."""
+    whole = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    for name, module in model.named_modules():
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if hooked and not any(name == one or name.startswith(f"{one}.") for one in whole):
+            yield f"the backward hooks of {name or type(module).__name__}"
 
 
 def _captured(
