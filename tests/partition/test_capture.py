@@ -195,6 +195,27 @@ def test_a_part_without_a_graph_is_kept_whole():
     torch.testing.assert_close(captured.graph_module(x)[0], model(x)[0])
 
 
+class Mapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.func.vmap(lambda row: self.layer(row) * row.sum())(x)
+
+
+def test_transforms_of_torch_func_are_kept_whole():
+    """A graph that stopped within a vmap left torch there: no random number could be drawn any more."""
+    model, x = nn.Sequential(nn.Linear(8, 8), Mapped(), nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(
+        CaptureError, match=r"torch\.export: .* vmap or jvp of torch\.func, the inside of which"
+    ):
+        partition_model(model, x, mesh={"pp": 2}, hardware="cpu")
+    torch.randn(3)
+    part = partition_model(model, x, mesh={"pp": 2}, boundaries=["1"], hardware="cpu")
+    torch.testing.assert_close(part.split()(x), model(x))
+
+
 def test_unknown_boundaries_and_wrong_inputs_are_named():
     with pytest.raises(CaptureError, match=r"\['nowhere'\].*before, body"):
         capture(Whole(), (torch.randn(4, 32),), {}, ["nowhere"])

@@ -34,6 +34,7 @@ from panther_compile.partition.graph.recomputed import checkpoints_marked, check
 from panther_compile.planning.trace import SketchTracer
 
 _CHECKS = ("_assert", "_guards_fn", "sym_constrain", "_check")
+_TRANSFORMS = "torch._functorch.predispatch"  # the module of what begins and ends a vmap or jvp in a graph
 # Arguments that batch norms in train mode write, and do not say so.
 _STATISTICS = ("running_mean", "running_var")
 _NOISY = (
@@ -257,6 +258,13 @@ def _export(
     except Exception as error:
         return None, None, error
     assert isinstance(graph_module, fx.GraphModule)
+    if any(getattr(node.target, "__module__", None) == _TRANSFORMS for node in graph_module.graph.nodes):
+        # A node of these leaves torch in the middle of a transform, if what follows it does not run.
+        return (
+            None,
+            None,
+            CaptureError("it calls vmap or jvp of torch.func, the inside of which no cut may divide"),
+        )
     return graph_module, program.call_spec.out_spec, None
 
 
