@@ -322,6 +322,8 @@ def _choose_cuts(
         open_[first + 1 : end] = False
     for write in _writes(calls):
         open_[write.base + 1 : write.place + 1] = False
+    for first, last in _called_again(graph_module, nodes, place_of):
+        open_[first + 1 : last + 1] = False
     heavy = np.flatnonzero(weight > 0)
     found = set(forced)
     for first, last in pairwise(heavy.tolist()):
@@ -330,6 +332,26 @@ def _choose_cuts(
             found.add(min(allowed, key=lambda place: (alive[place], place)))
     places = [0, *sorted(found), len(calls)]
     return _cheapest(places, done, alive - alive[1:-1].min(initial=len(nodes)), forced)
+
+
+def _called_again(
+    graph_module: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, int]
+) -> Iterator[tuple[int, int]]:
+    """First and last place of what reads a parameter of a module that is called as such.
+
+    A unit holds such a module, and cannot be given its parameters: one has all its calls.
+    """
+    readers: dict[int, set[int]] = {}
+    called: set[int] = set()
+    for node in nodes:
+        if node.op == "call_module":
+            for parameter in graph_module.get_submodule(str(node.target)).parameters():
+                called.add(id(parameter))
+                readers.setdefault(id(parameter), set()).add(place_of[node])
+        if node.op == "get_attr":
+            places = {place_of[user] for user in node.users if user in place_of}
+            readers.setdefault(id(attribute(graph_module, str(node.target))), set()).update(places)
+    yield from ((min(readers[one]), max(readers[one])) for one in called)
 
 
 def _weights(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, int]) -> Any:
