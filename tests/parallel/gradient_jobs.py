@@ -192,6 +192,14 @@ def refused_gradients(rank):
     engine.step(*batch, target)
     assert model.other.weight.grad is None
 
+    model, ids = nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 16)), torch.arange(4)
+    plan = partition(model, ids[:2], {"dp": 2}, 2)
+    with pytest.raises(ParallelError, match="0 gives sparse gradients, which data_parallel='ddp' adds up"):
+        parallelize_model(model, plan, data_parallel="fsdp", loss_fn=loss_fn)
+    engine = parallelize_model(model, plan, data_parallel="ddp", loss_fn=loss_fn)
+    engine.step(ids, torch.zeros(4))
+    assert model[0].weight.grad.is_sparse
+
     model = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(16, 16))
     plan = partition_model(model, inputs, mesh={"pp": 2}, microbatches=2, hardware="cpu")
     assert [len(stage.parameters) for stage in plan.stages] == [0, 2]
