@@ -196,24 +196,28 @@ def _writes(nodes: Sequence[fx.Node]) -> list[_Write]:
     readers: dict[fx.Node, set[int]] = {}
     for node in nodes:
         for given in node.all_input_nodes:
-            readers.setdefault(_viewed(given), set()).add(places[node])
+            readers.setdefault(viewed(given), set()).add(places[node])
     found = []
     for node in nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for number, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                base = _viewed(one) if isinstance(one, fx.Node) else None
-                if base is not None and base.op != "get_attr":
-                    found.append(_Write(places[base], places[node], readers[base]))
+        for base in map(viewed, written(node)):
+            if base.op != "get_attr":
+                found.append(_Write(places[base], places[node], readers[base]))
     return found
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def written(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operation writes in place, or views of it."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (one for one in several if isinstance(one, fx.Node))
+
+
+def viewed(node: fx.Node) -> fx.Node:
     """The node that made the tensor which a node is, or is a view of."""
     while _is_view(node):
         given = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
