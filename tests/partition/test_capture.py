@@ -195,6 +195,26 @@ def test_a_part_without_a_graph_is_kept_whole():
     torch.testing.assert_close(captured.graph_module(x)[0], model(x)[0])
 
 
+class Labelled(nn.Module):
+    """Ids and labels, which may be the same tensor in an example."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(self.head(self.table(ids)).flatten(0, 1), labels.flatten())
+
+
+def test_a_tensor_that_is_given_twice_is_two_inputs():
+    model, ids, labels = Labelled(), torch.randint(8, (4, 6)), torch.randint(8, (4, 6))
+    part = partition_model(model, {"ids": ids, "labels": ids}, mesh={"pp": 2}, hardware="cpu")
+    torch.testing.assert_close(part.split()(ids, labels), model(ids, labels))
+    x = torch.randn(2, 8, requires_grad=True)
+    example = capture(nn.Bilinear(8, 8, 4), (x, x), {}).example
+    assert [one.requires_grad for one in example] == [True, True]
+
+
 class Mapped(nn.Module):
     def __init__(self):
         super().__init__()

@@ -197,6 +197,7 @@ def capture(
     except TypeError as error:
         raise CaptureError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
     _check_shown(model, bound)
+    bound = _apart(bound)
     with unwritten(model), functions_kept() as functions:
         if boundaries:
             graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
@@ -233,6 +234,20 @@ def _bind(
     """The same call in one form, however the caller divides it into positions and keywords."""
     bound = signature.bind(*args, **kwargs)
     return tuple(bound.args), dict(sorted(bound.kwargs.items()))
+
+
+def _apart(bound: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The same arguments; of a tensor that is given twice, as labels that are the ids, a copy.
+
+    An exporter takes both for one input, and every batch would be read there.
+    """
+    leaves, spec = pytree.tree_flatten(bound)
+    seen: set[int] = set()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and id(leaf) in seen:
+            leaves[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        seen.add(id(leaf))
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _without_cache(
