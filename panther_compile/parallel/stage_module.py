@@ -155,6 +155,25 @@ def find_row_mixing(graphs: Iterable[fx.GraphModule]) -> str | None:
     return next(found, None) or next(whole, None)
 
 
+def find_own_statistics(graphs: Iterable[fx.GraphModule]) -> str | None:
+    """A batch norm without running statistics, by name, which takes those of the rows in either mode.
+
+    Args:
+        graphs: all stages.
+    """
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
+            if target in (BATCH_NORM, F.batch_norm):
+                given = {**dict(zip(_argument_names(target), node.args, strict=False)), **node.kwargs}
+                if given.get("running_mean") is None:
+                    return str(node.name)
+        for name, module in graph.named_modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is None:
+                return name
+    return None
+
+
 def find_graph_mode(graphs: Iterable[fx.GraphModule]) -> bool | None:
     """The mode that a model's graph was read in: train, eval, or None where nothing depends on it.
 
