@@ -10,12 +10,13 @@ selective    and results that are narrower than what they are computed from, by 
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from panther_compile.factorization import cost
 from panther_compile.parallel.kept_results import KeptByKind, contexts_keeping
 from panther_compile.parallel.kept_within_budget import KeptWithinBudget
+from panther_compile.parallel.units import viewed, written
 from panther_compile.partition.graph.hardware import CPU
 from panther_compile.partition.graph.narrowing import is_narrowing
 
@@ -37,6 +38,18 @@ def checkpoint_unit(unit: nn.Module, mode: str | float, device: cost.Device = CP
         checkpoint(unit, context_fn=selective_contexts)
     else:
         checkpoint(unit, context_fn=KeptWithinBudget(unit, float(mode), device).contexts)
+
+
+def find_written_buffer(graph_module: fx.GraphModule) -> str | None:
+    """A buffer that a forward writes, by name, and a second one would write again; None if there is none.
+
+    Args:
+        graph_module: of a model, flat.
+    """
+    buffers = dict(graph_module.named_buffers(remove_duplicate=False))
+    bases = (viewed(value) for node in graph_module.graph.nodes for value in written(node))
+    names = (str(one.target) for one in bases if one.op == "get_attr")
+    return next((name for name in names if name in buffers), None)
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -59,6 +59,7 @@ class Task:
         count_tokens: of a microbatch's target; None where the loss is a mean over rows.
         mixes_rows: a layer whose result for one row depends on the others, as batch norm; None if there is
             none.
+        mixes_always: such a layer that does so in eval mode too, as it keeps no running statistics.
         any_shape: whether other shapes than the example's can be run.
         dtype: of losses and norms.
         unread: parameters that the model's graph does not read.
@@ -71,6 +72,7 @@ class Task:
     loss: Loss | None
     count_tokens: Callable[[Any], int | Tensor] | None
     mixes_rows: str | None
+    mixes_always: str | None
     any_shape: bool
     dtype: torch.dtype
     unread: frozenset[str]
@@ -302,11 +304,12 @@ class ParallelEngine(nn.Module):
         batch = read_batch(
             values, task.inputs, task.microbatches, any_shape=task.any_shape, any_dtype=is_alone
         )
-        if batch.is_filled_up and self.training and task.mixes_rows is not None:
+        mixes = task.mixes_always or (task.mixes_rows if self.training else None)
+        if batch.is_filled_up and mixes is not None:
             raise BatchError(
                 f"a batch of {batch.rows} rows, where {task.microbatches} microbatches of {batch.width} are "
-                f"wanted: {task.mixes_rows} takes statistics over rows, which repeated ones would change; "
-                "drop the last batch, or call eval()"
+                f"wanted: {mixes} takes statistics over rows, which repeated ones would change; "
+                f"drop the last batch{'' if task.mixes_always else ', or call eval()'}"
             )
         return batch
 

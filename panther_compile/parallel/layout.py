@@ -7,7 +7,8 @@ sends nothing. Then
     what it holds        is what the plan counts, in bytes
     what it returns      is what the next stage takes, in shape, dtype and whether a gradient comes back
     its collectives      are those of the plan, in kind and bytes
-    its gradients        come out for all that the stage before waits for, and for parameters that it trains
+    its gradients        come out where those of the stage without shards do, and for every parameter that the
+                         backward of the model reaches
 """
 
 import copy
@@ -28,7 +29,9 @@ from panther_compile.errors import ConfigTypeError, ParallelError
 from panther_compile.parallel.devices import check_axes
 from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Partition, Stage, TensorSpec
+from panther_compile.partition.graph.reached import unreached_parameters
 from panther_compile.partition.shards.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from panther_compile.partition.stages.split import StagedModel
 
 _KINDS = {
     "all_reduce": ALL_REDUCE,
@@ -78,6 +81,7 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
         raise ParallelError("check_layout makes a process group of its own, and this process is in one")
     staged, checked = part.split(), []
     trained = any(stage.gradient_bytes for stage in part.stages)
+    learned = _learned(staged, part) if trained else None
     for place in range(part.mesh.tp):
         with _fake_group(place, part.mesh.tp) as group:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,29 +89,48 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
                 assert isinstance(whole, fx.GraphModule)
                 with fake, torch.random.fork_rng(devices=[]):
                     stage = shard_stage(_without_data(whole, fake), part, index, group)
-                    where = f"stage {index}, tp {place}"
-                    checked.append(_check(stage, part, part.stages[index], place, where, trained=trained))
+                    checked.append(_check(stage, part, index, place, learned[index] if learned else None))
     return tuple(checked)
 
 
+def _learned(staged: StagedModel, part: Partition) -> list[frozenset[str]]:
+    """Inputs and parameters of each stage that gradients come out for, before it is sharded."""
+    fake, learned = FakeTensorMode(allow_non_fake_inputs=True), []
+    for index, whole in enumerate(staged.stages):
+        assert isinstance(whole, fx.GraphModule)
+        with fake, torch.random.fork_rng(devices=[]), part.captured.precision.context():
+            stage, inputs = _without_data(whole, fake), _inputs(part, index)
+            _run_backward(stage(*inputs))
+            given = _named(stage, part.stages[index], inputs)
+            learned.append(frozenset(name for name, tensor in given if tensor.grad is not None))
+    reached = frozenset[str]().union(*learned)
+    unreached = unreached_parameters(part.captured)
+    for index, whole in enumerate(staged.stages):
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad and name not in reached | unreached:
+                raise ParallelError(f"stage {index}: no gradient comes out for {name}")
+    return learned
+
+
 def _check(
-    stage: nn.Module, part: Partition, record: Stage, place: int, where: str, *, trained: bool
+    stage: nn.Module, part: Partition, index: int, place: int, learned: frozenset[str] | None
 ) -> CheckedRank:
+    record, where, trained = part.stages[index], f"stage {index}, tp {place}", learned is not None
     held = sum(tensor.nbytes for tensor in (*stage.parameters(), *stage.buffers()))
     _agree(where, "bytes of parameters and buffers", held, record.parameter_bytes)
-    precision = part.captured.precision
-    device = part.captured.example[0].device if part.captured.example else torch.device("cpu")
+    precision, device = part.captured.precision, _device(part)
     forward, backward = _Collectives(), _Collectives()
-    inputs = [_tensor_of(spec, device) for spec in record.inputs]
+    inputs = _inputs(part, index)
     with torch.set_grad_enabled(trained), precision.context(), forward:
         outputs = stage(*inputs)
     for spec, output in zip(record.outputs, outputs, strict=True):
         _agree(where, f"what comes out as {spec.name}", _shown(output), _shown(_tensor_of(spec, device)))
-    if trained:
-        ends = [output for output in outputs if output.requires_grad]
+    if learned is not None:
         with backward:
-            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        _check_gradients(where, stage, record, inputs)
+            _run_backward(outputs)
+        for name, tensor in _named(stage, record, inputs):
+            if name in learned and (tensor.grad is None or tensor.grad.shape != tensor.shape):
+                raise ParallelError(f"{where}: no gradient comes out for {name}")
     planned = [one for one in part.collectives if one.stage == record.index]
     for phase, found in (("forward", forward.sent), ("backward", backward.sent)):
         wanted: _Sent = Counter((one.kind, one.bytes) for one in planned if one.phase == phase)
@@ -115,15 +138,24 @@ def _check(
     return CheckedRank(record.index, place, part.mesh.dp, held, forward.sent.total(), backward.sent.total())
 
 
-def _check_gradients(where: str, stage: nn.Module, record: Stage, inputs: Sequence[Tensor]) -> None:
-    waited = [
-        (spec.name, tensor)
-        for spec, tensor in zip(record.inputs, inputs, strict=True)
-        if spec.requires_grad and record.index in spec.used_in
-    ]
-    for name, tensor in (*waited, *stage.named_parameters()):
-        if tensor.requires_grad and (tensor.grad is None or tensor.grad.shape != tensor.shape):
-            raise ParallelError(f"{where}: no gradient comes out for {name}")
+def _run_backward(outputs: Sequence[Tensor]) -> None:
+    ends = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+
+def _named(stage: nn.Module, record: Stage, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What a stage is given and what it holds."""
+    yield from zip((f"input {spec.name}" for spec in record.inputs), inputs, strict=True)
+    yield from stage.named_parameters()
+
+
+def _inputs(part: Partition, index: int) -> list[Tensor]:
+    """What a stage is given, without data."""
+    return [_tensor_of(spec, _device(part)) for spec in part.stages[index].inputs]
+
+
+def _device(part: Partition) -> torch.device:
+    return part.captured.example[0].device if part.captured.example else torch.device("cpu")
 
 
 def _agree(where: str, what: str, found: object, wanted: object) -> None:

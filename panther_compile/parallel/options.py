@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from panther_compile.config import check_type, read_integer
 from panther_compile.errors import ConfigError, ConfigTypeError, ProcessGroupError, ScheduleError
+from panther_compile.parallel.activation_checkpointing import find_written_buffer
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
 from panther_compile.partition.graph.budget import check_mode
@@ -171,6 +172,12 @@ class Options:
             raise ConfigError(
                 f"activation_checkpointing={asked!r} runs the forward twice, and {mixing} would count each "
                 "batch twice in its running statistics; give activation_checkpointing='none'"
+            )
+        written = find_written_buffer(part.captured.graph_module) if asked != "none" else None
+        if written is not None:
+            raise ConfigError(
+                f"activation_checkpointing={asked!r} runs the forward twice, and would write the buffer "
+                f"{written} twice for each batch; give activation_checkpointing='none'"
             )
         if self.schedule not in SPLIT_BACKWARD or part.mesh.pp == 1:
             return

@@ -23,8 +23,8 @@ from panther_compile.parallel.losses import weighted_loss
 from panther_compile.parallel.model_state import Names, held_parameters, specs_of
 from panther_compile.parallel.options import Options
 from panther_compile.parallel.rank_modules import make_modules, stages_of_shared, trains_own_modules
-from panther_compile.parallel.replicas import broadcast_tensors
-from panther_compile.parallel.stage_module import find_row_mixing
+from panther_compile.parallel.replicas import broadcast_tensors, check_dense
+from panther_compile.parallel.stage_module import find_own_statistics, find_row_mixing
 from panther_compile.parallel.tensor import parameter_layouts
 from panther_compile.partition import Partition, StagedModel
 
@@ -141,6 +141,8 @@ def parallelize_model(
         if sync_batchnorm:
             check_batch_norms(model, graphs, is_own=trains_own_modules(part))
         _check_tensors(model, staged)
+        if part.mesh.dp > 1:
+            check_dense(model, options.data_parallel, is_own=trains_own_modules(part))
         devices = lay_out(part.mesh, device, find_timeout(device))
         if broadcast:
             broadcast_tensors([model])
@@ -159,6 +161,7 @@ def parallelize_model(
             loss=loss,
             count_tokens=count_tokens,
             mixes_rows=mixing,
+            mixes_always=find_own_statistics(graphs),
             any_shape=trains_own_modules(part),
             dtype=dtype,
             unread=frozenset(part.unused),

@@ -78,6 +78,31 @@ def check_uniform(root: nn.Module, units: Sequence[nn.Module]) -> None:
         raise ParallelError(f"data_parallel='fsdp' cannot shard this model: {problem}; or use 'ddp'")
 
 
+def check_dense(model: nn.Module, data_parallel: str | None, *, is_own: bool) -> None:
+    """Check that replicas can add up the gradients of a model.
+
+    Args:
+        model: the user's.
+        data_parallel: how several replicas share it.
+        is_own: whether the model itself is trained, and no graph of it.
+
+    Raises:
+        ParallelError: some are sparse, which DDP adds up of the model itself alone.
+    """
+    if data_parallel == "ddp" and is_own:
+        return
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ParallelError(
+                f"{name} gives sparse gradients, which data_parallel='ddp' adds up without pp and tp, and "
+                "'fsdp' on no mesh: make it sparse=False"
+            )
+
+
 def shard_replicas(
     root: nn.Module,
     units: Sequence[nn.Module],

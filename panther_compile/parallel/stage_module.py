@@ -16,13 +16,16 @@ What the graph of a stage leaves open:
                  shows a buffer a copy goes there: the next microbatch may have written to it when it is sent.
 """
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.errors import ParallelError
 from panther_compile.parallel.agreement import describe_tensor
@@ -103,21 +106,31 @@ class _ModeArgument:
 def _find_mode_arguments(graph: fx.Graph) -> Iterator[_ModeArgument]:
     for node in graph.nodes:
         target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
-        schema = getattr(target, "_schema", None)
-        if node.op != "call_function" or schema is None:
-            continue
-        if schema.name == "aten::add_" and "num_batches_tracked" in str(node.args[0]):
+        names = _argument_names(target) if node.op == "call_function" else ()
+        if target is torch.ops.aten.add_.Tensor and "num_batches_tracked" in str(node.args[0]):
             yield _ModeArgument(node, 1, node.args[1], 0)
-        if schema.name in ("aten::instance_norm", "aten::batch_norm") and node.args[3] is None:
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if "running_mean" in names and given.get("running_mean") is None:
             continue  # without running statistics it is the same in train and eval
-        for place, argument in enumerate(schema.arguments):
-            if argument.name not in _MODE_ARGUMENTS:
+        for place, name in enumerate(names):
+            if name not in _MODE_ARGUMENTS:
                 continue
             if place < len(node.args):
-                yield _ModeArgument(node, place, node.args[place], _MODE_ARGUMENTS[argument.name])
-            elif argument.name in node.kwargs:
-                value = node.kwargs[argument.name]
-                yield _ModeArgument(node, argument.name, value, _MODE_ARGUMENTS[argument.name])
+                yield _ModeArgument(node, place, node.args[place], _MODE_ARGUMENTS[name])
+            elif name in node.kwargs:
+                yield _ModeArgument(node, name, node.kwargs[name], _MODE_ARGUMENTS[name])
+
+
+def _argument_names(target: Any) -> tuple[str, ...]:
+    """Arguments of a function of torch, in their order: of an operator, or of `torch.nn.functional`."""
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return tuple(argument.name for argument in schema.arguments)
+    if target is F.scaled_dot_product_attention:  # which has no signature
+        return ("query", "key", "value", "attn_mask", "dropout_p")
+    if getattr(target, "__module__", None) != F.__name__:
+        return ()
+    return tuple(inspect.signature(target).parameters)
 
 
 def find_row_mixing(graphs: Iterable[fx.GraphModule]) -> str | None:
@@ -126,13 +139,39 @@ def find_row_mixing(graphs: Iterable[fx.GraphModule]) -> str | None:
     Args:
         graphs: all stages.
     """
+    graphs = tuple(graphs)
     found = (
         argument.node.name
         for graph in graphs
         for argument in _find_mode_arguments(graph.graph)
         if "batch_norm" in str(argument.node.target) and argument.train
     )
-    return next(found, None)
+    whole = (
+        name
+        for graph in graphs
+        for name, module in graph.named_modules()
+        if isinstance(module, _BatchNorm) and module.training
+    )
+    return next(found, None) or next(whole, None)
+
+
+def find_own_statistics(graphs: Iterable[fx.GraphModule]) -> str | None:
+    """A batch norm without running statistics, by name, which takes those of the rows in either mode.
+
+    Args:
+        graphs: all stages.
+    """
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
+            if target in (BATCH_NORM, F.batch_norm):
+                given = {**dict(zip(_argument_names(target), node.args, strict=False)), **node.kwargs}
+                if given.get("running_mean") is None:
+                    return str(node.name)
+        for name, module in graph.named_modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is None:
+                return name
+    return None
 
 
 def find_graph_mode(graphs: Iterable[fx.GraphModule]) -> bool | None:

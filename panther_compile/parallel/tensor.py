@@ -145,8 +145,13 @@ class _Rewriter:
 
     def module(self) -> fx.GraphModule:
         """The stage of this rank."""
+        inputs = [node for node in self._stage.graph.nodes if node.op == "placeholder"]
+        for node in inputs:  # first: a result of this graph may not have the name of an input
+            self._made[tensor_key(node), Replicate.PLAIN] = self._graph.node_copy(node)
         self._join()
         for node in self._stage.graph.nodes:
+            if node in inputs:
+                continue
             step = self._plan.steps.get(node.name) if node.name in self._own else None
             if node.name in self._own and node.name in self._plan.absorbed:
                 continue

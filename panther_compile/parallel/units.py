@@ -196,24 +196,28 @@ def _writes(nodes: Sequence[fx.Node]) -> list[_Write]:
     readers: dict[fx.Node, set[int]] = {}
     for node in nodes:
         for given in node.all_input_nodes:
-            readers.setdefault(_viewed(given), set()).add(places[node])
+            readers.setdefault(viewed(given), set()).add(places[node])
     found = []
     for node in nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for number, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                base = _viewed(one) if isinstance(one, fx.Node) else None
-                if base is not None and base.op != "get_attr":
-                    found.append(_Write(places[base], places[node], readers[base]))
+        for base in map(viewed, written(node)):
+            if base.op != "get_attr":
+                found.append(_Write(places[base], places[node], readers[base]))
     return found
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def written(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operation writes in place, or views of it."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (one for one in several if isinstance(one, fx.Node))
+
+
+def viewed(node: fx.Node) -> fx.Node:
     """The node that made the tensor which a node is, or is a view of."""
     while _is_view(node):
         given = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
@@ -322,6 +326,8 @@ def _choose_cuts(
         open_[first + 1 : end] = False
     for write in _writes(calls):
         open_[write.base + 1 : write.place + 1] = False
+    for first, last in _called_again(graph_module, nodes, place_of):
+        open_[first + 1 : last + 1] = False
     heavy = np.flatnonzero(weight > 0)
     found = set(forced)
     for first, last in pairwise(heavy.tolist()):
@@ -330,6 +336,26 @@ def _choose_cuts(
             found.add(min(allowed, key=lambda place: (alive[place], place)))
     places = [0, *sorted(found), len(calls)]
     return _cheapest(places, done, alive - alive[1:-1].min(initial=len(nodes)), forced)
+
+
+def _called_again(
+    graph_module: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, int]
+) -> Iterator[tuple[int, int]]:
+    """First and last place of what reads a parameter of a module that is called as such.
+
+    A unit holds such a module, and cannot be given its parameters: one has all its calls.
+    """
+    readers: dict[int, set[int]] = {}
+    called: set[int] = set()
+    for node in nodes:
+        if node.op == "call_module":
+            for parameter in graph_module.get_submodule(str(node.target)).parameters():
+                called.add(id(parameter))
+                readers.setdefault(id(parameter), set()).add(place_of[node])
+        if node.op == "get_attr":
+            places = {place_of[user] for user in node.users if user in place_of}
+            readers.setdefault(id(attribute(graph_module, str(node.target))), set()).update(places)
+    yield from ((min(readers[one]), max(readers[one])) for one in called)
 
 
 def _weights(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], place_of: Mapping[fx.Node, int]) -> Any:

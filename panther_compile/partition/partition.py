@@ -223,6 +223,7 @@ def partition_model(
     if found.mesh.pp * found.mesh.tp > 1 and model.training:
         check_batch_norms(model)
         _warn_of_modes(model, example_inputs)
+        _warn_of_hooks(model, found)
     return found
 
 
@@ -245,6 +246,21 @@ def _warn_of_modes(model: nn.Module, example_inputs: Any) -> None:
             f"{differs} in {type(model).__name__} does something else in eval mode than in train mode, where "
             "its graph was read: stages and shards go on as in train mode after eval(). To predict as the "
             "model does, partition it in eval mode",
+            stacklevel=3,
+        )
+
+
+def _warn_of_hooks(model: nn.Module, found: Partition) -> None:
+    """Warn of what a model does in its backward that stages and shards do not."""
+    sharded = found.sharding.plan.parameters if found.sharding is not None else {}
+    lost = list(found.captured.lost)
+    for name, parameter in model.named_parameters():
+        if name in sharded and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            lost.append(f"the hooks of {name}, which is divided")
+    if lost:
+        warnings.warn(
+            f"stages and shards of {type(model).__name__} leave out, in their backward: {'; '.join(lost)}. "
+            "What changes gradients may be a torch.autograd.Function of tensors and numbers, which is kept",
             stacklevel=3,
         )
 

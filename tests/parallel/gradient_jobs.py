@@ -192,6 +192,14 @@ def refused_gradients(rank):
     engine.step(*batch, target)
     assert model.other.weight.grad is None
 
+    model, ids = nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 16)), torch.arange(4)
+    plan = partition(model, ids[:2], {"dp": 2}, 2)
+    with pytest.raises(ParallelError, match="0 gives sparse gradients, which data_parallel='ddp' adds up"):
+        parallelize_model(model, plan, data_parallel="fsdp", loss_fn=loss_fn)
+    engine = parallelize_model(model, plan, data_parallel="ddp", loss_fn=loss_fn)
+    engine.step(ids, torch.zeros(4))
+    assert model[0].weight.grad.is_sparse
+
     model = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(16, 16))
     plan = partition_model(model, inputs, mesh={"pp": 2}, microbatches=2, hardware="cpu")
     assert [len(stage.parameters) for stage in plan.stages] == [0, 2]
@@ -199,3 +207,43 @@ def refused_gradients(rank):
         parallelize_model(model, plan, loss_fn=loss_fn)
     engine = parallelize_model(model, plan)
     assert zoo.tensors(engine.predict(*batch, everywhere=True))[0].shape == (4, 16)
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x * 8) / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = _Halved.apply(layer(x)) + x
+        return x
+
+
+def own_functions(rank):
+    """The backward of a model's own function of autograd is that of the function, on every mesh."""
+    for mesh in ({"pp": 2}, {"tp": 2}, {"dp": 2}):
+        torch.manual_seed(0)
+        model, x = Quantized(), torch.randn(2, 16)
+        plan = partition(model, (x,), mesh, 2)
+        reference = OneProcess(model, mesh.get("dp", 1), 2, adamw)
+        engine = parallelize_model(
+            model, plan, loss_fn=loss_fn, data_parallel="ddp" if "dp" in mesh else None
+        )
+        batches = [draw((x,), 2, replica) for replica in range(mesh.get("dp", 1))]
+        wanted = reference.backward(batches)
+        batch, target = batches[engine.devices.dp]
+        torch.testing.assert_close(engine.step(*batch, target), wanted)
+        own = dict(reference.models[0].named_parameters())
+        for name, parameter in engine.named_parameters():
+            torch.testing.assert_close(joined(engine, name, parameter.grad), own[name].grad)

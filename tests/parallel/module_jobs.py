@@ -263,6 +263,12 @@ def batch_norms_refuse(rank):
         call_engine(engine.step, short, target[:3])
     engine.eval()
     call_engine(engine.evaluate, short, target[:3])
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 8))
+    plan = partition(model, torch.randn(4, 8), {"pp": 2}, 2)
+    engine = parallelize_model(model, plan, loss_fn=F.mse_loss)
+    for mode in (True, False):  # it keeps no statistics that it could use in eval mode
+        with pytest.raises(BatchError, match=r"statistics over rows, .* change; drop the last batch$"):
+            engine.train(mode).evaluate(torch.randn(6, 8), torch.randn(6, 8))
 
 
 def tokens(rank, *, mesh, **options):

@@ -51,6 +51,18 @@ class Deep(nn.Module):
         return self.head(x)
 
 
+class Averaged(nn.Module):
+    """Takes off an average over all batches, which it writes."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(width))
+
+    def forward(self, x):
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.average
+
+
 def deep(**options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -147,6 +159,13 @@ def recompute_of_the_plan(rank):
     with pytest.raises(ConfigError, match=r"batch_norm.* would count each batch twice .*='none'"):
         parallelize_model(model, plan, loss_fn=loss_fn)
     parallelize_model(model, plan, loss_fn=loss_fn, activation_checkpointing="none")
+    model = nn.Sequential(nn.Linear(16, 16), Averaged(16), nn.Linear(16, 4))
+    for mesh in ({"pp": 2}, {"dp": 2}):
+        plan = partition(model, inputs, mesh, recompute=True)
+        options = {"loss_fn": loss_fn, "data_parallel": "ddp" if "dp" in mesh else None}
+        with pytest.raises(ConfigError, match=r"write the buffer 1\.average twice for each batch; .*='none'"):
+            parallelize_model(model, plan, **options)
+        parallelize_model(model, plan, activation_checkpointing="none", **options)
     model, inputs = deep()
     plan = partition(model, inputs, {"pp": 2})
     with pytest.raises(ScheduleError, match="'zero_bubble' divides the backward"):

@@ -95,6 +95,22 @@ class Namesakes(nn.Module):
         return self.down(torch.relu(self.up(x * self.x) * self.linear + self.mul)) + self.add
 
 
+class Halves(nn.Module):
+    """Both halves of what each block reads, which are results called as those of a message of several are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(24, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(32, 32) for _ in range(4)) for _ in range(2))
+
+    def forward(self, ids):
+        x, scale = self.table(ids).chunk(2, -1)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(norm(x) * scale)))
+        return x
+
+
 def build(name, *, sketched=False, double=False):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -104,6 +120,8 @@ def build(name, *, sketched=False, double=False):
             model, inputs = Encoder(), (torch.randint(24, (3, 8)),)
         elif name == "namesakes":
             model, inputs = Namesakes(), (torch.randn(16, 32),)
+        elif name == "halves":
+            model, inputs = Halves(), (torch.randint(24, (3, 8)),)
         else:
             model, inputs = zoo.ZOO[name].build(), zoo.ZOO[name].inputs()
     if sketched == "narrow":

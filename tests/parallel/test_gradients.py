@@ -32,6 +32,7 @@ def test_odd_parameters(ranks, count, options):
         gradient_jobs.dtypes_of_a_batch,
         pytest.param(gradient_jobs.detached_stage, marks=NEW),
         gradient_jobs.refused_gradients,
+        gradient_jobs.own_functions,
     ],
 )
 def test_on_two_ranks(ranks, job):

@@ -11,6 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from panther_compile import Hardware, check_layout, partition_model
 from panther_compile.errors import ParallelError
+from panther_compile.parallel import layout
+from panther_compile.parallel.tensor import shard_stage
 from panther_compile.partition import Link
 
 SLOW = Hardware("slow", 1e9, 1e9, 10**12, Link(1e12, 0.0), Link(1e9, 0.0), launch_seconds=0.0)
@@ -101,3 +103,41 @@ def test_products_by_a_vector():
     slow = Hardware("slow", 1e9, 1e12, 10**10, Link(1e11, 0.0), Link(1e11, 0.0), launch_seconds=0.0)
     part = partition_model(Scored(), torch.randn(4, 6, 32), mesh={"tp": 2}, hardware=slow)
     assert len(check_layout(part)) == 2
+
+
+class Unread(nn.Module):
+    """A pooler whose result nobody reads, and halves of which the later stage has no use for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.pooler = Mlp(), nn.Linear(32, 32)
+        self.twice, self.second = nn.Linear(32, 64), Mlp()
+
+    def forward(self, x):
+        x = self.first(x)
+        torch.tanh(self.pooler(x))
+        mean, deviation = self.twice(x).chunk(2, -1)
+        x = self.second(mean + deviation.detach())
+        deviation.exp()
+        return x
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}])
+def test_what_no_gradient_reaches_in_one_process_needs_none(mesh):
+    part = partition_model(Unread(), torch.randn(16, 32), mesh=mesh, hardware=SLOW)
+    assert len(check_layout(part)) == part.mesh.devices
+
+
+def test_a_stage_that_loses_a_gradient_is_refused(part, monkeypatch):
+    def detached(stage, *rest):
+        made = shard_stage(stage, *rest)
+        node = next(node for node in made.graph.nodes if node.op == "get_attr")
+        with made.graph.inserting_after(node):
+            cut = made.graph.call_method("detach", (node,))
+        node.replace_all_uses_with(cut, lambda user: user is not cut)
+        made.recompile()
+        return made
+
+    monkeypatch.setattr(layout, "shard_stage", detached)
+    with pytest.raises(ParallelError, match=r"stage 0, tp 0: no gradient comes out for layers\.0\."):
+        check_layout(part)

@@ -192,6 +192,30 @@ def test_a_divided_graph_is_exact_and_even(name):
     assert len(seen) == len(set(seen))  # tied ones are outside
 
 
+class Again(nn.Module):
+    """Modules that torch.fx keeps whole, one called twice, and one whose weight is read as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x):
+        for place in (0, 1, 2, 1, 3, 4, 5, 6, 7):
+            x = torch.tanh(self.layers[place](x))
+        return x @ self.layers[6].weight
+
+
+def test_a_module_that_is_called_twice_is_of_one_unit():
+    x = torch.randn(2, 16)
+    plan = partition_model(Again(), x, mesh={"pp": 1}, boundaries=["layers.0"], hardware="cpu")
+    (stage,) = plan.split().stages
+    divided, _ = divide_graph(stage, divide=True)
+    assert torch.equal(divided(x)[0], stage(x)[0])
+    assert len(unit_names(divided)) >= 3
+    names = [name for name, _ in divided.named_parameters(remove_duplicate=False)]
+    assert len(names) == len({id(one) for one in divided.parameters()}) == 16
+
+
 def _bytes(tensor):
     return tensor.numel() * tensor.element_size()
 

@@ -55,6 +55,12 @@ def test_a_parameter_may_have_the_name_of_a_result(two, pp):
     assert {"column", "row"} <= seen.kinds
 
 
+@checked(name="halves", pp=2)
+def test_what_a_stage_is_given_may_have_the_name_of_what_it_makes(two):
+    seen, _ = two.run(tensor_jobs.check, name="halves", pp=2)
+    assert {"column", "row", "sequence"} <= seen.kinds
+
+
 @checked(name="bert", sketched="narrow")
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=SLOW), True])
 def test_narrow_layers_are_sharded(two, sequence):

@@ -1,5 +1,7 @@
 """Graphs of models that are hard to read, and what the notes and the flow graph say of easy ones."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,38 @@ def test_tensors_of_the_model_that_it_returns_are_of_a_stage():
     assert sum("seen" in stage.state_dict() for stage in staged.stages) == 1
 
 
+class Pooling(nn.Module):
+    """What nobody reads: a pooler, and what draws random numbers or writes statistics before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.pooler, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch.tanh(self.pooler(x))
+            self.norm(x), self.dropout(x)
+        return self.dropout(x)
+
+
+def test_what_nobody_reads_is_left_out():
+    """No stage holds it; random numbers and statistics of batches stay those of the model."""
+    model, x = Pooling(), torch.randn(16, 8)
+    part = partition_model(model, x, mesh={"pp": 2}, hardware="cpu")
+    assert {"pooler.weight", "pooler.bias"} <= set(part.unused)
+    assert not {one.name for one in part.shared} & {"pooler.weight", "pooler.bias"}
+    staged, reference = part.split(), copy.deepcopy(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        wanted = reference(x)
+        torch.manual_seed(0)
+        assert torch.equal(staged(x), wanted)
+    assert torch.equal(model.norm.running_mean, reference.norm.running_mean)
+    assert model.norm.running_mean.any()
+
+
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,6 +193,47 @@ def test_a_part_without_a_graph_is_kept_whole():
     assert all(node.target not in ("size", "shape", getattr) for node in captured.graph_module.graph.nodes)
     assert [len(nodes) for vertex, nodes in flow.members.items() if "body" in nodes] == [3]
     torch.testing.assert_close(captured.graph_module(x)[0], model(x)[0])
+
+
+class Labelled(nn.Module):
+    """Ids and labels, which may be the same tensor in an example."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(self.head(self.table(ids)).flatten(0, 1), labels.flatten())
+
+
+def test_a_tensor_that_is_given_twice_is_two_inputs():
+    model, ids, labels = Labelled(), torch.randint(8, (4, 6)), torch.randint(8, (4, 6))
+    part = partition_model(model, {"ids": ids, "labels": ids}, mesh={"pp": 2}, hardware="cpu")
+    torch.testing.assert_close(part.split()(ids, labels), model(ids, labels))
+    x = torch.randn(2, 8, requires_grad=True)
+    example = capture(nn.Bilinear(8, 8, 4), (x, x), {}).example
+    assert [one.requires_grad for one in example] == [True, True]
+
+
+class Mapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.func.vmap(lambda row: self.layer(row) * row.sum())(x)
+
+
+def test_transforms_of_torch_func_are_kept_whole():
+    """A graph that stopped within a vmap left torch there: no random number could be drawn any more."""
+    model, x = nn.Sequential(nn.Linear(8, 8), Mapped(), nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(
+        CaptureError, match=r"torch\.export: .* vmap or jvp of torch\.func, the inside of which"
+    ):
+        partition_model(model, x, mesh={"pp": 2}, hardware="cpu")
+    torch.randn(3)
+    part = partition_model(model, x, mesh={"pp": 2}, boundaries=["1"], hardware="cpu")
+    torch.testing.assert_close(part.split()(x), model(x))
 
 
 def test_unknown_boundaries_and_wrong_inputs_are_named():

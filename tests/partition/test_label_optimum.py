@@ -47,8 +47,9 @@ class Random(nn.Module):
             widths.append(width)
 
     def forward(self, x):
-        values = [x]
-        for kind, number, source, partner in self.plan:
+        values, unread = [x], set()
+        for place, (kind, number, source, partner) in enumerate(self.plan, 1):
+            unread = (unread | {place}) - {source, partner if kind in ("add", "mul") else None}
             value = values[source]
             if kind == "linear":
                 value = self.linears[str(number)](value)
@@ -61,7 +62,7 @@ class Random(nn.Module):
             else:
                 value = self.norms[str(number)](value)
             values.append(value)
-        return values[-1]
+        return [values[place] for place in sorted(unread)]  # a graph has no others
 
 
 def random_case(seed, most=12):

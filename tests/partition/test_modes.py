@@ -4,12 +4,18 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import panther_compile as pc
 from panther_compile.errors import CaptureError
-from panther_compile.parallel.stage_module import _find_mode_arguments
+from panther_compile.parallel.stage_module import (
+    StageModule,
+    _find_mode_arguments,
+    find_graph_mode,
+    find_row_mixing,
+)
 from panther_compile.partition.graph.capture import capture
 from panther_compile.partition.graph.modes import differs_by_mode
 
@@ -75,6 +81,40 @@ def test_batch_norms_without_statistics_are_the_same_in_both_modes():
     model = Residual(norm=nn.BatchNorm1d(8, track_running_stats=False))
     graph = capture(model.train(), (torch.randn(4, 8),), {}).graph_module.graph
     assert not [one for one in _find_mode_arguments(graph) if "batch_norm" in str(one.node.target)]
+
+
+class Functional(nn.Module):
+    """Calls of `torch.nn.functional`, as torch.fx keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        x = F.dropout(F.dropout(self.first(x), 0.5, training=self.training), 0.5, self.training)
+        norm = self.norm
+        x = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training)
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+        return self.last(x)
+
+
+def test_functions_that_torch_fx_keeps_change_their_mode():
+    model, x = Functional().train(), torch.randn(1, 4, 8).flatten(0, 1)
+    part = pc.partition_model(model, x, mesh={"pp": 1}, boundaries=["first"], hardware="cpu")
+    (graph,) = part.split().stages
+    assert find_graph_mode([graph]) is True
+    assert find_row_mixing([graph]) == "batch_norm"
+    stage, before = StageModule(graph, True).eval(), model.norm.running_mean.clone()
+    torch.testing.assert_close(stage(x)[0], model.eval()(x))
+    assert torch.equal(model.norm.running_mean, before)
+    stage.train()
+    assert not torch.equal(stage(x)[0], stage(x)[0])
+
+
+def test_batch_norms_that_torch_fx_keeps_whole_are_seen():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train()
+    part = pc.partition_model(model, torch.randn(4, 8), mesh={"pp": 1}, boundaries=["0"], hardware="cpu")
+    assert find_row_mixing(part.split().stages) == "1"
 
 
 def test_arguments_that_are_no_tensors_are_those_of_the_example():

@@ -16,7 +16,8 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import getitem
 from types import NoneType
 from typing import Any
 
@@ -28,10 +29,14 @@ from panther_compile.errors import CaptureError, first_line
 from panther_compile.models.batches import hides_tensors
 from panther_compile.models.surroundings import unwritten
 from panther_compile.names import attribute
+from panther_compile.partition.graph.functions import functions_kept
 from panther_compile.partition.graph.recomputed import checkpoints_marked, checkpoints_refused
 from panther_compile.planning.trace import SketchTracer
 
 _CHECKS = ("_assert", "_guards_fn", "sym_constrain", "_check")
+_TRANSFORMS = "torch._functorch.predispatch"  # the module of what begins and ends a vmap or jvp in a graph
+# Arguments that batch norms in train mode write, and do not say so.
+_STATISTICS = ("running_mean", "running_var")
 _NOISY = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._export",
@@ -155,6 +160,7 @@ class Captured:
         route: how the graph was read, for the report.
         unused: parameters of the model that the graph does not read.
         precision: autocast that the graph was read and is to be weighed under.
+        lost: what the model does in its backward, and the graph does not, in words.
     """
 
     graph_module: fx.GraphModule
@@ -163,6 +169,7 @@ class Captured:
     route: str
     unused: tuple[str, ...]
     precision: Precision = Precision("cpu", None)
+    lost: tuple[str, ...] = ()
 
 
 def capture(
@@ -190,7 +197,8 @@ def capture(
     except TypeError as error:
         raise CaptureError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
     _check_shown(model, bound)
-    with unwritten(model):
+    bound = _apart(bound)
+    with unwritten(model), functions_kept() as functions:
         if boundaries:
             graph_module, outputs, failure = _trace(model, signature, bound, boundaries)
             route = "torch.fx, boundaries kept whole"
@@ -203,9 +211,12 @@ def capture(
                 route = "torch.fx"
     if graph_module is None:
         raise CaptureError(_explain(model, failures, boundaries))
+    functions.put_into(graph_module)
     _clean(graph_module)
     _restore_names(graph_module, model)
-    return _captured(graph_module, outputs, model, signature, extra, bound, route)
+    lost = sorted({*functions.lost, *_backward_hooks(model, graph_module)})
+    captured = _captured(graph_module, outputs, model, signature, extra, bound, route)
+    return replace(captured, lost=tuple(lost))
 
 
 def example_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,6 +234,20 @@ def _bind(
     """The same call in one form, however the caller divides it into positions and keywords."""
     bound = signature.bind(*args, **kwargs)
     return tuple(bound.args), dict(sorted(bound.kwargs.items()))
+
+
+def _apart(bound: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The same arguments; of a tensor that is given twice, as labels that are the ids, a copy.
+
+    An exporter takes both for one input, and every batch would be read there.
+    """
+    leaves, spec = pytree.tree_flatten(bound)
+    seen: set[int] = set()
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and id(leaf) in seen:
+            leaves[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        seen.add(id(leaf))
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _without_cache(
@@ -248,6 +273,13 @@ def _export(
     except Exception as error:
         return None, None, error
     assert isinstance(graph_module, fx.GraphModule)
+    if any(getattr(node.target, "__module__", None) == _TRANSFORMS for node in graph_module.graph.nodes):
+        # A node of these leaves torch in the middle of a transform, if what follows it does not run.
+        return (
+            None,
+            None,
+            CaptureError("it calls vmap or jvp of torch.func, the inside of which no cut may divide"),
+        )
     return graph_module, program.call_spec.out_spec, None
 
 
@@ -318,11 +350,26 @@ def quiet() -> Iterator[None]:
 
 
 def _clean(graph_module: fx.GraphModule) -> None:
-    """Drop checks of the inputs, which say nothing to a stage that sees other values."""
+    """Drop checks of the inputs, which say nothing to a stage that sees other values, and what nobody reads.
+
+    A stage would be given a tensor, or hold a parameter, for nothing, and wait for their gradients.
+    """
     for node in reversed(list(graph_module.graph.nodes)):
-        is_check = any(mark in str(node.target) for mark in _CHECKS)
-        if node.op in ("call_function", "call_module") and is_check and not node.users:
+        if node.users or node.op not in ("call_function", "call_module"):
+            continue
+        if any(mark in str(node.target) for mark in _CHECKS) or _does_nothing_else(node):
             graph_module.graph.erase_node(node)
+
+
+def _does_nothing_else(node: fx.Node) -> bool:
+    """Whether an operation gives its result, and neither writes nor draws random numbers."""
+    if node.target is getitem:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    written = target._schema.is_mutable or any(one.name in _STATISTICS for one in target._schema.arguments)
+    return not written and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _restore_names(graph_module: fx.GraphModule, model: nn.Module) -> None:
@@ -332,6 +379,15 @@ def _restore_names(graph_module: fx.GraphModule, model: nn.Module) -> None:
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             node.target = first.get(id(attribute(graph_module, str(node.target))), node.target)
+
+
+def _backward_hooks(model: nn.Module, graph_module: fx.GraphModule) -> Iterator[str]:
+    """Modules with hooks that run in the backward, but for those that the graph calls."""
+    whole = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    for name, module in model.named_modules():
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if hooked and not any(name == one or name.startswith(f"{one}.") for one in whole):
+            yield f"the backward hooks of {name or type(module).__name__}"
 
 
 def _captured(
