@@ -98,6 +98,16 @@ def test_rows_of_maps_are_no_choices(classes, shape, output):
     assert ("results taken for features: its logits have shape" in str(report)) == (output == "features")
 
 
+@pytest.mark.parametrize("output", ["logits", frozenset({"logits"})])
+def test_maps_that_are_said_to_be_logits_are_refused(output):
+    model, images = Maps(5, "pixels"), [torch.randn(4, 3, 8, 8) for _ in range(4)]
+    with pytest.raises(ConfigError, match=r"logits of Maps has shape \(4, 5, 8, 8\) and is a map"):
+        pc.sketchify(model, 0.5, data=images, output=output, **{**OPTIONS, "min_params": 64})
+    small = pc.sketchify(model, 0.5, data=images, **{**OPTIONS, "min_params": 64})
+    with pytest.raises(ConfigError, match="is a map"):
+        pc.heal(small, teacher=model, data=images, steps=1, output=output, progress=False)
+
+
 def test_a_layer_as_wide_as_num_classes_makes_logits():
     model = classifier(sure=False)
     assert recognize_output(model, calls(CLASSES)).output == "auto"

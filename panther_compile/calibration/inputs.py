@@ -13,7 +13,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
-from panther_compile.models.output_kind import check_keys, recognize_output
+from panther_compile.models.output_kind import check_output, recognize_output
 from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import Found, without_head
@@ -172,7 +172,7 @@ def read_output(
     """
     if not calls or config.output == "features":
         return "", config, found
-    check_keys(model, calls, config.output)
+    check_output(model, calls, config.output)
     kind = recognize_output(model, calls)
     asked = config.output != "auto"
     if asked or kind.has_logits:

@@ -29,7 +29,7 @@ from panther_compile.layers.base import SketchedLayer, check_factors, outermost,
 from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Call, Data, device_of, record_calls
 from panther_compile.models.derivatives import differentiates
-from panther_compile.models.output_kind import check_keys, recognize_output
+from panther_compile.models.output_kind import check_output, recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
 from panther_compile.planning.own_weights import lifted
@@ -114,7 +114,7 @@ def heal(
     )
     _check_pair(small, teacher)
     calls = record_calls(teacher, data)
-    check_keys(teacher, calls, output)
+    check_output(teacher, calls, output)
     with torch.inference_mode(False):
         result: nn.Module = small if inplace else copy_with(small, {})
     heal_layers(result, tuple(outermost(result)), teacher, calls, options)

@@ -104,25 +104,36 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
     return OutputKind("auto", f"the result is {what} logits")
 
 
-def check_keys(model: nn.Module, calls: Sequence[Call], output: str | frozenset[str]) -> None:
-    """Check that results of the dense model have the tensors that are said to be logits.
+def check_output(model: nn.Module, calls: Sequence[Call], output: str | frozenset[str]) -> None:
+    """Check that results of the dense model have the logits that they are said to have.
 
     Args:
         model: see `recognize_output`.
         calls: of it.
-        output: see `SketchConfig`; words are not checked.
+        output: see `SketchConfig`; where it is "auto" or "features" nothing is checked.
 
     Raises:
-        ConfigError: there is no tensor under one of the keys.
+        ConfigError: there is no tensor under one of the keys, or one that is said to be logits is a map of a
+            choice a pixel.
         ConfigTypeError, DataError: see `recognize_output`.
     """
-    if isinstance(output, str):
+    if output in ("auto", "features"):
         return
     quiet = copy_sharing(model, {})
-    keys = {name for call in calls[:_CALLS] for name, _ in _run(quiet, call)[0]}
-    if missing := sorted(output - keys):
+    results = [_run(quiet, call) for call in calls[: 1 if output == "logits" else _CALLS]]
+    keys = {name for found, _, _ in results for name, _ in found}
+    if missing := sorted(output - keys) if isinstance(output, frozenset) else []:
         held = f"has tensors under {str(sorted(keys))[1:-1]}" if keys else "holds no floating tensor"
         raise ConfigError(f"output: nothing is under {missing}, the result of {type(model).__name__} {held}")
+    for found, by, channels in results:
+        for name, tensor in found:
+            is_said = output == "logits" or name in output
+            if is_said and by.get(_place(tensor)) is None and _is_map(tensor, channels):
+                what = f"{name or 'the result'} of {type(model).__name__} has shape {tuple(tensor.shape)}"
+                raise ConfigError(
+                    f"output: {what} and is a map that a convolution makes, but logits are compared along "
+                    "the last dimension, which is a width here; wanted output='features'"
+                )
 
 
 def _judged(model: nn.Module, made: Sequence[_Made]) -> OutputKind:

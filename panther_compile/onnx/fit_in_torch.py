@@ -22,7 +22,7 @@ from panther_compile.healing.report import HealReport
 from panther_compile.kinds.parts import sketch_site
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.batches import Call, interleaved
-from panther_compile.models.output_kind import check_keys, recognize_output
+from panther_compile.models.output_kind import check_output, recognize_output
 from panther_compile.models.spliced import spliced
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.synthetic import MOST_SPLICED
@@ -119,7 +119,7 @@ def fit_in_torch(
     if beside and config.synthetic and is_worth_it(found):
         texts = [call for call in spliced(calls, MOST_SPLICED) if runs(module, call.kwargs)]
         calls = list(interleaved(calls, texts))
-    check_keys(module, calls, config.output)
+    check_output(module, calls, config.output)
     taken = recognize_output(module, calls).output if config.output == "auto" else config.output
     config = replace(config, narrow=False, output=taken)
     look = look_at(module, layers, calls)
