@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from panther_compile.calibration.calibrate import fit_model, study_model
-from panther_compile.calibration.few_data import MADE_UP, has_few
+from panther_compile.calibration.few_data import MADE_UP, WEIGHTS_ALONE, has_few
 from panther_compile.calibration.first_look import FirstLook, look_at
 from panther_compile.calibration.held_out import HeldOut, Studied
 from panther_compile.calibration.inputs import Inputs, read_inputs, read_output, with_texts_beside
@@ -295,8 +295,9 @@ def learn_and_make(
     learnt = learn(prepared, config, data, resume, example)
     made = make(learnt.prepared, learnt.config, learnt.studied)
     if made.plan.allocation == MADE_UP and config.objective != "latency":
-        # As without data, to the bit.
-        learnt = replace(learn(prepared, config, None, None, None), unused=made.note)
+        # As without data, to the bit, but that the data judges it.
+        few, learnt = learnt.calls, learn(prepared, config, None, None, None)
+        learnt = replace(learnt, inputs=learnt.inputs.judged_on(few), unused=made.note)
         made = make(learnt.prepared, learnt.config, learnt.studied)
     return learnt, made
 
@@ -438,7 +439,8 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
         if not made.healed.reverted:
             fitted = noted_as_healed(fitted, made.healed.blocks_reverted)
     keep_record(result, SketchRecord.after(earlier, made.plan, fitted, made.curve))
-    source = learnt.inputs.source if made.calibrated else "weights"
+    is_fitted = made.calibrated and made.plan.allocation != WEIGHTS_ALONE
+    source = learnt.inputs.source if is_fitted else "weights"
     keep_verdict(result, closeness, fitted_to=source, output=learnt.output)
     if made.unreached:
         warnings.warn(

@@ -50,6 +50,10 @@ class Inputs:
             return "weights"
         return "made-up inputs" if self.judge else "data"
 
+    def judged_on(self, few: Sequence[Call]) -> "Inputs":
+        """The same, with the sketch compared on data that is too few to fit to."""
+        return replace(self, judge=tuple(few), what="the data given, too few to fit to", optional=False)
+
     def closeness(
         self,
         model: nn.Module,

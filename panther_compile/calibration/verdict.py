@@ -54,7 +54,7 @@ def warn_if_destroyed(
 def _warning(record: SketchRecord, closeness: Closeness, fitted_to: str) -> str:
     causes = {
         "data": "its layers, fitted to data, cannot hold what they did in so few numbers",
-        "made-up inputs": "its layers were fitted to inputs that were made up, as no data was given",
+        "made-up inputs": "its layers were fitted to inputs that were made up",
         "weights": "its layers were fitted to their weights alone, which do not tell what matters",
     }
     remedies = ["a larger ratio"]

@@ -1,5 +1,7 @@
 """Where data tells less than the weights alone, the weights alone are sketched, and the report says so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,32 @@ def test_the_report_says_that_data_were_too_few():
     assert report.allocation == "weights alone"
     assert report.tried["weights alone"] < min(v for name, v in report.tried.items() if "alone" not in name)
     assert all("data too few" in row.note for row in report.sketched)
+
+
+def test_what_is_fitted_to_made_up_inputs_for_want_of_data_is_judged_on_the_data(monkeypatch):
+    def made_up_is_closer(studied, plan, config, trials, made_up):
+        if made_up is None:  # as it is fitted itself
+            return None
+        plan = replace(made_up.plan, allocation=few_data.MADE_UP, tried=plan.tried)
+        return replace(made_up, plan=plan, note=few_data.TOO_FEW.format(few_data.MADE_UP), trials=None)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 4, stride=4), nn.ReLU(), nn.Conv2d(64, 512, 3), nn.Flatten(2)
+    ).eval()
+    data = [torch.randn(1, 3, 32, 32) for _ in range(3)]
+    monkeypatch.setattr(calibrate, "without_data", made_up_is_closer)
+    with pytest.warns(
+        SketchQualityWarning, match="on the data given.*fitted to inputs that were made up. Try"
+    ):
+        small = pc.sketchify(model, 0.05, data=data, progress=False, **OPTIONS)
+    report = pc.sketch_report(small)
+    assert "on the data given, too few to fit to, 3 batches" in str(report).splitlines()[0]
+    assert all("data too few" in row.note for row in report.sketched)
+    same = pc.sketchify(model, 0.05, progress=False, **OPTIONS)
+    assert all(
+        torch.equal(one, other) for one, other in zip(small.parameters(), same.parameters(), strict=True)
+    )
 
 
 def test_who_gave_few_data_is_not_told_that_none_was_given(recwarn):
