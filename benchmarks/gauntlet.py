@@ -50,7 +50,7 @@ NOTES = """\
   swishes, half of that file's time, go into the convolutions beside them (`docs/onnx.md`), 1.65 to 1.76 times
   by themselves. What was tried for the CER, by ONNX Runtime alone: 768 pictures in place of 192, .014;
   `sequential=True`, .015. By torch, with gradients, as it is now, it is at .011. In int8, `then="int8"`, at
-  .75 .016, with no sketch .012 (`docs/quantize.md`).
+  .75 .016, with no sketch .012 (`docs/benchmarks/quantize.md`).
 - efficientnet is fitted to 128 crops of four photographs, and judged on crops of five others among a thousand
   classes; without data it is destroyed, and says so. It has no other linear layer than its head, which is
   sketched with the rest: left alone at .75 of the rest, at 8 % more numbers, it keeps .566 at a KL of 1.24.

@@ -36,7 +36,7 @@ def small(model):
 
 
 def quantized(model, configuration):
-    """A copy with every linear layer in it, factors included, quantised as docs/calibration.md says."""
+    """A copy with every linear layer in it, factors included, quantised as docs/quantize.md says."""
     model = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
