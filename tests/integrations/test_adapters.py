@@ -292,3 +292,24 @@ def test_what_cannot_be_is_refused():
         init_lora_from_dense(adapt(model), model)
     with pytest.raises(pc.PantherError, match="wanted a dense layer"):
         init_lora_from_dense(adapt(small), small)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_trained_biases_are_saved_by_their_dense_names(bias, narrow, tmp_path):
+    data = [IDS, IDS.flip(0)] if narrow else None
+    small = sketch(gpt2(), data=data, synthetic=False)
+    tuned = disturb(adapt(small, ("c_attn", "c_fc"), bias=bias))
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter += 0.1
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path)
+    assert torch.equal(logits(again), logits(tuned))
+    if not narrow:
+        other = peft.PeftModel.from_pretrained(pc.densify(small), tmp_path)
+        assert error(logits(other), logits(tuned)) < 1e-5
+        other.save_pretrained(tmp_path / "dense")
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path / "dense")
+        assert torch.equal(logits(again), logits(tuned))
