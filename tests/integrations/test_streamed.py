@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,22 @@ def test_shards_in_and_out(folder, tmp_path, monkeypatch):
     model = loaded(source, llama())
     small, wanted = loaded(tmp_path / "small", model), pc.sketchify(model, 0.5, synthetic=False, **OPTIONS)
     assert all(torch.equal(small.state_dict()[key], value) for key, value in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_of_a_whole_file_beside_shards_the_one_that_transformers_reads(with_data, folder, tmp_path):
+    source = folder("llama", max_shard_size="20KB")
+    other = llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= 2
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", source)
+    options = {"data": texts() if with_data else None, "synthetic": False, **OPTIONS}
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **options)
+    state = loaded(tmp_path / "small", other).state_dict()
+    for name, value in pc.sketchify(loaded(source, other), 0.5, **options).state_dict().items():
+        assert torch.equal(state[name], value), name
 
 
 def test_half_types_and_other_files_stay(folder, tmp_path):
