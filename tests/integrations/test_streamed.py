@@ -298,6 +298,11 @@ def test_what_is_refused(folder, tmp_path):
         pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, **OPTIONS)
     with pytest.raises(ModelSourceError, match="sketched already"):
         pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, data=texts(), **OPTIONS)
+    (source / "adapter_config.json").write_text("{}")
+    for data in (None, texts()):
+        with pytest.raises(ModelSourceError, match="holds an adapter beside the model"):
+            pc.sketchify_checkpoint(source, tmp_path / "smaller", 0.5, data=data, **OPTIONS)
+    (source / "adapter_config.json").unlink()
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].output.dense.weight[3, 4] = torch.nan
