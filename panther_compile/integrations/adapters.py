@@ -11,6 +11,7 @@ the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes
 """
 
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
+import copy
 import importlib
 import warnings
 from collections.abc import Sequence
@@ -245,7 +246,7 @@ def _residual(layer: SketchedLoraLinear, twin: Any) -> Tensor:
     return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
 
 
-def _turned(base: LinearReplacement) -> bool:
+def _turned(base: nn.Module) -> bool:
     return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
 
 
@@ -265,7 +266,8 @@ def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
         saves &= rank * (core.in_features + core.out_features - rank) < core.in_features * core.out_features
         weight = None if saves else left @ right
     else:
-        weight = core.weight.detach().double() + left @ right
+        weight = core.weight.detach().double()
+        weight = (weight.t() if _turned(core) else weight) + left @ right
     like = next(core.parameters())
     new: Any
     if weight is None:
@@ -280,7 +282,7 @@ def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
             if core.bias is not None:
                 new.bias.copy_(core.bias)
     else:
-        new = core.to_dense()
+        new = core.to_dense() if isinstance(core, LinearReplacement) else copy.deepcopy(core)
         with torch.no_grad():
             new.weight.copy_(weight.t() if _turned(core) else weight)
     take_over(new, core, like.requires_grad)
