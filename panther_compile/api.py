@@ -11,6 +11,7 @@ from panther_compile.config import Selector, SketchConfig, SketchOptions, check_
 from panther_compile.errors import WrappedModelError
 from panther_compile.kinds.match import is_adapter
 from panther_compile.layers.base import check_factors, outermost, sketched_layers
+from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside, share_hooks
@@ -154,7 +155,8 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         ConfigTypeError: the model is no `nn.Module`, or cannot be copied; or `inplace` is no bool.
         NoTargetError: the model holds no sketched layer.
         WeightError: a factor was quantized or sharded, or is on disk, and cannot be multiplied out.
-        WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
+        WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile; or a factor, or a narrow layer,
+            carries an adapter of PEFT.
     """
     check_module(model)
     check_type("inplace", inplace, bool)
@@ -175,7 +177,16 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
 
 
 def _check_unadapted(model: nn.Module) -> None:
-    """Raise WrappedModelError if a factor carries an adapter, which multiplying out would lose."""
+    """Raise WrappedModelError if a factor carries an adapter, which multiplying out would lose.
+
+    So does one around a narrow layer, which works between the features that are kept.
+    """
+    for name, module in model.named_modules():
+        if is_adapter(module) and isinstance(getattr(module, "base_layer", None), NarrowLinear):
+            raise WrappedModelError(
+                f"{name} is a narrow layer with a PEFT adapter, which works between the features that are "
+                "kept: call merge_and_unload() first"
+            )
     for layer in outermost(model):
         if any(is_adapter(part) for part in layer.modules()):
             raise WrappedModelError(

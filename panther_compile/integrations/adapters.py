@@ -11,6 +11,7 @@ the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes
 """
 
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
+import copy
 import importlib
 import warnings
 from collections.abc import Sequence
@@ -58,6 +59,11 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
         """Plain LoRA alone; PEFT refuses the others."""
         return {(): None}
+
+    @property
+    def bias(self) -> Any:
+        """The parameter that holds the layer's bias, which `bias="lora_only"` trains; None if it has none."""
+        return _core(self.get_base_layer()).bias
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         core = _core(module)
@@ -240,7 +246,7 @@ def _residual(layer: SketchedLoraLinear, twin: Any) -> Tensor:
     return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
 
 
-def _turned(base: LinearReplacement) -> bool:
+def _turned(base: nn.Module) -> bool:
     return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
 
 
@@ -260,7 +266,8 @@ def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
         saves &= rank * (core.in_features + core.out_features - rank) < core.in_features * core.out_features
         weight = None if saves else left @ right
     else:
-        weight = core.weight.detach().double() + left @ right
+        weight = core.weight.detach().double()
+        weight = (weight.t() if _turned(core) else weight) + left @ right
     like = next(core.parameters())
     new: Any
     if weight is None:
@@ -275,7 +282,7 @@ def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
             if core.bias is not None:
                 new.bias.copy_(core.bias)
     else:
-        new = core.to_dense()
+        new = core.to_dense() if isinstance(core, LinearReplacement) else copy.deepcopy(core)
         with torch.no_grad():
             new.weight.copy_(weight.t() if _turned(core) else weight)
     take_over(new, core, like.requires_grad)
@@ -339,9 +346,49 @@ def _inject(self: Any, model: nn.Module, adapter_name: str, *args: Any, **option
         del self._check_target_module_exists
 
 
+def _bias_names(model: nn.Module) -> dict[str, str]:
+    """The names of the biases of sketched layers, and of the dense ones that they are the same numbers as."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for layer in outermost(model):
+        own = [(name, one) for name, one in layer.named_parameters() if name.rpartition(".")[2] == "bias"]
+        dense = getattr(layer, "bias", None)
+        if len(own) == 1 and dense is not None and own[0][1].shape == dense.shape:
+            found[f"{names[id(layer)]}.{own[0][0]}"] = f"{names[id(layer)]}.bias"
+    return found
+
+
+def _biases_of(cls: Any, model: nn.Module, state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """PEFT's: the trained biases that are saved; those of sketched layers by their dense names."""
+    found: dict[str, Tensor] = _biases_theirs(cls, model, state_dict, config)
+    if config.bias == "lora_only":  # PEFT looks for the name of a dense layer's
+        layers = [
+            f"{name}.base_layer." for name, m in model.named_modules() if isinstance(m, SketchedLoraLinear)
+        ]
+        found |= {
+            name: bias
+            for name, bias in state_dict.items()
+            if name.startswith(tuple(layers)) and name.endswith(".bias")
+        }
+    dense = _bias_names(model)
+    return {dense.get(name, name): bias for name, bias in found.items()}
+
+
+def _from_saved(cls: Any, model: nn.Module, *args: Any, **options: Any) -> dict[str, Tensor]:
+    """PEFT's: the tensors of an adapter's file by their names in the model, biases among them."""
+    own = {dense: name for name, dense in _bias_names(model).items()}
+    own |= {f"base_model.model.{dense}": name for dense, name in own.items()}  # of a model without PeftModel
+    found: dict[str, Tensor] = _from_saved_theirs(cls, model, *args, **options)
+    return {own.get(name, name): value for name, value in found.items()}
+
+
 _helpers: Any = importlib.import_module("peft.tuners.tuners_utils")
 _table: Any = importlib.import_module("peft.tuners.lora.model")
 _theirs = _table.dispatch_default
 _table.dispatch_default = _dispatch
 _inject_theirs = _table.LoraModel.inject_adapter
 _table.LoraModel.inject_adapter = _inject
+_biases_theirs = _table.LoraModel._get_learnable_bias_state_dict.__func__
+_table.LoraModel._get_learnable_bias_state_dict = classmethod(_biases_of)
+_from_saved_theirs = _table.LoraModel._remap_adapter_state_dict_for_load.__func__
+_table.LoraModel._remap_adapter_state_dict_for_load = classmethod(_from_saved)

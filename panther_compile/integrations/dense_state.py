@@ -37,8 +37,9 @@ def project_state_dict(
     Args:
         model: a result of `sketchify`; it is not changed.
         dense: state dict of a model of the architecture that was sketched.
-        base: of the very model that was sketched; what changed since is added to what the sketch holds.
-            Without it the sketch follows `dense` alone: what data had chosen the output factors by is lost.
+        base: of the very model that was sketched; what changed since is added to what the sketch holds, its
+            biases, norms and layers that are dense included. Without it the sketch follows `dense` alone:
+            what data had chosen the output factors and biases by is lost.
 
     Raises:
         ConfigTypeError: the model is no module, or a state dict is no mapping.
@@ -59,19 +60,41 @@ def project_state_dict(
     inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)
     for name, own in state.items():
         if not name.startswith(inside):
-            is_tensor = isinstance(own, Tensor)  # the extra state of a module may be anything
-            state[name] = _of_shape(dense, name, own.shape) if is_tensor else _found(dense, name)
+            if isinstance(own, Tensor):
+                state[name] = _moved(own, _of_shape(dense, name, own.shape), base, name)
+            else:  # the extra state of a module may be anything
+                state[name] = _found(dense, name)
     for layer in layers:
         name = names[layer]
         old = {} if base is None else _weights(layer, name, base)
         for path, (part, weight, bias) in _weights(layer, name, dense).items():
-            changed = None if base is None else weight.double() - old[path][1].double()
-            _follow(part, path, weight, changed, state)
+            before = old[path][1:] if path in old else (None, None)
+            _follow(part, path, weight, before[0], state)
             if bias is not None:
-                state[f"{path}.bias" if isinstance(part, nn.Linear) else f"{path}.up.bias"] = bias
-        for own in dict(layer.named_parameters(recurse=False)):  # the key and value that an attention appends
-            state[f"{name}.{own}"] = _of_shape(dense, f"{name}.{own}", getattr(layer, own).shape)
+                own = f"{path}.bias" if isinstance(part, nn.Linear) else f"{path}.up.bias"
+                state[own] = _since(state[own], bias, before[1])
+        for key, value in layer.named_parameters(recurse=False):  # that an attention appends
+            own = f"{name}.{key}"
+            state[own] = _moved(value.detach(), _of_shape(dense, own, value.shape), base, own)
     return state
+
+
+def _moved(own: Tensor, dense: Tensor, base: Mapping[str, Tensor] | None, name: str) -> Tensor:
+    """A tensor that is no factor: the dense one, or what the sketch holds and what changed since."""
+    old = None if base is None else base.get(name)
+    if not isinstance(old, Tensor) or old.shape != own.shape:  # of another head
+        return dense
+    if name.rpartition(".")[2] == "running_var" and not torch.equal(own, old.to(own)):
+        dense, old = dense.to(own), old.to(own)  # times what it grew by, as it may not fall below 0
+        return torch.where(old > 0, own * (dense / old), dense)
+    return _since(own, dense, old)
+
+
+def _since(own: Tensor, dense: Tensor, old: Tensor | None) -> Tensor:
+    """What the sketch holds and what changed since; the dense tensor where the sketch holds the old one."""
+    if old is None or not own.is_floating_point() or torch.equal(own, old.to(own)):
+        return dense
+    return (own.double() + dense.to(own.device).double() - old.to(own.device).double()).to(own)
 
 
 def _check_state(given: object, name: str) -> None:
@@ -141,13 +164,12 @@ def _projections(
     return found
 
 
-def _follow(
-    part: nn.Module, path: str, weight: Tensor, changed: Tensor | None, state: dict[str, Tensor]
-) -> None:
-    """Put the output factor into the state that follows a dense weight (O, I)."""
+def _follow(part: nn.Module, path: str, weight: Tensor, old: Tensor | None, state: dict[str, Tensor]) -> None:
+    """Put the output factor that follows a dense weight (O, I), or its change, into the state."""
     if isinstance(part, nn.Linear):
-        state[f"{path}.weight"] = weight
+        state[f"{path}.weight"] = _since(state[f"{path}.weight"], weight, old)
         return
+    changed = None if old is None else weight.double() - old.double()
     assert isinstance(part, SketchedLinear | SketchedEmbedding)
     left, right = (factor.detach().double() for factor in part.factors())
     aim = weight.double() if changed is None else changed

@@ -17,7 +17,7 @@ def empty_model(folder: Path, *, dense: bool) -> nn.Module:
 
     Args:
         folder: with a config.json.
-        dense: whether to refuse one that is quantized, or sketched.
+        dense: whether to refuse one that is quantized, or sketched, or has an adapter beside it.
 
     Raises:
         ModelSourceError: the folder has no config that transformers can make a model of, or one refused.
@@ -57,6 +57,11 @@ def _architecture(folder: Path, *, dense: bool) -> tuple[Any, Any]:
     """The config of a folder, and the class that it names of transformers, AutoModel if it names none."""
     if not (folder / "config.json").is_file():  # transformers would look for it on its hub
         raise ModelSourceError(f"{folder} is no Hugging Face model: it has no config.json")
+    if dense and (folder / "adapter_config.json").is_file():
+        raise ModelSourceError(
+            f"{folder} holds an adapter beside the model, which from_pretrained puts on it: call "
+            "merge_and_unload, and sketch a folder of what comes of it"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:

@@ -43,7 +43,7 @@ from panther_compile.errors import CheckpointError, CheckpointMismatchError, Che
 from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.conversions import keep_apart, without_sketched
 from panther_compile.kinds.registry import find_kind
-from panther_compile.layers.base import SketchedLayer, keeps_numbers_elsewhere, outermost
+from panther_compile.layers.base import SketchedLayer, check_held, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.layers.own_weights import OneLayer, OwnWeight
 from panther_compile.models.substitute import replace_inside
@@ -127,6 +127,8 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Mapping[str, Tensor] | None, dict[str, str]]:
         """Put the sketch of a model into its config, which is about to be written; give what else is."""
         layers = list(outermost(model))
+        if self.given is None and not getattr(model, "_hf_peft_config_loaded", False):
+            check_held(model, "call save_pretrained")
         keep_apart(model)
         written = model.state_dict() if self.given is None else self.given
         for name, tensor in written.items():

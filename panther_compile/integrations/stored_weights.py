@@ -43,13 +43,12 @@ class StoredWeights:
             raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
 
     def _read_files(self) -> dict[str, str]:
-        index = self._folder / INDEX
-        if index.is_file():
-            return {
-                str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-        with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
-            return dict.fromkeys(stream.keys(), WEIGHTS)
+        if (self._folder / WEIGHTS).is_file() or not (self._folder / INDEX).is_file():
+            # Beside an index it is what transformers reads, too.
+            with safe_open(self._folder / WEIGHTS, framework="pt") as stream:
+                return dict.fromkeys(stream.keys(), WEIGHTS)
+        index = json.loads((self._folder / INDEX).read_text())
+        return {str(name): str(file) for name, file in index["weight_map"].items()}
 
     def missing(self, model: Any) -> list[str]:
         """Names of parameters of the folder's model that nothing in the files is or becomes."""

@@ -9,7 +9,7 @@ from packaging import version
 
 import panther_compile as pc
 from panther_compile.calibration import branch_fit
-from panther_compile.errors import ConfigError
+from panther_compile.errors import ConfigError, WrappedModelError
 
 peft = pytest.importorskip("peft")
 init_lora_from_dense = pytest.importorskip("panther_compile.integrations.adapters").init_lora_from_dense
@@ -292,3 +292,53 @@ def test_what_cannot_be_is_refused():
         init_lora_from_dense(adapt(model), model)
     with pytest.raises(pc.PantherError, match="wanted a dense layer"):
         init_lora_from_dense(adapt(small), small)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_trained_biases_are_saved_by_their_dense_names(bias, narrow, tmp_path):
+    data = [IDS, IDS.flip(0)] if narrow else None
+    small = sketch(gpt2(), data=data, synthetic=False)
+    tuned = disturb(adapt(small, ("c_attn", "c_fc"), bias=bias))
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter += 0.1
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path)
+    assert torch.equal(logits(again), logits(tuned))
+    if not narrow:
+        other = peft.PeftModel.from_pretrained(pc.densify(small), tmp_path)
+        assert error(logits(other), logits(tuned)) < 1e-5
+        other.save_pretrained(tmp_path / "dense")
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path / "dense")
+        assert torch.equal(logits(again), logits(tuned))
+
+
+@pytest.mark.parametrize(
+    ("build", "targets"),
+    [(llama, ("q_proj", "v_proj", "down_proj")), (gpt2, ("c_attn", "c_proj"))],
+)
+def test_a_densified_model_keeps_its_adapters(build, targets):
+    tuned = disturb(adapt(sketch(build()), targets, fan_in_fan_out=build is gpt2))
+    wanted = logits(tuned)
+    dense = pc.densify(tuned)
+    assert error(logits(dense), wanted) < 1e-5
+    dense.merge_adapter()
+    assert error(logits(dense), wanted) < 1e-5
+    dense.unmerge_adapter()
+    assert error(logits(dense), wanted) < 1e-5
+    assert error(logits(dense.merge_and_unload()), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_narrow_layers_with_adapters_are_not_densified(merged):
+    """They were, around adapters of other sizes: an error of torch when the model was called."""
+    small = sketch(llama(), data=[IDS, IDS.flip(0)], synthetic=False)
+    tuned = disturb(adapt(small, ("up_proj", "down_proj")))
+    if merged:
+        tuned.merge_adapter()
+    with pytest.raises(WrappedModelError, match=r"up_proj is a narrow layer with a PEFT adapter.*merge_and_"):
+        pc.densify(tuned)
+    wanted = logits(tuned)
+    assert error(logits(pc.densify(tuned.merge_and_unload())), wanted) < 1e-5

@@ -104,6 +104,43 @@ def test_a_fine_tuned_sibling_is_followed():
     assert torch.equal(followed["alone"].attention.bias_k, sibling.attention.bias_k)
 
 
+class Normed(nn.Module):
+    """A model whose dense layers change as well: biases are fitted, statistics taken anew, norms healed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(48, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 48), nn.LayerNorm(48)),
+            *(nn.Linear(48, 48), nn.Linear(48, 7)),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_nothing_changed_with_the_model_that_was_sketched():
+    torch.manual_seed(0)
+    model = Normed()
+    data = [torch.randn(64, 48) + 1 for _ in range(4)]
+    for batch in 10 * data:
+        model(batch)
+    model.eval()
+    options = {"narrow": False, "refine": "kl", "refine_steps": 3, **OPTIONS}
+    small = pc.sketchify(model, 0.6, data=data, **options)
+    base = model.state_dict()
+    again = copy.deepcopy(small)
+    again.load_state_dict(pc.project_state_dict(small, base, base=base))
+    for name, value in small.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    names = [f"layers.{name}" for name in ("1.running_var", "3.bias", "4.weight")]
+    changed = base | {name: 2 * base[name] for name in names}
+    state = pc.project_state_dict(small, changed, base=base)
+    own = small.state_dict()
+    torch.testing.assert_close(state[names[0]], 2 * own[names[0]])
+    torch.testing.assert_close(state["layers.3.up.bias"], own["layers.3.up.bias"] + base[names[1]])
+    torch.testing.assert_close(state[names[2]], own[names[2]] + base[names[2]])
+
+
 def test_what_cannot_follow_is_named():
     model = Model().eval()
     small = pc.sketchify(model, 0.5, **OPTIONS)

@@ -146,3 +146,13 @@ def test_weights_without_a_factor_are_refused(tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointMismatchError, match=gone):
         diffusers.UNet2DModel.from_pretrained(tmp_path)
+
+
+def test_factors_that_make_their_weight_are_not_saved(tmp_path):
+    small = pc.sketchify(unet(), 0.5, **OPTIONS)
+    torch.nn.utils.prune.l1_unstructured(small.conv_in.up, "weight", 0.5)
+    with pytest.raises(
+        CheckpointError, match=r"^conv_in\.up makes its weight of other tensors: call save_pre"
+    ):
+        small.save_pretrained(tmp_path / "small")
+    assert not (tmp_path / "small").exists()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import transformers
+from torch.nn.utils import prune
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import panther_compile as pc
-from panther_compile.errors import CheckpointMismatchError
+from panther_compile.errors import CheckpointError, CheckpointMismatchError
 from panther_compile.integrations.pretrained import empty_weights
 
 IDS = torch.randint(3, 50, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -119,6 +120,21 @@ def test_a_state_dict_that_is_given_is_what_is_saved(tmp_path):
     again = type(small).from_pretrained(tmp_path)
     for name, value in again.state_dict().items():
         assert torch.equal(value, 2 * small.state_dict()[name]), name
+
+
+def test_factors_that_make_their_weight_are_not_saved(tmp_path):
+    """They were, and transformers drew these factors at random when it loaded the folder."""
+    small = pc.sketchify(built("llama"), 0.6, **OPTIONS).eval()
+    up = small.model.layers[0].self_attn.q_proj.up
+    prune.l1_unstructured(up, "weight", 0.5)
+    with pytest.raises(CheckpointError, match=r"q_proj\.up makes its weight of other tensors: call save_pre"):
+        small.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    prune.remove(up, "weight")
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, small(IDS).logits)
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers.0"])

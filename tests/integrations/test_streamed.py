@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,22 @@ def test_shards_in_and_out(folder, tmp_path, monkeypatch):
     assert all(torch.equal(small.state_dict()[key], value) for key, value in wanted.state_dict().items())
 
 
+@pytest.mark.parametrize("with_data", [False, True])
+def test_of_a_whole_file_beside_shards_the_one_that_transformers_reads(with_data, folder, tmp_path):
+    source = folder("llama", max_shard_size="20KB")
+    other = llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= 2
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", source)
+    options = {"data": texts() if with_data else None, "synthetic": False, **OPTIONS}
+    pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **options)
+    state = loaded(tmp_path / "small", other).state_dict()
+    for name, value in pc.sketchify(loaded(source, other), 0.5, **options).state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
 def test_half_types_and_other_files_stay(folder, tmp_path):
     source = folder("llama")
     llama().bfloat16().save_pretrained(source)
@@ -281,6 +298,11 @@ def test_what_is_refused(folder, tmp_path):
         pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, **OPTIONS)
     with pytest.raises(ModelSourceError, match="sketched already"):
         pc.sketchify_checkpoint(tmp_path / "small", tmp_path / "smaller", 0.5, data=texts(), **OPTIONS)
+    (source / "adapter_config.json").write_text("{}")
+    for data in (None, texts()):
+        with pytest.raises(ModelSourceError, match="holds an adapter beside the model"):
+            pc.sketchify_checkpoint(source, tmp_path / "smaller", 0.5, data=data, **OPTIONS)
+    (source / "adapter_config.json").unlink()
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].output.dense.weight[3, 4] = torch.nan
