@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batches import Call
 from panther_compile.models.half_products import half_products
+from panther_compile.models.outputs import is_finite
 from panther_compile.models.watched import inputs_seen
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -113,4 +114,4 @@ def gradients_of(model: nn.Module, loss: Tensor, tensors: Sequence[Tensor]) -> S
         return None
     with half_products(model):
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found
+    return None if any(one is None or not is_finite(one) for one in found) else found
