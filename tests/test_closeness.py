@@ -12,7 +12,7 @@ from panther_compile.calibration.closeness import OutputSums, compare_models, co
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.healing.report import HealReport
 from panther_compile.models.batches import Call
-from panther_compile.models.outputs import distance
+from panther_compile.models.outputs import distance, is_finite, shown
 
 
 class Counting(nn.Module):
@@ -314,3 +314,21 @@ def test_a_sketch_whose_results_are_all_of_another_shape_is_warned_of():
     with pytest.warns(SketchQualityWarning, match=r"ratio 0\.5.*results are of another shape.*larger ratio"):
         small = pc.sketchify(Counts(), 0.5, data=batches(), progress=False, allow_slower=True)
     assert pc.sketch_report(small).closeness.is_of_other_shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_finite_numbers_whatever_their_sum(dtype):
+    assert is_finite(torch.ones(0, 3, dtype=dtype))
+    largest = torch.full((5,), torch.finfo(dtype).max if dtype.is_floating_point else 2**30)
+    assert is_finite(largest.to(dtype))
+    if dtype.is_floating_point:
+        both = torch.tensor([1.0, torch.inf, -torch.inf, 2.0], dtype=dtype)
+        assert not any(map(is_finite, (both, both[:2], both.neg()[1:2], (both - both)[:2])))
+
+
+def test_numbers_are_shown_where_the_dense_model_has_them():
+    wanted, found = torch.tensor([1.0, -torch.inf, 3.0]), torch.tensor([2.0, 5.0, torch.nan])
+    filled, beside = shown(wanted, found, -9.0)
+    assert filled.tolist() == [1.0, -9.0, 3.0]
+    assert beside[:2].tolist() == [2.0, -9.0]
+    assert shown(wanted[::2], found[::2], 0.0)[0].tolist() == [1.0, 3.0]

@@ -154,3 +154,12 @@ def test_images_that_are_off_are_told_of(model, monkeypatch, off, says):
     assert (says in read.doubt) == (off <= 0.5)
     assert bool(read.doubt) == (off == 0.5)
     assert (read.fit is None) == (off == 0.9)
+
+
+def test_calls_end_behind_the_last_norm(model):
+    calls = []
+    model[-1].register_forward_hook(lambda *_: calls.append(1))
+    found = matched(model, start())
+    assert len(calls) == 1  # the first one, which shows how often norms are called
+    assert torch.equal(found, matched(model[:-1], start()))
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -152,6 +152,35 @@ def test_dense_and_sketched_keep_apart():
     assert torch.equal(other(BATCHES[1]), alone)
 
 
+class Shares(nn.Module):
+    """Holds empty containers, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.cache, self.seen = {}, set()
+        self.also = self.cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fill them."""
+        self.cache["x"] = x
+        self.seen.add(len(x))
+        return self.layer(x)
+
+
+def test_empty_containers_are_the_copys_own():
+    model = Shares()
+    copied = copy_sharing(model, {})
+    hook = copied.layer.register_forward_hook(lambda *_: None)
+    copied(torch.ones(2, 4))
+    assert copied.also is copied.cache
+    assert (copied.seen, list(copied.also)) == ({2}, ["x"])
+    assert not model.cache
+    assert not model.seen
+    assert not model.layer._forward_hooks
+    hook.remove()
+
+
 def test_packed_weights_are_shared():
     """Copies of a quantized model would cost its memory once more each."""
     holder = nn.Module()

@@ -23,6 +23,7 @@ from panther_compile.kinds.weights import generator_for
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import share_factor
 from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.models.outputs import is_finite
 from panther_compile.models.rows import paired
 from panther_compile.models.watched import Arrival
 from panther_compile.names import stack_name
@@ -300,7 +301,7 @@ def fitted_of(
 def _finite(arrivals: Sequence[Arrival], *, drop: bool) -> Iterator[Arrival]:
     """The arrivals; where the sketched model has run out of its dtype, the dense one's input in its place."""
     for arrival in arrivals:
-        if bool(arrival.z.isfinite().all()):
+        if is_finite(arrival.z):
             yield arrival
         elif not drop:
             yield replace(arrival, z=arrival.x, residuals=None)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from panther_compile.factorization.gain import restoring_gain
 from panther_compile.models.batch_norms import Norm, batch_norms, with_statistics
 from panther_compile.models.batches import Call, run_dense
+from panther_compile.models.outputs import is_finite
 from panther_compile.models.watched import Arrival, copy_sharing, inputs_seen
 
 
@@ -63,7 +64,7 @@ def fit_norm(norm: Norm, arrivals: Sequence[Arrival]) -> Norm | None:
     assert norm.running_var is not None
     if all(torch.equal(one.x, one.z) for one in arrivals):
         return None
-    if not all(bool(one.z.isfinite().all()) for one in arrivals):
+    if not all(is_finite(one.z) for one in arrivals):
         return None
     dense_mean, dense_variance = _statistics([one.x for one in arrivals])
     mean, variance = _statistics([one.z for one in arrivals])

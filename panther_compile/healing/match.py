@@ -23,7 +23,7 @@ from panther_compile.config import Logits
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, shown
+from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, is_finite, shown
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -169,7 +169,7 @@ class Match:
 
 def _shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
     """Both, filled where the teacher gives -Inf, as of choices that it rules out: no loss sees them."""
-    return (wanted, found) if bool(wanted.isfinite().all()) else shown(wanted, found, fill)
+    return (wanted, found) if is_finite(wanted) else shown(wanted, found, fill)
 
 
 def _error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:

@@ -10,6 +10,7 @@ the mean over its channels.
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from panther_compile.models.batches import Call
 from panther_compile.models.half_products import half_products
+from panther_compile.models.outputs import is_finite
 from panther_compile.models.watched import inputs_seen
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -66,19 +68,44 @@ def off_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> Tensor:
     return off.square().clamp_max(_LARGEST).mean() + wide.square().mean()
 
 
-def misfit(model: nn.Module, call: Call, norms: Sequence[Norm]) -> Tensor:
-    """How far what reaches the norms in a call is off their statistics, the mean over the norms."""
-    parts: list[Tensor] = []
+class _Through(BaseException):
+    """Ends a run behind the last norm; not an error that a model's code may catch."""
 
-    def see(norm: nn.Module, given: Tensor) -> None:
-        assert isinstance(norm, Norm)
-        x = given.float()
-        own = [place for place in range(x.dim()) if place != 1]
-        parts.append(off_statistics(norm, x.mean(own), x.var(own, unbiased=False)))
 
-    with inputs_seen(norms, see):
-        call.run(model)
-    return torch.stack(parts).mean() if parts else torch.zeros((), dtype=torch.float32, requires_grad=True)
+class Misfit:
+    """How far what reaches norms in a call of a model is off their statistics, the mean over the norms.
+
+    The first call shows how often norms are called; the later ones end there, as a decoder of large maps may
+    take most of the time.
+
+    Args:
+        model: in eval mode.
+        norms: of it.
+    """
+
+    def __init__(self, model: nn.Module, norms: Sequence[Norm]) -> None:
+        self._model, self._norms = model, norms
+        self._times: int | None = None
+
+    def __call__(self, call: Call) -> Tensor:
+        """It is a number; one that needs no input where no norm is called."""
+        parts: list[Tensor] = []
+
+        def see(norm: nn.Module, given: Tensor) -> None:
+            assert isinstance(norm, Norm)
+            x = given.float()
+            own = [place for place in range(x.dim()) if place != 1]
+            parts.append(off_statistics(norm, x.mean(own), x.var(own, unbiased=False)))
+            if len(parts) == self._times:
+                raise _Through
+
+        with inputs_seen(self._norms, see), suppress(_Through):
+            call.run(self._model)
+        if self._times is None:
+            self._times = len(parts)
+        if not parts:
+            return torch.zeros((), dtype=torch.float32, requires_grad=True)
+        return torch.stack(parts).mean()
 
 
 def gradients_of(model: nn.Module, loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
@@ -87,4 +114,4 @@ def gradients_of(model: nn.Module, loss: Tensor, tensors: Sequence[Tensor]) -> S
         return None
     with half_products(model):
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return None if any(one is None or not bool(one.isfinite().all()) for one in found) else found
+    return None if any(one is None or not is_finite(one) for one in found) else found

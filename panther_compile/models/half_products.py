@@ -34,7 +34,8 @@ def half_products(model: nn.Module) -> AbstractContextManager[object]:
     Args:
         model: where it has no parameter of a half type on a processor without such products, nothing is done.
     """
-    slow = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "cpu"}
+    tables = (module._parameters.values() for module in model.modules())  # each run asks
+    slow = {one.dtype for held in tables for one in held if one is not None and one.device.type == "cpu"}
     return (
         _InFloat32() if any(kind in slow and not _has_products(kind) for kind in _HALVES) else nullcontext()
     )

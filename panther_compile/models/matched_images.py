@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor, nn
 
-from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
+from panther_compile.models.batch_norms import Misfit, batch_norms, gradients_of
 from panther_compile.models.batches import Call
 from panther_compile.reporting.progress import ProgressBar
 
@@ -43,12 +43,13 @@ def matched_images(
     generator = Generator().manual_seed(seed)
     orders = [torch.randperm(len(images), generator=generator).split(_TOGETHER) for _ in range(_PASSES)]
     steps = [step for order in orders for step in order]
+    misfit = Misfit(model, norms)
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
     for step in ProgressBar(steps, desc="images", progress=progress):
         some = [pixels[place] for place in step.tolist()]
         with torch.enable_grad():
             shown = torch.stack(some).to(images.dtype)
-            gradients = gradients_of(model, misfit(model, call(shown), norms), some)
+            gradients = gradients_of(model, misfit(call(shown)), some)
         if gradients is None:
             return images
         for one, gradient in zip(some, gradients, strict=True):

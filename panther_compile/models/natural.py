@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor, nn
 
-from panther_compile.models.batch_norms import batch_norms, gradients_of, misfit
+from panther_compile.models.batch_norms import Misfit, batch_norms, gradients_of
 from panther_compile.models.batches import Call
 
 _LEAVES = 150
@@ -62,10 +62,11 @@ def match_batch_norms(
     shift = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
     scale = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([shift, scale], _RATE)
+    misfit = Misfit(model, norms)
     for _ in range(_STEPS):
         with torch.enable_grad():
             tuned = (some * scale.exp() + shift).to(images.dtype)
-            gradients = gradients_of(model, misfit(model, call(tuned), norms), [shift, scale])
+            gradients = gradients_of(model, misfit(call(tuned)), [shift, scale])
         if gradients is None:
             return images, False
         shift.grad, scale.grad = gradients

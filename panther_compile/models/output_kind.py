@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from panther_compile.config import Logits, logits_of
 from panther_compile.errors import ConfigError
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import LOGITS, is_transformed, named_tensors
+from panther_compile.models.outputs import LOGITS, is_finite, is_transformed, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 
@@ -146,7 +146,7 @@ def _judged(model: nn.Module, made: Sequence[_Made]) -> OutputKind:
     width = rows.shape[-1]
     if not len(rows):
         return OutputKind("auto", "all of it is padding")
-    if width < 2 or not bool(rows.isfinite().all()):
+    if width < 2 or not is_finite(rows):
         return OutputKind("auto", "the result has one column" if width < 2 else "the result is not finite")
     if float(rows.logsumexp(-1).abs().max()) < _NEAR:
         return OutputKind("logits", "its rows are log-probabilities", head)

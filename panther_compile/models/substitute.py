@@ -1,7 +1,8 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+_COPIED_EMPTY = (dict, OrderedDict, set)
+_SCALARS = (bool, int, float, str, type(None))
 _PACKED = 65_536  # integers of a tensor, from which on they are taken for a quantized weight
 
 
@@ -123,21 +126,38 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Tensors that are attributes of modules, also in lists and dicts, with the module and their name."""
     for prefix, module in model.named_modules():
         for name, one in vars(module).items():
-            if name in ("_parameters", "_buffers"):
+            if name in ("_parameters", "_buffers") or type(one) in _SCALARS:
                 continue
-            where = f"{prefix}.{name}" if prefix else name
             several = one.values() if isinstance(one, dict) else one
-            held = several if isinstance(one, dict | list | tuple) else (one,)
-            yield from ((module, where, tensor) for tensor in held if isinstance(tensor, Tensor))
+            for tensor in several if isinstance(one, dict | list | tuple) else (one,):
+                if isinstance(tensor, Tensor):
+                    yield module, f"{prefix}.{name}" if prefix else name, tensor
 
 
-def written_tensors(model: nn.Module) -> Iterator[Tensor]:
+def copies_of_empty(model: nn.Module) -> dict[int, Any]:
+    """A memo of copies of the empty dicts and sets of modules, most of them tables of hooks.
+
+    `copy.deepcopy` takes longer for those of one layer than for all else that it copies of it.
+    """
+    return {
+        id(held): type(held)()
+        for module in model.modules()
+        for held in vars(module).values()
+        if type(held) in _COPIED_EMPTY and not held
+    }
+
+
+def written_tensors(model: nn.Module, held: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
     """Tensors that a run of a module may write into, as a cache or a count of its calls.
 
     Of parameters they are tables whose rows are renormalized as they are read, and those that a forward says
     it writes to. Packed weights are none, as many integers of one tensor are taken for.
+
+    Args:
+        model: that may be run.
+        held: its `held_tensors`, where they are known.
     """
-    for tensor in held_tensors(model):
+    for tensor in held_tensors(model) if held is None else held:
         floats = tensor.is_floating_point() or tensor.is_complex()
         if not isinstance(tensor, nn.Parameter) and (floats or tensor.numel() < _PACKED):
             yield tensor

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from panther_compile.errors import ConfigTypeError
 from panther_compile.models.outputs import check_dense, is_transformed
-from panther_compile.models.substitute import copied, held_tensors, written_tensors
+from panther_compile.models.substitute import copied, copies_of_empty, held_tensors, written_tensors
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor], Tensor]
@@ -205,7 +205,8 @@ def copy_sharing(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Mod
             "batch through the model first"
         )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in held}
-    memo |= {id(tensor): _own(tensor) for tensor in written_tensors(model)}
+    memo |= {id(tensor): _own(tensor) for tensor in written_tensors(model, held)}
+    memo |= copies_of_empty(model)
     memo |= {id(old): replacement for old, replacement in new.items()}
     return copied(lambda given: copy.deepcopy(given, memo).eval(), model, ", which data= needs")
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization import cost
@@ -317,18 +318,38 @@ def plan_units(
 
 def _lagrange(options: list[Options], budget: int) -> list[int]:
     """The best choice of each unit at the smallest price per number that keeps within the budget."""
+    alike: dict[int, list[int]] = {}  # units of about as many ways are padded to one matrix
+    for place, option in enumerate(options):
+        alike.setdefault(len(option.ways).bit_length(), []).append(place)
+    groups = [
+        (
+            places,
+            pad_sequence([options[i].values for i in places], batch_first=True, padding_value=-math.inf),
+            pad_sequence([options[i].numbers for i in places], batch_first=True),
+        )
+        for places in alike.values()
+    ]
 
-    def at_price(price: float) -> list[int]:
-        return [int((o.values - price * o.numbers).argmax()) for o in options]
+    def at_price(price: float) -> list[Tensor]:
+        return [(values - price * numbers).argmax(1, keepdim=True) for _, values, numbers in groups]
+
+    def spent(chosen: list[Tensor]) -> float:
+        return sum(
+            float(numbers.gather(1, one).sum()) for (*_, numbers), one in zip(groups, chosen, strict=True)
+        )
 
     low, high = -80.0, 20.0  # natural logarithm of the price
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _spent(options, at_price(math.exp(middle))) > budget:
+        if spent(at_price(math.exp(middle))) > budget:
             low = middle
         else:
             high = middle
-    return at_price(math.exp(high))
+    found = [0] * len(options)
+    for (places, *_), chosen in zip(groups, at_price(math.exp(high)), strict=True):
+        for place, one in zip(places, chosen.flatten().tolist(), strict=True):
+            found[place] = one
+    return found
 
 
 def _fill(options: list[Options], chosen: list[int], budget: int, enough: float = math.inf) -> list[int]:

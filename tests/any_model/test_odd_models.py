@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import panther_compile as pc
 from panther_compile.layers.base import SketchedLayer
-from panther_compile.models.batch_norms import batch_norms, misfit
+from panther_compile.models.batch_norms import Misfit, batch_norms
 from panther_compile.models.batches import Call
 
 
@@ -345,7 +345,7 @@ def test_layers_that_are_called_with_keywords():
     for x in data:
         model(x)  # the norm learns statistics
     model.eval()
-    assert float(misfit(model, Call((data[0],), {}), batch_norms(model))) > 0
+    assert float(Misfit(model, batch_norms(model))(Call((data[0],), {}))) > 0
     options = {"min_params": 0, "allow_slower": True, "round_rank_to": 1, "narrow": False}
     small = pc.sketchify(model, 0.5, data=data, include=["up", "down"], **options)
     assert isinstance(small.up, SketchedLayer)

@@ -52,6 +52,23 @@ def test_few_windows_are_spread_evenly(name):
     torch.testing.assert_close(made_of(conv, windows(conv, x, 7)), wanted[chosen])
 
 
+@pytest.mark.parametrize("name", CONVS)
+@pytest.mark.parametrize("layout", ["channels last", "every other", "expanded", "a part"])
+def test_inputs_lie_anyhow_in_memory(monkeypatch, name, layout):
+    monkeypatch.setattr(module, "_GATHERED", 200)  # a few windows at once
+    conv, (count, channels, *places) = CONVS[name]
+    x = {
+        "channels last": torch.randn(count, *places, channels).movedim(-1, 1),
+        "every other": torch.randn(count, 2 * channels, *places)[:, 1::2],
+        "expanded": torch.randn(1, channels, *places).expand(count, channels, *places),
+        "a part": torch.randn(count + 1, channels, *places)[1:],
+    }[layout]
+    axes = len(conv.kernel_size)
+    assert torch.equal(windows(conv, x), windows(conv, x.contiguous()))
+    assert torch.equal(pixels(x, axes, 9), pixels(x.contiguous(), axes, 9))
+    torch.testing.assert_close(made_of(conv, windows(conv, x)), outputs_of(conv, x))
+
+
 def test_parts_are_small_and_together_the_same(monkeypatch):
     conv, shape = CONVS["strided"]
     x = torch.randn(shape)
