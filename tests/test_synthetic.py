@@ -250,6 +250,19 @@ def test_images_get_the_colours_that_batch_norms_know():
     assert 0.2 < float(found.std((0, 2, 3)).mean()) < 0.8
 
 
+def test_colours_that_a_model_evens_out_are_left_as_they_are():
+    torch.manual_seed(0)
+    evened = nn.InstanceNorm2d(3)
+    model = nn.Sequential(evened, nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.Conv2d(24, 8, 3)).eval()
+    model[2].running_mean += 1.0
+    images, runs = natural_images(16, 3, 16, torch.Generator().manual_seed(2)), []
+    evened.register_forward_hook(lambda *_: runs.append(0))
+    found, telling = match_batch_norms(model, lambda x: Call((x,), {}), images)
+    assert telling
+    assert torch.equal(found, images)
+    assert len(runs) == 11
+
+
 def test_data_of_the_model_s_own_making_is_fitted_to():
     model, _ = chain()
     small = pc.sketchify(model, 0.5, data="model", **OPTIONS)

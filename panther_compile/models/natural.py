@@ -17,6 +17,7 @@ _LEAVES = 150
 _CHROMA = 0.4  # of the deviation of colours, beside the brightness
 _TUNED = 8  # inputs on which colours are matched
 _STEPS, _RATE = 40, 0.1
+_LOOK, _MOVED = 10, 1e-3  # after so many the misfit has to be less by such a share, or no colour matters
 _SMALLEST = 1e-6
 
 
@@ -49,7 +50,8 @@ def match_batch_norms(
             `(N, samples)`; of mean 0 and variance 1.
 
     Returns:
-        The images, and whether there were batch norms to go by; without they are as given.
+        The images, and whether there were batch norms to go by; without they are as given, as they are for a
+        model that evens colours or loudness out ahead of its norms.
     """
     norms = batch_norms(model)
     if not norms:
@@ -62,13 +64,17 @@ def match_batch_norms(
     shift = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
     scale = torch.zeros(each, dtype=torch.float32, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([shift, scale], _RATE)
-    misfit = Misfit(model, norms)
-    for _ in range(_STEPS):
+    misfit, found = Misfit(model, norms), []
+    for step in range(_STEPS):
         with torch.enable_grad():
             tuned = (some * scale.exp() + shift).to(images.dtype)
-            gradients = gradients_of(model, misfit(call(tuned)), [shift, scale])
+            lost = misfit(call(tuned))
+            gradients = gradients_of(model, lost, [shift, scale])
         if gradients is None:
             return images, False
+        found.append(float(lost))
+        if step == _LOOK and min(found) > (1.0 - _MOVED) * found[0]:
+            return images, True
         shift.grad, scale.grad = gradients
         optimizer.step()
     return images * scale.exp().detach().to(images) + shift.detach().to(images), True

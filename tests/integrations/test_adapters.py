@@ -256,10 +256,10 @@ def adapted(model):
 def test_all_linear_means_the_layers_that_it_means_for_the_dense_model(build):
     model = build()
     options = {"target_modules": "all-linear", "fan_in_fan_out": build is gpt2}
-    tuned = disturb(adapt(sketch(model), **options))
+    tuned = disturb(adapt(sketch(model), **options)).double()  # so that rounding hides nothing
     assert adapted(tuned) == adapted(adapt(model, **options))
     wanted = logits(tuned)
-    assert error(logits(tuned.merge_and_unload()), wanted) < 1e-5
+    assert error(logits(tuned.merge_and_unload()), wanted) < 1e-12
     second = peft.LoraConfig(r=2, target_modules="all-linear")
     twice = adapt(sketch(model), **options)
     before = adapted(twice)
