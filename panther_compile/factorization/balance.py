@@ -8,9 +8,9 @@ and cancels, and each of its rounding errors comes out many times as large. Here
 
 The square roots make what a latent feature is rounded by as large as what comes out of that, which minimises
 the sum over the features; Q, orthogonal, makes all features alike, so that one range fits them. Measured on
-all-MiniLM-L6-v2 at ratio .75, weights in int8, activations in dynamic uint8 (`docs/benchmarks/quantize.md`): Spearman
-.884 in the pivoted form, .961 as pairs with S and Q the identity, .972 with S from data, .974 with Q too;
-.981 before rounding.
+all-MiniLM-L6-v2 at ratio .75, weights in int8, activations in dynamic uint8 (`docs/benchmarks/quantize.md`):
+Spearman .884 in the pivoted form, .961 as pairs with S and Q the identity, .972 with S from data, .974 with Q
+too; .981 before rounding.
 """
 
 import math
