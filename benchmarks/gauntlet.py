@@ -46,11 +46,11 @@ NOTES = """\
   as written here they take moments of all that a kernel reads, 65,536 squared. In crepe-tiny those are 8,192
   squared, and take them 390 to 580 seconds a ratio: one ratio was measured.
 - ocr-rec at .75 was asked for a CER of .05 without data and of .005 with it, and to be 1.2 times as fast. It
-  is .041 and .011, and 1.75 to 1.79 times as fast as the file that it is made of: scales, shifts and hard
+  is .041 and .010, and 1.75 to 1.79 times as fast as the file that it is made of: scales, shifts and hard
   swishes, half of that file's time, go into the convolutions beside them (`docs/onnx.md`), 1.65 to 1.76 times
   by themselves. What was tried for the CER, by ONNX Runtime alone: 768 pictures in place of 192, .014;
-  `sequential=True`, .015. By torch, with gradients, as it is now, it is at .011. In int8, `then="int8"`, at
-  .75 .016, with no sketch .012 (`docs/benchmarks/quantize.md`).
+  `sequential=True`, .015. By torch, with gradients, as it is now, it is at .0088 to .0120. In int8,
+  `then="int8"`, at .75 .014, with no sketch .009 (`docs/benchmarks/quantize.md`).
 - efficientnet is fitted to 128 crops of four photographs, and judged on crops of five others among a thousand
   classes; without data it is destroyed, and says so. It has no other linear layer than its head, which is
   sketched with the rest: left alone at .75 of the rest, at 8 % more numbers, it keeps .566 at a KL of 1.24.
