@@ -113,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     sketch.add_argument(
         "--data",
         metavar="FILE",
-        help="inputs to fit the layers to: .npz of arrays by argument, text for a Hugging Face model's "
-        "tokenizer, module:function that calls the model it is given, or `model` to make them up",
+        help="inputs to fit the layers to: .npz of arrays by argument, or in their order, text for a Hugging "
+        "Face model's tokenizer, module:function that calls the model it is given, or `model`, made up",
     )
     sketch.add_argument("--length", type=int, metavar="N", help="tokens of a piece of text (default 128)")
     sketch.add_argument(

@@ -42,8 +42,13 @@ def read_batches(path: str | os.PathLike[str], batch_size: int) -> list[dict[str
     ]
 
 
-def read_tensors(path: str | os.PathLike[str], batch_size: int) -> list[dict[str, Tensor]]:
-    """The same as keyword arguments of a torch model; raises as `read_batches`."""
+def read_tensors(
+    path: str | os.PathLike[str], batch_size: int
+) -> list[dict[str, Tensor]] | list[tuple[Tensor, ...]]:
+    """The same as keyword arguments of a torch model, or of arrays without names as arguments in their order.
+
+    Raises as `read_batches`.
+    """
 
     def tensor(name: str, array: np.ndarray) -> Tensor:
         try:
@@ -51,10 +56,14 @@ def read_tensors(path: str | os.PathLike[str], batch_size: int) -> list[dict[str
         except (TypeError, ValueError) as error:  # of texts or dates, or in another order of bytes
             raise DataError(f"{path}: {name} is {array.dtype}, of which torch makes no tensor") from error
 
-    return [
+    batches = [
         {name: tensor(name, array) for name, array in batch.items()}
         for batch in read_batches(path, batch_size)
     ]
+    order = [f"arr_{place}" for place in range(len(batches[0]))]  # as savez calls what it is given no name of
+    if set(order) == batches[0].keys():
+        return [tuple(batch[name] for name in order) for batch in batches]
+    return batches
 
 
 def read_text(

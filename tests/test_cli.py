@@ -147,7 +147,8 @@ def test_an_interrupt_has_one_line(source, monkeypatch, capsys):
 
 def test_data_of_a_function_and_of_arrays(source, tmp_path, capsys):
     np.savez(tmp_path / "data.npz", input=np.random.default_rng(0).standard_normal((96, 48)).astype("f4"))
-    for data in ("test_cli:batches", str(tmp_path / "data.npz")):
+    np.savez(tmp_path / "unnamed.npz", np.random.default_rng(0).standard_normal((96, 48)).astype("f4"))
+    for data in ("test_cli:batches", str(tmp_path / "data.npz"), str(tmp_path / "unnamed.npz")):
         out = tmp_path / data[-6:].replace(":", "").replace(".", "")
         assert main(["sketch", source, str(out), "--data", data, "--output", "features", *SMALL]) == 0
         assert json.loads(capsys.readouterr().out)["allocation"]  # which only data chooses
@@ -209,6 +210,16 @@ def test_a_folder_is_streamed_with_data(folder, tmp_path, capsys):
 def test_sizes_that_no_data_has_are_told_of(given, says, tmp_path, capsys):
     assert main(["sketch", "torch.nn:Flatten", str(tmp_path / "out"), *given]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_arrays_without_names_are_arguments_in_their_order(tmp_path):
+    arrays = [np.full((3, 2), place, "f4") for place in range(11)]
+    np.savez(tmp_path / "data.npz", *arrays)
+    first, second = read_tensors(tmp_path / "data.npz", 2)
+    assert [float(one[0, 0]) for one in first] == list(range(11))
+    assert [len(one) for one in second] == [1] * 11
+    np.savez(tmp_path / "some.npz", arrays[0], x=arrays[1])
+    assert read_tensors(tmp_path / "some.npz", 3)[0].keys() == {"arr_0", "x"}
 
 
 def test_files_that_are_no_data(folder, tmp_path):
