@@ -144,8 +144,9 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     """Multiply the factors out: ordinary layers again, with the outputs and the hooks of the sketched ones.
 
     Hooks on factors and on their tensors go with them. A layer that made its weight in each call, as weight
-    norm does, becomes a plain one: a folder that such a model is saved to has its weight under a name that
-    `from_pretrained` of its class does not read.
+    norm does, becomes a plain one, which `from_pretrained` of the model's class does not bring back: it finds
+    no weight under the names of weight norm, and makes another weight, without a word, of one that a forward
+    of the layer's own standardizes or scales (as in BiT and NFNets). Save the sketch, not what is densified.
 
     Args:
         model: a model with sketched layers.

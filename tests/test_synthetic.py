@@ -186,6 +186,24 @@ def test_a_configuration_may_keep_the_vocabulary_of_its_decoder_elsewhere():
         made(model, 1, sample=False)  # of several codes for each place
 
 
+@pytest.mark.parametrize("positions", [4, 65])
+def test_tokens_are_those_of_the_table_that_a_model_reads_them_with(positions):
+    transformers = pytest.importorskip("transformers")
+
+    class Listens(transformers.LlamaForCausalLM):
+        """Has positions of its encoder of sounds before the language model, as Granite Speech."""
+
+        def __init__(self, config):
+            super().__init__(config)
+            self._modules = {"positions": nn.Embedding(positions, 8)} | self._modules
+
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    seen = torch.cat([first_of(call).flatten() for call in made(Listens(config), sample=False).calls])
+    assert 50 <= int(seen.max()) < 60
+
+
 def test_images_may_be_no_squares_and_of_a_part_with_a_configuration_of_its_own():
     from transformers import (
         GPT2Config,

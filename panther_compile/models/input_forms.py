@@ -65,10 +65,23 @@ def forms_of(model: nn.Module) -> Iterator[Form]:
             yield from _forms_by_layer(model, kind, layer)
 
 
+def table_of_tokens(model: nn.Module) -> Any:
+    """The embedding of what the model reads as tokens: its own word on it, else its first; None without one.
+
+    The first may be of positions, as of an encoder of images or sounds that is before the language model.
+    """
+    said = getattr(model, "get_input_embeddings", None)
+    with suppress(AttributeError, NotImplementedError):  # models without a table of tokens
+        found = said() if callable(said) else None
+        if isinstance(found, nn.Module) and issubclass(_dense_type(found) or type(found), nn.Embedding):
+            return found
+    return next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+
+
 def _forms_by_name(model: nn.Module, main: str, parameters: Mapping[str, Any]) -> Iterator[Form]:
     """Input forms of a Hugging Face model."""
     config: Any = model.config
-    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    embedding = table_of_tokens(model)
     dtype = _dtype_of(model)
 
     def with_others(value: Tensor, others: Mapping[str, Callable[[int], Tensor]]) -> Call:

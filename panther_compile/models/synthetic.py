@@ -30,7 +30,7 @@ from torch import Generator, Tensor, nn
 from panther_compile.errors import DataError, first_line
 from panther_compile.models.batches import Call, device_of, interleaved
 from panther_compile.models.in_range import InRange
-from panther_compile.models.input_forms import BATCH, Form, forms_of
+from panther_compile.models.input_forms import BATCH, Form, forms_of, table_of_tokens
 from panther_compile.models.matched_images import matched_images
 from panther_compile.models.natural import match_batch_norms
 from panther_compile.models.outputs import named_tensors
@@ -197,7 +197,7 @@ def _word_texts(model: nn.Module, form: Form, texts: Sequence[Tensor]) -> Synthe
 
 def _vocabulary_of(model: nn.Module, form: Form, most: float = math.inf) -> Vocabulary | None:
     """The words that a model reads; None where it reads none, or they are not known, or are too many."""
-    embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    embedding = table_of_tokens(model)
     if form.kind != "tokens" or not form.alone or embedding is None or embedding.num_embeddings > most:
         return None
     return find_vocabulary(model, embedding.weight)
