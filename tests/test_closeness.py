@@ -175,6 +175,19 @@ def test_a_sketch_that_fits_few_rows_alone_is_judged_by_rows_held_out():
     assert found.grade == unseen.grade != "good"
 
 
+def test_a_fit_that_few_rows_flatter_is_judged_by_rows_held_out_whatever_the_grade():
+    torch.manual_seed(0)
+    model, base = mlp(256), torch.randn(8, 256) / 3
+    data = [x @ base + 0.05 * torch.randn(12, 256) for x in torch.randn(60, 8).split(12)]
+    small = pc.sketchify(model, 0.9, data=data, allow_slower=True, narrow=False)
+    others = [Call((torch.randn(256, 8) @ base + 0.05 * torch.randn(256, 256),), {})]
+    unseen = compare_outputs(model, {model: small}, others, logits=False, inputs="others")
+    found = pc.sketch_report(small).closeness
+    assert found.grade == unseen.grade == "good"
+    assert found.distance == pytest.approx(unseen.distance, rel=0.5)
+    assert "1 batch held out from a fit to 4 (" in first_line(small)
+
+
 class Chosen(nn.Module):
     """Gives the rows that it chooses, as a matcher or a detector does."""
 

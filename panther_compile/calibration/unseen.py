@@ -14,6 +14,8 @@ from panther_compile.models.watched import Side
 from panther_compile.records import Closeness, SketchPlan
 from panther_compile.reporting.tables import counted
 
+_FLATTERED = 10.0  # times as much lost on other batches, from which on these are shown whatever the grade
+
 
 def unseen_closeness(
     studied: Studied,
@@ -24,7 +26,7 @@ def unseen_closeness(
     *,
     healed: bool,
 ) -> Closeness:
-    """The closeness on held-out batches of what the other batches make of a plan, if it is of a worse grade.
+    """The closeness on held-out batches of what the other batches make of a plan, if it is clearly less.
 
     Where they were not yet, and ranks can be cut as the study left them, which costs next to nothing, the
     layers are fitted again only if those are of a worse grade there.
@@ -33,7 +35,7 @@ def unseen_closeness(
         studied: the model.
         config: the options.
         plan: that the sketch carries out.
-        seen: of the sketch, on what it was fitted to; comes back if data is many or the grade is the same.
+        seen: of the sketch, on what it was fitted to; comes back if data is many, or flatters little.
         trials: see `Calibrated`; None if no data was fitted to.
         healed: whether the sketch was healed since, which the other fit is not.
     """
@@ -59,4 +61,5 @@ def unseen_closeness(
     if cheap and not is_worse(judged(trials.cut(plan))):
         return seen
     found = judged(trials.fitted_to_all(plan))
-    return found if is_worse(found) else seen
+    flatters = bool(found.grade) and found.share > _FLATTERED * seen.share
+    return found if flatters or is_worse(found) else seen
