@@ -75,7 +75,12 @@ class LazyWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer metadata as it stands; compute the values for anything else."""
+        """Answer metadata as it stands; compute the values for anything else.
+
+        A module that stands for a weight beside it answers first, as it knows what its product adds.
+        """
+        if not all(issubclass(one, Tensor) for one in types):
+            return NotImplemented
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:

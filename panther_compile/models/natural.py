@@ -72,7 +72,7 @@ def match_batch_norms(
             gradients = gradients_of(model, lost, [shift, scale])
         if gradients is None:
             return images, False
-        found.append(float(lost))
+        found.append(float(lost.detach()))
         if step == _LOOK and min(found) > (1.0 - _MOVED) * found[0]:
             return images, True
         shift.grad, scale.grad = gradients

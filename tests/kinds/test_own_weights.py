@@ -17,6 +17,7 @@ import panther_compile as pc
 from panther_compile.config import SketchConfig
 from panther_compile.kinds.stack_uses import why_no_stacks
 from panther_compile.layers import SketchedConv1d, SketchedConv2d, SketchedConv3d, SketchedLinear
+from panther_compile.layers.lazy_weight import LazyWeight
 from panther_compile.layers.own_weights import Kernel, Matrices, Matrix, OwnWeight
 from panther_compile.layers.stack_product import read_matrix_product, read_product
 from panther_compile.layers.weight_products import MatrixFactor
@@ -399,6 +400,15 @@ def test_data_and_healing(telling_block):
     routed = isinstance(block.inner, Loop)  # some experts may be given no row
     assert routed or all(one.method == "calibrated" for one in parts)
     routes.healed(block, BATCHES, BATCHES[0])
+
+
+def test_a_matrix_is_multiplied_beside_a_bias_that_is_made_when_it_is_read():
+    """As where data narrows the layer, whose bias is then the narrow one's."""
+    dense = Block(Plain).eval()
+    inner, x = lifted(dense).inner, torch.randn(3, D)
+    bias = LazyWeight((H,), dense.inner.bias, lambda: dense.inner.bias + 1)
+    wanted = torch.addmm(dense.inner.bias + 1, x, dense.inner.w_in)
+    torch.testing.assert_close(torch.addmm(bias, x, inner.w_in), wanted)
 
 
 def test_latency(telling_block):
