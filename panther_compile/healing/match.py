@@ -23,7 +23,7 @@ from panther_compile.config import Logits
 from panther_compile.errors import HealingError
 from panther_compile.healing.landmarks import Hidden, shapes, watched
 from panther_compile.models.batches import Call, kept_positions, run_dense
-from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, is_finite, shown
+from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, shown
 from panther_compile.models.rows import kept_rows
 
 OUTPUT, POOLED = "output", "pooled output"
@@ -100,7 +100,8 @@ class Match:
         }
         both = by_place(wanted.output, found.output)
         alike = ((name, t, s) for name, t, s in both if t.shape == s.shape and t.numel())
-        pairs = [(name, *_shown(t, s, self._fill(name))) for name, t, s in alike]
+        # Nothing is compared where the teacher gives -Inf, as of choices that it rules out.
+        pairs = [(name, *shown(t, s, self._fill(name))) for name, t, s in alike]
         if not pairs:
             raise HealingError(
                 f"the results of {type(self.small).__name__} and of the teacher have no floating tensor of "
@@ -126,8 +127,8 @@ class Match:
             for name, one in answer.output:
                 if not one.numel():
                     continue
-                one = _shown(one, one, self._fill(name))[0]
-                found[OUTPUT, name].append(_variance(kept_rows(one.float(), kept)))
+                one, _ = shown(one, one, self._fill(name))
+                found[OUTPUT, name].append(_variance(kept_rows(one, kept)))
                 if (pooled := _pooled(one, kept)) is not None:
                     found[POOLED, name].append(_variance(pooled))
         usual = {name: _LEAST_SHARE * fmean(each) for name, each in found.items() if each}
@@ -165,11 +166,6 @@ class Match:
             self._left -= answer.size
             self._answers[place] = answer
         return answer
-
-
-def _shown(wanted: Tensor, found: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-    """Both, filled where the teacher gives -Inf, as of choices that it rules out: no loss sees them."""
-    return (wanted, found) if is_finite(wanted) else shown(wanted, found, fill)
 
 
 def _error(wanted: Tensor, found: Tensor, kept: Tensor | None, least: float) -> Tensor:

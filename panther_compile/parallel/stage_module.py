@@ -105,20 +105,23 @@ class _ModeArgument:
 
 def _find_mode_arguments(graph: fx.Graph) -> Iterator[_ModeArgument]:
     for node in graph.nodes:
-        target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
-        names = _argument_names(target) if node.op == "call_function" else ()
+        target, given = _called(node)
         if target is torch.ops.aten.add_.Tensor and "num_batches_tracked" in str(node.args[0]):
             yield _ModeArgument(node, 1, node.args[1], 0)
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if "running_mean" in names and given.get("running_mean") is None:
+        if "running_mean" in given and given["running_mean"] is None:
             continue  # without running statistics it is the same in train and eval
-        for place, name in enumerate(names):
-            if name not in _MODE_ARGUMENTS:
-                continue
-            if place < len(node.args):
-                yield _ModeArgument(node, place, node.args[place], _MODE_ARGUMENTS[name])
-            elif name in node.kwargs:
-                yield _ModeArgument(node, name, node.kwargs[name], _MODE_ARGUMENTS[name])
+        for place, (name, value) in enumerate(given.items()):
+            if name in _MODE_ARGUMENTS:
+                where = place if place < len(node.args) else name
+                yield _ModeArgument(node, where, value, _MODE_ARGUMENTS[name])
+
+
+def _called(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """The function of torch that a node calls, and what it is given by name; nothing of other nodes."""
+    target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
+    names = _argument_names(target) if node.op == "call_function" else ()
+    given = dict(zip(names, node.args, strict=False))
+    return target, given | {name: node.kwargs[name] for name in names if name in node.kwargs}
 
 
 def _argument_names(target: Any) -> tuple[str, ...]:
@@ -163,11 +166,9 @@ def find_own_statistics(graphs: Iterable[fx.GraphModule]) -> str | None:
     """
     for graph in graphs:
         for node in graph.graph.nodes:
-            target = BATCH_NORM if node.target is synchronized_batch_norm else node.target
-            if target in (BATCH_NORM, F.batch_norm):
-                given = {**dict(zip(_argument_names(target), node.args, strict=False)), **node.kwargs}
-                if given.get("running_mean") is None:
-                    return str(node.name)
+            target, given = _called(node)
+            if target in (BATCH_NORM, F.batch_norm) and given.get("running_mean") is None:
+                return str(node.name)
         for name, module in graph.named_modules():
             if isinstance(module, _BatchNorm) and module.running_mean is None:
                 return name
