@@ -6,6 +6,11 @@ from typing import Any
 from torch import nn
 
 
+def joined(*parts: str) -> str:
+    """The path through some names; the model itself has none."""
+    return ".".join(filter(None, parts))
+
+
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds what a name stands for, and what it is called there."""
     owner, _, leaf = name.rpartition(".")

@@ -56,6 +56,7 @@ from panther_compile.memory import freed_given_back
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
+from panther_compile.names import joined
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.planning.plan import budget_of, make_plan
 from panther_compile.planning.recipe import check_recipe, follow, options_of
@@ -383,7 +384,7 @@ def _keep(work: _Work, name: str, placed: Mapping[str, nn.Module], fitted: Mappi
     aliases: dict[str, str] = {}
     for place, module in placed.items():
         for entry in layers_to_json(module, list(outermost(module))):
-            layers.append(entry | {"name": ".".join(filter(None, (place, entry["name"])))})
+            layers.append(entry | {"name": joined(place, entry["name"])})
         for part, value in module.state_dict(keep_vars=True).items():
             full = f"{place}.{part}"
             if first.setdefault(id(value), full) == full:

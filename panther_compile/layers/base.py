@@ -20,6 +20,7 @@ from panther_compile.errors import (
     WeightError,
 )
 from panther_compile.factorization.values import check_loaded, check_values
+from panther_compile.names import joined
 
 Spec = dict[str, Any]
 _FACTORS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
@@ -306,10 +307,9 @@ def check_weights(model: nn.Module, action: str) -> None:
             if isinstance(part, SketchedLayer | nn.ModuleList) or key in layer.no_factors:
                 continue
             if not isinstance(getattr(part, "weight", None), Tensor):
-                full = f"{name}{'.' if name else ''}{key}"
                 raise WeightError(
-                    f"{full} is a {type(part).__name__}, whose weight is no tensor: {action} before it is "
-                    "quantized"
+                    f"{joined(name, key)} is a {type(part).__name__}, whose weight is no tensor: {action} "
+                    "before it is quantized"
                 )
 
 
@@ -328,7 +328,7 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
     check_weights(model, action)
     for name, layer in model.named_modules():
         for key, parameter in layer.named_parameters() if isinstance(layer, SketchedLayer) else ():
-            full = f"{name}{'.' if name else ''}{key}"
+            full = joined(name, key)
             if keeps_numbers_elsewhere(parameter):
                 raise WeightError(
                     f"{full} is a {type(parameter).__name__}: {action} before it is quantized or sharded"
@@ -353,7 +353,7 @@ def check_held(model: nn.Module, action: str) -> None:
         for key, part in layer.named_modules() if isinstance(layer, SketchedLayer) else ():
             if isinstance(part, _FACTORS) and "weight" not in part._parameters:
                 raise CheckpointError(
-                    f"{name}{'.' if name else ''}{key} makes its weight of other tensors: {action} after "
+                    f"{joined(name, key)} makes its weight of other tensors: {action} after "
                     "torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
                 )
 
