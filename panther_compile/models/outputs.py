@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from panther_compile.config import Logits
 from panther_compile.errors import DataError
@@ -17,6 +18,11 @@ LOGITS = frozenset({"logits", "prediction_logits"})  # of one choice a row, by t
 _LOSS = "loss"
 _AT_ONCE = 1 << 22  # numbers of a result that are compared together
 _SQUARED = 1e-12, 1e18  # sizes whose squares, and those of small changes, float32 holds
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor of what a function is given or gives, as torch walks it."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.onnx import OnnxExporterError
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from panther_compile.config import check_type, read_integer
 from panther_compile.errors import (
@@ -28,6 +28,7 @@ from panther_compile.errors import (
 from panther_compile.factorization.values import check_loaded
 from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
+from panther_compile.models.outputs import tensors_in
 from panther_compile.models.surroundings import eval_mode
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import check_target, saved_copy, write_model
@@ -316,8 +317,8 @@ def _output_names(output: object) -> list[str] | None:
         return None
     names: list[str] = []
     for key, value in output.items():
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        names.extend([str(key)] if len(leaves) == 1 else [f"{key}_{i}" for i in range(len(leaves))])
+        count = len(tensors_in(value))
+        names.extend([str(key)] if count == 1 else [f"{key}_{i}" for i in range(count)])
     taken: set[str] = set()
     return [unique_name(name or "output", taken) for name in names]
 

@@ -15,12 +15,11 @@ import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
 from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
 from panther_compile.models.batches import Call, kept_by, kept_by_either
-from panther_compile.models.outputs import LOGITS
+from panther_compile.models.outputs import LOGITS, tensors_in
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.records import Closeness
 from panther_compile.reporting.tables import counted
@@ -73,8 +72,7 @@ def verify_export(
             if case is example:
                 raise
             continue
-        wanted = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        _compare(session, case.tensors, wanted, path)
+        _compare(session, case.tensors, tensors_in(output), path)
 
 
 @dataclass(frozen=True, slots=True)

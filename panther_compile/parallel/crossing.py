@@ -48,7 +48,7 @@ class CrossingTensors:
         if precision.dtype is self._planned.dtype and self._policy is None:
             return ends + [record.outputs for record in self._records]
         with self._fake, torch.enable_grad(), torch.random.fork_rng(devices=[]), precision.context():
-            values = [_tensor_of(spec, precision.device_type) for spec in ends[0]]
+            values = [spec.empty(precision.device_type) for spec in ends[0]]
             for stage, record in zip(self._stages, self._records, strict=True):
                 values = list(stage(*(self._cast_input(value) for value in values)))
                 values = [self._cast_output(value) for value in values]
@@ -90,8 +90,3 @@ class CrossingTensors:
     def _cast_output(self, tensor: Tensor) -> Tensor:
         dtype = self._policy.output_dtype if self._policy is not None else None
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _tensor_of(spec: TensorSpec, device_type: str) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    return torch.empty(spec.shape, dtype=dtype, device=device_type, requires_grad=spec.requires_grad)

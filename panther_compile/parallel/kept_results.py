@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from panther_compile.errors import ParallelError
+from panther_compile.models.outputs import tensors_in
 from panther_compile.partition.graph.narrowing import storages, written_storages
 
 # Whether torch asks what to keep of an operation before it runs it, as it does before 2.13.
@@ -62,8 +62,7 @@ class Policy(ABC):
             keeps = self.decide(op, args, kwargs, result)
             self._decided.append(keeps)
             if keeps:
-                tensors = (one for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
-                self._given_back += map(_detached, tensors)
+                self._given_back += map(_detached, tensors_in(result))
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def end(self) -> None:

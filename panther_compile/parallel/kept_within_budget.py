@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from panther_compile.factorization import cost
+from panther_compile.models.outputs import tensors_in
 from panther_compile.parallel.kept_results import Policy, contexts_keeping
 from panther_compile.partition.graph.budget import choose_kept
 from panther_compile.partition.graph.narrowing import (
@@ -202,18 +203,13 @@ class _Watched(Policy):
         else:
             flops = count(*args, **kwargs, out_val=result) if count else 0
         activations = weights = 0
-        for one in pytree.tree_leaves((args, kwargs, result)):
-            if isinstance(one, Tensor):
-                is_held = bool(storages(one) & self._held)
-                weights += one.nbytes * is_held
-                activations += one.nbytes * (not is_held)
+        for one in tensors_in((args, kwargs, result)):
+            is_held = bool(storages(one) & self._held)
+            weights += one.nbytes * is_held
+            activations += one.nbytes * (not is_held)
         return cost.seconds((cost.Product(flops / 2, activations, weights),), self._device, itemsize=1)
 
 
 def _made_bytes(result: Any) -> int:
-    made = {storage(one): one.untyped_storage().nbytes() for one in _tensors(result)}
+    made = {storage(one): one.untyped_storage().nbytes() for one in tensors_in(result)}
     return sum(made.values())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor)]

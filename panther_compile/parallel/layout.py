@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from panther_compile.errors import ConfigTypeError, ParallelError
 from panther_compile.parallel.devices import check_axes
 from panther_compile.parallel.tensor import shard_stage
-from panther_compile.partition import Partition, Stage, TensorSpec
+from panther_compile.partition import Partition, Stage
 from panther_compile.partition.graph.reached import unreached_parameters
 from panther_compile.partition.shards.problem import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from panther_compile.partition.stages.split import StagedModel
@@ -124,7 +124,7 @@ def _check(
     with torch.set_grad_enabled(trained), precision.context(), forward:
         outputs = stage(*inputs)
     for spec, output in zip(record.outputs, outputs, strict=True):
-        _agree(where, f"what comes out as {spec.name}", _shown(output), _shown(_tensor_of(spec, device)))
+        _agree(where, f"what comes out as {spec.name}", _shown(output), _shown(spec.empty(device)))
     if learned is not None:
         with backward:
             _run_backward(outputs)
@@ -151,7 +151,7 @@ def _named(stage: nn.Module, record: Stage, inputs: Sequence[Tensor]) -> Iterato
 
 def _inputs(part: Partition, index: int) -> list[Tensor]:
     """What a stage is given, without data."""
-    return [_tensor_of(spec, _device(part)) for spec in part.stages[index].inputs]
+    return [spec.empty(_device(part)) for spec in part.stages[index].inputs]
 
 
 def _device(part: Partition) -> torch.device:
@@ -171,11 +171,6 @@ def _shown(tensor: Tensor) -> str:
 def _listed(sent: _Sent) -> str:
     lines = (f"{count} x {kind} of {size} bytes" for (kind, size), count in sorted(sent.items()))
     return ", ".join(lines) or "none"
-
-
-def _tensor_of(spec: TensorSpec, device: torch.device) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    return torch.empty(spec.shape, dtype=dtype, device=device, requires_grad=spec.requires_grad)
 
 
 def _without_data(graph: fx.GraphModule, fake: FakeTensorMode) -> fx.GraphModule:

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from panther_compile.errors import ConfigError, MissingExtraError
+from panther_compile.models.outputs import tensors_in
 from panther_compile.parallel.devices import Devices
 from panther_compile.parallel.engine import ParallelEngine
 from panther_compile.partition import Partition
@@ -298,7 +297,7 @@ class _Collectives(TorchDispatchMode):
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         group = _group_of(func, args)
         if kind is not None and group is not None:
-            size = max(sum(one.nbytes for one in _tensors(tree)) for tree in (*args, result))
+            size = max(sum(one.nbytes for one in tensors_in(tree)) for tree in (*args, result))
             ranks = frozenset(dist.get_process_group_ranks(group))
             axis = next((axis for axis, members in self._axes.items() if ranks <= members), "all")
             self.calls.append(((axis, kind, len(ranks)), size, dist.get_backend(group)))
@@ -328,10 +327,6 @@ def _group_of(func: Any, args: Sequence[Any]) -> dist.ProcessGroup | None:
     kinds = [str(argument.type) for argument in func._schema.arguments]
     found = next((arg for arg, kind in zip(args, kinds, strict=False) if "ProcessGroup" in kind), None)
     return None if found is None else dist.ProcessGroup.unbox(found)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _peak_bytes(device: torch.device) -> int:

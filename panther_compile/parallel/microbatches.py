@@ -164,7 +164,7 @@ def read_batch(
 
 def _as_planned(value: Tensor, spec: TensorSpec) -> Tensor:
     """The same numbers in the example's dtype, which is what other stages wait for."""
-    wanted = getattr(torch, spec.dtype)
+    wanted = spec.torch_dtype
     if value.dtype is not wanted and value.dtype not in _HOLDS.get(wanted, ()):
         given = str(value.dtype).removeprefix("torch.")
         raise BatchError(f"{spec.name} is {given}, and the partition was made for {spec.dtype}: convert it")

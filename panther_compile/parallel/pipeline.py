@@ -204,8 +204,8 @@ class Pipeline:
             index,
             len(self._places),
             self._devices.device,
-            input_args=tuple(map(_meta_tensor, specs[index])),
-            output_args=tuple(map(_meta_tensor, specs[index + 1])),
+            input_args=tuple(spec.empty("meta") for spec in specs[index]),
+            output_args=tuple(spec.empty("meta") for spec in specs[index + 1]),
             group=self._up,
             dw_builder=whole,
         )
@@ -297,7 +297,7 @@ class Pipeline:
     def _receive(self, index: int) -> tuple[Tensor, ...]:
         group, sender, _ = self._link(index - 1)
         received = tuple(
-            torch.empty(spec.shape, dtype=_dtype(spec), device=self._devices.device)
+            torch.empty(spec.shape, dtype=spec.torch_dtype, device=self._devices.device)
             for spec in self._specs[index]
         )
         for tensor in received:
@@ -347,13 +347,3 @@ def send_to_all(outputs: Sequence[Tensor] | None, devices: Devices, source: int)
         dist.broadcast(value.reshape(-1).view(torch.uint8), group=group, group_src=source)
         received.append(value)
     return received
-
-
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    dtype = getattr(torch, spec.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _meta_tensor(spec: TensorSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=_dtype(spec), device="meta", requires_grad=spec.requires_grad)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from panther_compile.errors import BatchError, ParallelError, first_line, some_names
+from panther_compile.models.outputs import tensors_in
 from panther_compile.parallel.losses import Loss, no_loss
 from panther_compile.parallel.microbatches import Batch, Share, take_rows
 from panther_compile.parallel.model_state import held_parameters
@@ -154,7 +154,7 @@ class OneModule:
         return self.module(*args, **kwargs)
 
     def _tensors(self, output: Any) -> list[Tensor]:
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(output)
         if len(leaves) != len(self._form.out_tensors):
             raise ParallelError(
                 f"the model gives {len(leaves)} tensors, and gave {len(self._form.out_tensors)} when the "

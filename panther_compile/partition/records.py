@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from panther_compile.config import is_integer
 from panther_compile.errors import ConfigTypeError, MeshError
 
@@ -91,6 +94,19 @@ class TensorSpec:
     requires_grad: bool
     made_in: int | None
     used_in: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype, as torch has it."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor of this form, with no numbers in it."""
+        return torch.empty(
+            self.shape, dtype=self.torch_dtype, device=device, requires_grad=self.requires_grad
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from panther_compile.errors import first_line
 from panther_compile.kinds.registry import is_known
 from panther_compile.layers.own_weights import holds_own_weights
+from panther_compile.models.outputs import tensors_in
 from panther_compile.models.source import METADATA, METADATA_CALLS
 from panther_compile.models.substitute import held_tensors
 from panther_compile.passes.lift_functional import liftable_call
@@ -133,7 +134,7 @@ class _WatchReads(TorchFunctionMode):
         """Run the function, and note what it was given."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if any(isinstance(one, Tensor) for one in tree_leaves(result)):
+        if tensors_in(result):
             for one in tree_leaves((args, kwargs)):
                 if isinstance(one, nn.Parameter):
                     self.read[id(one)] = one

@@ -13,9 +13,9 @@ Scales, and copies of weights in eight bits, are not counted.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
+from panther_compile.models.outputs import tensors_in
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.narrowing import storage
 from panther_compile.partition.graph.observe import Observed
@@ -63,7 +63,6 @@ def number_widths(notes: Mapping[fx.Node, Observed]) -> dict[int, int]:
     """Bytes of a number, by storage."""
     widths: dict[int, int] = {}
     for note in notes.values():
-        for one in pytree.tree_leaves(note.value):
-            if isinstance(one, Tensor):
-                widths.setdefault(storage(one), one.element_size())
+        for one in tensors_in(note.value):
+            widths.setdefault(storage(one), one.element_size())
     return widths

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 
 import networkx as nx
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from panther_compile.factorization.cost import Product
+from panther_compile.models.outputs import tensors_in
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.fp8 import number_widths
 from panther_compile.partition.graph.narrowing import storage
@@ -103,15 +103,14 @@ def _trace(captured: Captured, notes: Mapping[fx.Node, Observed]) -> _Flow:
     level: dict[fx.Node, int] = {}  # products on the longest way to a tensor
     for node in captured.graph_module.graph.nodes:
         note = notes[node]
-        made = [one for one in pytree.tree_leaves(note.value) if isinstance(one, Tensor)]
-        keys = [storage(one) for one in made]
+        keys = [storage(one) for one in tensors_in(note.value)]
         is_view = bool(keys) and all(key in flow.makers for key in keys) and not note.writes
         if is_view and node.op != "output":
             continue
         reads: dict[fx.Node, int] = {}
         for other in node.all_input_nodes:
-            for one in pytree.tree_leaves(notes[other].value):
-                if isinstance(one, Tensor) and storage(one) in flow.makers:
+            for one in tensors_in(notes[other].value):
+                if storage(one) in flow.makers:
                     maker = flow.makers[storage(one)]
                     reads[maker] = max(reads.get(maker, 0), _bytes(one))
         flow.reads[node] = reads
@@ -123,7 +122,7 @@ def _trace(captured: Captured, notes: Mapping[fx.Node, Observed]) -> _Flow:
         )
         for key in keys:
             flow.makers.setdefault(key, node)
-        if len(made) == 1 and _is_fused(node, note) and not note.touches & written:
+        if len(keys) == 1 and _is_fused(node, note) and not note.touches & written:
             links.add_node(node)
             links.add_edges_from(
                 (node, maker) for maker in reads if maker in links and level[maker] == level[node]
@@ -204,7 +203,7 @@ def _cut(
 
 
 def _size(note: Observed) -> int:
-    return sum(_bytes(one) for one in pytree.tree_leaves(note.value) if isinstance(one, Tensor))
+    return sum(map(_bytes, tensors_in(note.value)))
 
 
 def _bytes(tensor: Tensor) -> int:

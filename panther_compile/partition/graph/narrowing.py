@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from panther_compile.models.outputs import tensors_in
 
 aten: Any = torch.ops.aten
 
@@ -75,5 +76,4 @@ def storage(tensor: Tensor) -> int:
 
 def storages(tree: Any) -> set[int]:
     """The storages of all tensors in a tree but the sparse ones."""
-    found = (one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor))
-    return {storage(one) for one in found if one.layout is torch.strided}
+    return {storage(one) for one in tensors_in(tree) if one.layout is torch.strided}

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from panther_compile.errors import CaptureError, first_line
 from panther_compile.factorization.cost import Product
+from panther_compile.models.outputs import tensors_in
 from panther_compile.partition.graph.capture import Captured, quiet
 from panther_compile.partition.graph.measure import NodeByNode, buffers_kept
 from panther_compile.partition.graph.narrowing import (
@@ -175,12 +175,12 @@ class _Observer(fx.Interpreter):
         """Run one node."""
         self.current = self.notes[n] = Observed()
         inputs = [self.env[node] for node in n.all_input_nodes]
-        used = _tensors(inputs)
+        used = tensors_in(inputs)
         before = [tensor._version for tensor in used]
         result = super().run_node(n)
         if n.target in ATTENTION:
             result = _laid_out_as(result, used[0])
-        made = _tensors(result)
+        made = tensors_in(result)
         note = self.current
         note.value = result
         if isinstance(result, Tensor):
@@ -258,12 +258,12 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         dtypes = dict.fromkeys(str(tensor.dtype) for tensor in inputs)
         if func.overloadpacket in _MATRIX_PRODUCTS and len(dtypes) > 1 and isinstance(inputs[0], FakeTensor):
             raise CaptureError(f"a product of {' and '.join(dtypes)}")
         result = func(*args, **kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_in(result)
         known = {storage(tensor) for tensor in inputs}
         is_view = bool(outputs) and all(storage(tensor) in known for tensor in outputs)
         note = self._observer.current
@@ -402,10 +402,6 @@ def _kind(func: Any, args: tuple[Any, ...]) -> str:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return "random"
     return "pointwise" if torch.Tag.pointwise in func.tags else "other"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
