@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther_compile.config import ATTENTIONS
 from panther_compile.errors import ConfigError, LayerError
 from panther_compile.layers.attention_masks import Masks, check_inputs, make_masks
 from panther_compile.layers.base import (
@@ -32,7 +33,6 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.parts import part_of_spec, spec_of_part
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-ATTENTIONS = ("exact", "favor")
 
 Projection: TypeAlias = SketchedLinear | NarrowLinear | nn.Linear
 
@@ -434,13 +434,10 @@ class SketchedMultiheadAttention(SketchedLayer):
             "feature_seed": self.feature_seed,
         }
 
-    def extra_repr(self) -> str:
-        """The options and the stored share; the projections show themselves."""
-        spec = {name: v for name, v in self.sketch_spec().items() if name not in PROJECTIONS}
-        if self.attention == "exact":
-            del spec["features"], spec["feature_seed"]
-        spec["stored"] = f"{self.stored_numbers / self.dense_numbers:.3f}"
-        return ", ".join(f"{name}={value}" for name, value in spec.items())
+    @property
+    def not_shown(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `SketchedLayer`; the projections show themselves."""
+        return PROJECTIONS if self.attention == "favor" else (*PROJECTIONS, "features", "feature_seed")
 
     @property
     def dense_numbers(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,6 +38,7 @@ class SketchedLayer(nn.Module):
         dense_type: the class of torch that it stands for, whose sizes it has by the same names, if it is one.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
+        not_shown: names in `sketch_spec` that `print(model)` leaves out.
         dense_weight: what the dense layer calls its weight, or the first of several.
         empty_shape: of a tensor without numbers to have that name in a file; some are cut up on the way.
     """
@@ -47,6 +48,7 @@ class SketchedLayer(nn.Module):
     dense_type: ClassVar[type[nn.Module]] = nn.Module
     rank_first: ClassVar[bool] = False
     no_factors: ClassVar[frozenset[str]] = frozenset()
+    not_shown: ClassVar[Collection[str]] = ()
 
     @property
     def dense_weight(self) -> str:
@@ -97,6 +99,12 @@ class SketchedLayer(nn.Module):
     @abstractmethod
     def sketch_spec(self) -> Spec:
         """The constructor's keyword arguments, all of them JSON values (no device, no dtype)."""
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments and the stored share, as `print(model)` shows them."""
+        spec = {name: value for name, value in self.sketch_spec().items() if name not in self.not_shown}
+        shown = [f"{name}={value}" for name, value in spec.items()]
+        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
 
     def adopt(self, dense: nn.Module) -> Self:
         """Take from the layer that is replaced what no spec holds, without changing it: nothing, as a rule.

@@ -126,11 +126,6 @@ class SketchedConvolution(SketchedLayer):
         }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in spec.items()}
 
-    def extra_repr(self) -> str:
-        """The constructor's arguments and the stored share, as `print(model)` shows them."""
-        shown = [f"{name}={value}" for name, value in self.sketch_spec().items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
-
 
 def filtered(filters: nn.Module, x: Tensor, axes: int) -> Tensor:
     """What the same filters make of each channel.

@@ -53,6 +53,8 @@ class SketchedLinear(LinearReplacement):
         ConfigError: the form is unknown, or start does not go with it.
     """
 
+    not_shown = ("start",)
+
     def __init__(
         self,
         in_features: int,
@@ -291,14 +293,6 @@ class SketchedLinear(LinearReplacement):
             "form": self.form,
             "start": self.start,
         }
-
-    def extra_repr(self) -> str:
-        """The shape, rank, form and stored share, as `print(model)` shows them."""
-        share = self.stored_numbers / self.dense_numbers
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
-            f"bias={self.bias is not None}, form={self.form}, stored={share:.3f}"
-        )
 
 
 def share_factor(layers: Sequence[SketchedLayer]) -> None:

@@ -60,6 +60,7 @@ class NarrowLinear(LinearReplacement):
     """
 
     scheme = "narrow"
+    not_shown = ("factors",)
     places: Tensor | None
 
     def __init__(
@@ -235,12 +236,6 @@ class NarrowLinear(LinearReplacement):
             "bias": self.has_bias,
             "factors": self.narrow.sketch_spec() if isinstance(self.narrow, SketchedLinear) else None,
         }
-
-    def extra_repr(self) -> str:
-        """The shape, what is kept and the stored share, as `print(model)` shows them."""
-        spec = {name: value for name, value in self.sketch_spec().items() if name != "factors"}
-        spec["stored"] = f"{self.stored_numbers / self.dense_numbers:.3f}"
-        return ", ".join(f"{name}={value}" for name, value in spec.items())
 
 
 def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:

@@ -21,6 +21,7 @@ class RecurrentParts(LayerOfParts):
         gates: whose products with x and h one weight holds.
     """
 
+    not_shown = ("parts",)
     dense_type: ClassVar[type[Any]]
     gates: ClassVar[int]
 
@@ -103,11 +104,6 @@ class RecurrentParts(LayerOfParts):
         """See `SketchedLayer.sketch_spec`."""
         parts = {name: spec_of_part(part) for name, part in self.named_children()}
         return {**self.options_of(self), "parts": parts}
-
-    def extra_repr(self) -> str:
-        """The options and the stored share; the parts show themselves."""
-        shown = [f"{name}={value}" for name, value in self.options_of(self).items()]
-        return f"{', '.join(shown)}, stored={self.stored_numbers / self.dense_numbers:.3f}"
 
 
 def lstm_step(given: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
