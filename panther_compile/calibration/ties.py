@@ -27,25 +27,13 @@ import torch
 from torch import Tensor
 
 from panther_compile.calibration.sensitivity import SHARE_OF_G, weight_of_errors
-from panther_compile.factorization.gram import gram
+from panther_compile.factorization.row_sums import RowSums
 from panther_compile.kinds.table import TableSums, rows_with
 from panther_compile.kinds.targets import Target
 from panther_compile.kinds.view import LinearView
 
 ALIKE = 0.25  # of the shares is the same for all rows
 SHARE_OF_H = 0.97  # the rest is the identity: unlike G it is no estimate of few projections
-
-
-@dataclass(slots=True)
-class _Inputs:
-    """Adds up h hᵀ (D, D), float64, over rows."""
-
-    total: Tensor
-    rows: int = 0
-
-    def add(self, rows: Tensor) -> None:
-        self.total += gram(rows.float()).double()
-        self.rows += len(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +76,14 @@ class Ties:
     def __init__(self, targets: Mapping[str, Target]) -> None:
         self.views: dict[str, LinearView] = {}
         self.gradients: dict[str, Tensor] = {}
-        self._sums: dict[str, TableSums | _Inputs] = {}
+        self._sums: dict[str, TableSums | RowSums] = {}
         for target in targets.values():
             for name, view in target.ties.items():
                 reads, table = view.input_sums(), target.weight_and_bias()[0]
                 self.views[name] = view
-                self._sums[name] = reads if isinstance(reads, TableSums) else _Inputs(_nothing(table))
+                width = table.shape[1]
+                inputs = RowSums.zeros(width, width, table.device, apart=False)
+                self._sums[name] = reads if isinstance(reads, TableSums) else inputs
 
     @property
     def heads(self) -> frozenset[str]:
@@ -102,7 +92,12 @@ class Ties:
 
     def add(self, name: str, x: Tensor, kept: Tensor | None) -> None:
         """Add what reaches a layer; see `LinearView.rows` for the mask."""
-        self._sums[name].add(self.views[name].rows(x, kept))
+        sums, rows = self._sums[name], self.views[name].rows(x, kept)
+        if isinstance(sums, TableSums):
+            sums.add(rows)
+        else:
+            rows = rows.float()
+            sums.add(rows, rows, None)
 
     def rows(self, target: Target) -> int:
         """How many reach the one of a table's other layers that most do."""
@@ -145,8 +140,10 @@ def _read(sums: TableSums, gradient: Tensor | None, table: Tensor) -> _Use:
     return _Use(sums.shares(), gradient, sums.rows, True)
 
 
-def _multiplied(sums: _Inputs, squares: Tensor | None, table: Tensor) -> _Use:
-    metric = damped(sums.total / sums.rows, SHARE_OF_H) if bool(sums.total.any()) else sums.total
+def _multiplied(sums: RowSums, squares: Tensor | None, table: Tensor) -> _Use:
+    metric = sums.covariance.double()
+    if bool(metric.any()):
+        metric = damped(metric / sums.rows, SHARE_OF_H)
     if squares is None:
         return _Use(metric.new_full((len(table),), 1 / len(table)), metric, sums.rows, False)
     return _Use(squares / squares.sum(), squares.sum() * metric, sums.rows, True)
@@ -154,10 +151,6 @@ def _multiplied(sums: _Inputs, squares: Tensor | None, table: Tensor) -> _Use:
 
 def _identity(table: Tensor) -> Tensor:
     return torch.eye(table.shape[1], dtype=torch.float64, device=table.device)
-
-
-def _nothing(table: Tensor) -> Tensor:
-    return table.new_zeros(table.shape[1], table.shape[1], dtype=torch.float64)
 
 
 def damped(metric: Tensor, share: float = SHARE_OF_G) -> Tensor:
