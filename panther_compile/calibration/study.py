@@ -277,8 +277,8 @@ def _study_other(studies: Sequence[Study], target: Target, sums: KernelSums | Ta
     if isinstance(sums, KernelSums):
         gradient = first.weights[name].double() if name in first.weights else None
         for study in studies:
-            study.energies[name] = sums.energies(gradient, study.ridge)
             moments = sums.moments(study.ridge)
+            study.energies[name] = sums.energies(gradient, moments)
             study.patches[name] = replace(moments, channels=study.put(moments.channels))
         return
     if target.ties and name not in first.shares:

@@ -141,9 +141,9 @@ class KernelSums:
         above, beside = torch.einsum("abcb->ac", taps), torch.einsum("abad->bd", taps)
         return PatchMoments(channels, _as_shares(above), _as_shares(beside), mean)
 
-    def energies(self, gradient: Tensor | None, ridge: float) -> dict[str, Tensor]:
+    def energies(self, gradient: Tensor | None, moments: PatchMoments) -> dict[str, Tensor]:
         """What each rank keeps of the kernel in the metric, by scheme; see `Candidate.energies`."""
-        weight = self.moments(ridge).metric(gradient).whiten(self._conv.weight.detach().double())
+        weight = moments.metric(gradient).whiten(self._conv.weight.detach().double())
         return {
             one.scheme: one.energies.cpu()
             for one in conv_candidates(weight, self._conv.groups)

@@ -253,7 +253,10 @@ class WeightFit:
                 found[name] = sums if isinstance(sums, KernelSums) else None
             if (sums := found[name]) is not None:
                 sums.add(arrival.x.float())
-        return {name: {} if sums is None else sums.energies(None, RIDGE) for name, sums in found.items()}
+        return {
+            name: {} if sums is None else sums.energies(None, sums.moments(RIDGE))
+            for name, sums in found.items()
+        }
 
     def steps(self, names: Sequence[str]) -> Iterator[list[str]]:
         """The weights in their order, in groups; none depends on another of its group.

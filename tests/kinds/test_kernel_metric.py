@@ -59,7 +59,7 @@ def test_energies_tell_what_the_output_loses(scheme):
     x = smooth(16, 16, 1)
     sums = KernelSums(conv)
     sums.add(x)
-    kept = sums.energies(None, RIDGE)[scheme]
+    kept = sums.energies(None, sums.moments(RIDGE))[scheme]
     candidate = next(one for one in conv_candidates(conv.weight.detach(), 1) if one.scheme == scheme)
     rank = candidate.largest_rank(conv.weight.numel() // 3)
     choice = Choice(scheme, rank, candidate.ranks(rank), 0, None)
@@ -96,7 +96,7 @@ def test_zeros_and_single_images_have_a_metric():
     for x in (torch.zeros(2, 6, 7, 7), torch.randn(6, 7, 7)):
         sums = KernelSums(conv)
         sums.add(x)
-        assert all(kept.isfinite().all() for kept in sums.energies(None, RIDGE).values())
+        assert all(kept.isfinite().all() for kept in sums.energies(None, sums.moments(RIDGE)).values())
 
 
 def test_a_line_is_a_plane_of_one_column():
@@ -109,7 +109,7 @@ def test_a_line_is_a_plane_of_one_column():
     for conv, given in ((line, x.squeeze(-1)), (plane, x)):
         sums = kind_of(conv).view(conv).input_sums()
         sums.add(given)
-        found.append(sums.energies(None, RIDGE))
+        found.append(sums.energies(None, sums.moments(RIDGE)))
     assert found[0].keys() == found[1].keys() == {"channel", "tucker2", "basis"}
     for scheme, kept in found[0].items():
         torch.testing.assert_close(kept, found[1][scheme])
@@ -129,5 +129,5 @@ def test_a_cut_is_as_far_off_as_energies_tell(build):
         choice = Choice(candidate.scheme, rank, candidate.ranks(rank), 0, None)
         layer = view.cut("conv", choice, SketchConfig(), sums.moments(RIDGE), None)
         error = float((layer(x) - conv(x)).detach().norm() / conv(x).detach().norm())
-        kept = sums.energies(None, RIDGE)[candidate.scheme]
+        kept = sums.energies(None, sums.moments(RIDGE))[candidate.scheme]
         assert error == pytest.approx(float((1.0 - kept[rank - 1]).clamp_min(0.0).sqrt()), rel=0.4)
