@@ -14,7 +14,7 @@ from panther_compile.factorization.cost import Device
 from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plan_text import PLAN_COLUMNS, allocation_text, seconds_text
 from panther_compile.reporting.ratio_curve import RatioCurve
-from panther_compile.reporting.tables import data_frame, render_html, render_table, share
+from panther_compile.reporting.tables import data_frame, render_html, render_table, share, stored_share
 from panther_compile.typed_json import read_record
 
 
@@ -269,11 +269,7 @@ class SketchPlan:
         """The same in a notebook, the share that each layer would store drawn as a bar."""
         rows, footer = self._cells()
         folded = fold(rows, same=(1, 3))
-        bars = []
-        for _, places in folded:
-            lines = [self.layers[place] for place in places]
-            dense = sum(line.dense_numbers for line in lines)
-            bars.append(sum(line.stored_numbers for line in lines) / dense if dense else None)
+        bars = [stored_share([self.layers[place] for place in places]) for _, places in folded]
         shown = [row for row, _ in folded]
         return render_html("Sketch plan", PLAN_COLUMNS, shown, footer, bars=bars, bar_column="ratio")
 

@@ -1,7 +1,7 @@
 """What was done to a model, counted on the model as it is now."""
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -28,7 +28,7 @@ from panther_compile.reporting.folding import fold
 from panther_compile.reporting.plan_text import allocation_text, seconds_text
 from panther_compile.reporting.plots import draw_layers
 from panther_compile.reporting.ratio_curve import RatioCurve
-from panther_compile.reporting.tables import data_frame, render_html, render_table, share
+from panther_compile.reporting.tables import data_frame, render_html, render_table, share, stored_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class SketchReport:
             path: of the picture; its kind is that of the file name.
         """
         rows = [row for row in self.sketched if row.dense_numbers]  # not what another row has counted
-        stored = 1.0 if (found := _stored_share(rows)) is None else found
+        stored = 1.0 if (found := stored_share(rows)) is None else found
         draw_layers(
             f"{len(rows)} sketched layers store {stored:.1%} of their dense numbers",
             [row.name or "(model)" for row in rows],
@@ -217,7 +217,7 @@ class SketchReport:
         """The same in a notebook, the share that each layer stores drawn as a bar."""
         columns, rows, footer = self._cells()
         folded = fold(rows, same=(1, 2))
-        bars = [_stored_share([self.rows[place] for place in places]) for _, places in folded]
+        bars = [stored_share([self.rows[place] for place in places]) for _, places in folded]
         rows = [row for row, _ in folded]
         above = () if self.closeness is None else (str(self.closeness),)
         return render_html("Sketch report", columns, rows, footer, above=above, bars=bars, bar_column="ratio")
@@ -285,14 +285,10 @@ class SketchReport:
         return columns, rows, footer
 
 
+_NO_RECORD = SketchRecord(SketchPlan((), "-", "-"), {})  # of a model that was loaded without one
 _PUT_BACK = "put back to dense after the sketch"
 # Columns that a narrow terminal does without, the first one first.
 _OPTIONAL = ("sensitivity", "predicted", "kind", "FLOPs", "dense", "scheme", "stored", "weight error")
-
-
-def _stored_share(rows: Sequence[ReportRow]) -> float | None:
-    dense = sum(row.dense_numbers for row in rows)
-    return sum(row.stored_numbers for row in rows) / dense if dense else None
 
 
 def sketch_report(model: nn.Module) -> SketchReport:
@@ -308,16 +304,17 @@ def sketch_report(model: nn.Module) -> SketchReport:
         WeightError: a factor was replaced by a quantized layer that holds no weight to count.
     """
     model = unwrapped(model)
-    record: SketchRecord | None = kept_attribute(model, RECORD_ATTRIBUTE)
+    known: SketchRecord | None = kept_attribute(model, RECORD_ATTRIBUTE)
     check_weights(model, "report on the model")
     layers = dict(_weight_layers(model))
-    if record is None and not layers:
+    if known is None and not layers:
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer: call sketchify first")
+    record = known or _NO_RECORD
     modules = dict(model.named_modules(remove_duplicate=False))
-    there = [] if record is None else _there(modules, record.plan, layers)
-    rows = list(_recorded_rows(record, layers, there)) if record is not None else []
-    known = {row.name for row in rows} | {holder_of(modules, line.name) for line in there}
-    rows.extend(_row(name, layer, None) for name, layer in layers.items() if name not in known)
+    there = _there(modules, record.plan, layers)
+    rows = list(_recorded_rows(record, layers, there))
+    named = {row.name for row in rows} | {holder_of(modules, line.name) for line in there}
+    rows.extend(_row(name, layer, None) for name, layer in layers.items() if name not in named)
     stored = _numbers(tensors_of([model]))
     outer = list(outermost(model))
     saved = _dense_numbers(outer) - _numbers(tensors_of(outer))
@@ -325,7 +322,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
     rest = sum(map(bytes_of, tensors_of([model]))) - sum(map(bytes_of, tensors_of(outer)))
     counts = zip(outer, _dense_counts(outer), strict=True)
     dense = sum(count * next(layer.parameters()).element_size() for layer, count in counts)
-    cached = (0, 0) if record is None else record.plan.cached_numbers
+    cached = record.plan.cached_numbers
     each = next((tensor.element_size() for tensor in tensors_of(layers.values())), 0)
     return SketchReport(
         rows=tuple(_counted_once(rows, layers)),
@@ -333,17 +330,17 @@ def sketch_report(model: nn.Module) -> SketchReport:
         stored_numbers=stored,
         replaced_dense_numbers=_dense_numbers(layers.values()) + kept,
         replaced_stored_numbers=_numbers(tensors_of(layers.values())) + kept,
-        ratio_asked="-" if record is None else record.plan.ratio,
-        route="-" if record is None else record.plan.route,
-        allocation="" if record is None else record.plan.allocation,
-        tried={} if record is None else record.plan.tried,
-        undecided="" if record is None else record.plan.undecided,
-        curve=None if record is None else record.curve,
-        seconds={} if record is None else record.plan.seconds,
-        others=other_weights(model, known | set(layers)),
-        closeness=None if record is None else record.closeness,
-        plan=None if record is None else record.plan,
-        output="" if record is None else record.output,
+        ratio_asked=record.plan.ratio,
+        route=record.plan.route,
+        allocation=record.plan.allocation,
+        tried=record.plan.tried,
+        undecided=record.plan.undecided,
+        curve=record.curve,
+        seconds=record.plan.seconds,
+        others=other_weights(model, named | set(layers)),
+        closeness=record.closeness,
+        plan=None if known is None else record.plan,
+        output=record.output,
         dense_bytes=rest + dense,
         stored_bytes=sum(map(bytes_of, tensors_of([model]))),
         dense_cache_bytes=each * cached[0],

@@ -127,3 +127,9 @@ def counted(number: int, what: str) -> str:
 def share(part: float, whole: float) -> str:
     """A ratio with three digits, or a dash where there is nothing to compare with."""
     return f"{part / whole:.3f}" if whole else "-"
+
+
+def stored_share(rows: Sequence[Any]) -> float | None:
+    """What rows of a report or lines of a plan store of their dense numbers; None if they have none."""
+    dense = sum(row.dense_numbers for row in rows)
+    return sum(row.stored_numbers for row in rows) / dense if dense else None
