@@ -54,7 +54,7 @@ from panther_compile.records import (
 )
 from panther_compile.reporting.progress import with_progress
 from panther_compile.reporting.ratio_curve import RatioCurve
-from panther_compile.shelf import Shelf
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Prepared:
 
     Attributes:
         recipe: the plan that was given, if one was.
-        shelf: where large tensors are kept; None keeps them in memory.
+        disk: where large tensors are kept; None keeps them in memory.
     """
 
     given: nn.Module
@@ -72,7 +72,7 @@ class Prepared:
     route: str
     reads_weights: bool
     recipe: SketchPlan | None = None
-    shelf: Shelf | None = None
+    disk: TensorsOnDisk | None = None
 
 
 _ADVICE = "normalise it as in training; where it is right, run the model over it in training mode first"
@@ -280,7 +280,7 @@ def _study(
         look,
         resume,
         doubted=doubted,
-        shelf=prepared.shelf,
+        disk=prepared.disk,
     )
 
 

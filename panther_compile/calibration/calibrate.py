@@ -41,7 +41,7 @@ from panther_compile.planning.recipe import follow_couplings
 from panther_compile.planning.shared_factor import WORTH_SHARING, share_factor
 from panther_compile.planning.sites import Found
 from panther_compile.records import Cached, SketchPlan
-from panther_compile.shelf import Shelf
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 # One factor for several layers is tried where the study expects no more than this times what is lost apart.
 WORTH_TRYING = 1.1
@@ -58,7 +58,7 @@ def study_model(
     resume: str | PathLike[str] | None = None,
     *,
     doubted: bool = True,
-    shelf: Shelf | None = None,
+    disk: TensorsOnDisk | None = None,
 ) -> Studied:
     """Study the dense model; its ratio and what is chosen for it do not matter yet.
 
@@ -72,7 +72,7 @@ def study_model(
         resume: a folder to keep the work in, and to take up what an earlier call has kept there.
         doubted: whether it is tried how far the data is to be believed, if it is few; the least doubt is how
             far it is off the statistics of batch norms.
-        shelf: where large tensors are kept; None keeps them in memory.
+        disk: where large tensors are kept; None keeps them in memory.
 
     Raises:
         ConfigError: `objective="cache"`, and no layer writes what the model keeps of a token.
@@ -87,7 +87,7 @@ def study_model(
     kept: Study | None = None
     if resume is not None:
         folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
-        kept = folder.study(device_of(model) or torch.device("cpu"), shelf)
+        kept = folder.study(device_of(model) or torch.device("cpu"), disk)
     repeated = look.repeated.intersection(targets)
     freed = FreedMemory()
     calls = spread_out(divided(watch(model, {}).model, calls, LEAST))
@@ -113,7 +113,7 @@ def study_model(
             progress=config.progress,
             ridges=ridges,
             stacks=[one.names for one in cached if len(one.names) > 1],
-            shelf=shelf,
+            disk=disk,
             like=like,
             repeated=repeated,
         )

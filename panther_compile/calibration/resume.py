@@ -33,8 +33,8 @@ from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
-from panther_compile.shelf import Shelf
 from panther_compile.storage import UNFINISHED, checked_path, replace_file
+from panther_compile.tensors_on_disk import TensorsOnDisk
 from panther_compile.typed_json import read_record
 
 FORMAT = "panther_compile.calibration 7"
@@ -120,9 +120,9 @@ class Folder:
             ]
             raise ResumeError(f"resume={str(path)!r} holds the work of another run{''.join(different)}")
 
-    def study(self, device: torch.device, shelf: Shelf | None = None) -> Study | None:
-        """The study kept here, None if there is none; mapped from its file where there is a shelf."""
-        kept = self._read("study.safetensors", device, shelf)
+    def study(self, device: torch.device, disk: TensorsOnDisk | None = None) -> Study | None:
+        """The study kept here, None if there is none; mapped from its file where tensors are kept on disk."""
+        kept = self._read("study.safetensors", device, disk)
         if kept is None:
             return None
         tensors, record = kept
@@ -131,7 +131,7 @@ class Folder:
             plain = {
                 field.name: getattr(found, field.name) for field in fields(found) if field.name != "links"
             }
-            study = Study(**plain, shelf=shelf)
+            study = Study(**plain, disk=disk)
             parts: dict[tuple[str, str], list[Tensor]] = {}
             for key, tensor in sorted(tensors.items()):  # by the place of a part, where there are several
                 kind, _, name = key.partition("/")
@@ -240,7 +240,7 @@ class Folder:
         return found
 
     def _read(
-        self, name: str, device: torch.device, shelf: Shelf | None = None
+        self, name: str, device: torch.device, disk: TensorsOnDisk | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The tensors of a file, and their record; None if there is no such file."""
         file = self.path / name
@@ -249,8 +249,8 @@ class Folder:
         try:
             with safe_open(file, framework="pt", device=str(device)) as kept:
                 record = json.loads(kept.metadata()["told"])
-                if shelf is not None:
-                    return shelf.tensors(file), record
+                if disk is not None:
+                    return disk.tensors(file), record
                 # Copies: what is read is mapped from the file.
                 return {key: kept.get_tensor(key).clone() for key in kept.keys()}, record  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:

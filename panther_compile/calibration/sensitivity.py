@@ -30,7 +30,7 @@ from panther_compile.models.outputs import are_logits, named_tensors
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import Watched
 from panther_compile.reporting.progress import ProgressBar
-from panther_compile.shelf import Shelf
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 SHARE_OF_G = 0.9  # the rest is the identity: the projections are few, and every output counts a little
 _BATCHES = 1 / 3  # of the data
@@ -48,7 +48,7 @@ def output_gradients(
     logits: Logits,
     progress: bool | None,
     shrunk: bool = False,
-    shelf: Shelf | None = None,
+    disk: TensorsOnDisk | None = None,
     squares: Container[str] = (),
 ) -> dict[str, Tensor]:
     """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
@@ -62,7 +62,7 @@ def output_gradients(
         logits: see `outputs.distance`.
         progress: whether to show a bar; None shows one on a terminal.
         shrunk: whether to draw it towards the identity, see the file.
-        shelf: where the sums are kept, if not in memory.
+        disk: where the sums are kept, if not in memory.
         squares: layers of so many outputs that only the diagonal E[g²] (O,) is wanted.
     """
     sums: dict[str, _Sum] = {}
@@ -70,7 +70,7 @@ def output_gradients(
     used = divided_by_results(model, calls[::every], _AT_ONCE)
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
         kept = kept_positions(model, call)
-        taps = _Taps(sums, channel_dims, kept, squares, shelf, shrunk)
+        taps = _Taps(sums, channel_dims, kept, squares, disk, shrunk)
         for one in watched.values():
             one.on_output = taps.hand_on
         with torch.enable_grad():
@@ -211,7 +211,7 @@ class _Taps:
         channel_dims: see `output_gradients`.
         kept: see `kept_rows`.
         squares: see `output_gradients`.
-        shelf: likewise.
+        disk: likewise.
         shrunk: likewise.
         zeros: added to the outputs; what gradients are asked for, so that those of outputs come by.
         scale: what gradients were multiplied by.
@@ -221,7 +221,7 @@ class _Taps:
     channel_dims: Mapping[str, int]
     kept: Tensor | None
     squares: Container[str]
-    shelf: Shelf | None
+    disk: TensorsOnDisk | None
     shrunk: bool
     zeros: dict[str, Tensor] = field(default_factory=dict)
     scale: float = 1.0
@@ -254,7 +254,7 @@ class _Taps:
         if name in self.sums:
             self.sums[name].total += total
         else:
-            self.sums[name] = _Sum(total if self.shelf is None else self.shelf.put(total))
+            self.sums[name] = _Sum(total if self.disk is None else self.disk.put(total))
         self.sums[name].rows += rows
         self.sums[name].squares += square
         self.sums[name].square_rows += rows**2

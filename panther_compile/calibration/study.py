@@ -33,10 +33,10 @@ from panther_compile.models.watched import Side
 from panther_compile.names import stack_name
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Choice
-from panther_compile.shelf import Shelf
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 MAX_BYTES = 2 << 30  # of moments held at once; more layers take more passes over the data
-BESIDE_SHELF = 1 << 30  # likewise, where all else is on a shelf
+BESIDE_DISK = 1 << 30  # likewise, where all else is on disk
 LARGEST_GRADIENT = 8192  # output features, above which errors of two are taken for independent
 
 
@@ -59,7 +59,7 @@ class Study:
         ridge: on second moments, of their mean power.
         losses: what narrowing layers does that can be narrowed together, by the name of the coupling.
         between: what is between them, likewise.
-        shelf: where large tensors are kept, and all that there is room for; None keeps them in memory.
+        disk: where large tensors are kept, and all that there is room for; None keeps them in memory.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -75,20 +75,20 @@ class Study:
     ridge: float = RIDGE
     losses: dict[str, CouplingLosses] = field(default_factory=dict)
     between: dict[str, Between] = field(default_factory=dict)
-    shelf: Shelf | None = None
+    disk: TensorsOnDisk | None = None
 
     def put(self, tensor: Tensor) -> Tensor:
         """A tensor, where large ones are kept."""
-        return tensor if self.shelf is None else self.shelf.put(tensor)
+        return tensor if self.disk is None else self.disk.put(tensor)
 
     def put_module(self, module: nn.Module) -> None:
         """Have the parameters of a module there too."""
-        if self.shelf is not None:
-            self.shelf.put_module(module)
+        if self.disk is not None:
+            self.disk.put_module(module)
 
     def has_room(self, held: int) -> bool:
         """Whether so many bytes of one kind can be kept."""
-        return self.shelf is not None or held <= MAX_BYTES
+        return self.disk is not None or held <= MAX_BYTES
 
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
@@ -122,7 +122,7 @@ def study_layers(
     progress: bool | None,
     ridges: Sequence[float] = (RIDGE,),
     stacks: Sequence[Sequence[str]] = (),
-    shelf: Shelf | None = None,
+    disk: TensorsOnDisk | None = None,
     like: Study | None = None,
     repeated: Container[str] = (),
 ) -> list[Study]:
@@ -138,7 +138,7 @@ def study_layers(
         progress: whether to show bars; None shows them on a terminal.
         ridges: see `Study`.
         stacks: sets of layers of one input that will share an input factor.
-        shelf: see `Study`.
+        disk: see `Study`.
         like: a study of the same with another ridge, whose gradients are taken.
         repeated: layers that a batch calls more than once, whose moments no other layer has.
 
@@ -149,7 +149,7 @@ def study_layers(
     ties = Ties({} if like is not None else targets)
     freed = FreedMemory()
     if like is None:
-        like = Study(shelf=shelf)
+        like = Study(disk=disk)
         _study_gradients(like, side, targets, ties, calls, seed=seed, logits=logits, progress=progress)
         freed.give_back()
     reached = {name: like.reached[name] for name in like.shares}  # as the ties had it
@@ -162,13 +162,13 @@ def study_layers(
             reached=reached,
             power=power,
             ridge=ridge,
-            shelf=shelf,
+            disk=disk,
         )
         for ridge in ridges
     ]
     parts = [PartSums(targets) for _ in ridges]
     data = DataPass(side, calls, ties, repeated, progress)
-    for names in _groups(targets, MAX_BYTES if shelf is None else BESIDE_SHELF):
+    for names in _groups(targets, MAX_BYTES if disk is None else BESIDE_DISK):
         group = {name: targets[name] for name in names}
         _study_group(studies, data.over(group), ties, by_reader, stacks, parts, freed)
         for study, sums in zip(studies, parts, strict=True):
@@ -205,7 +205,7 @@ def _study_gradients(
         seed=seed,
         logits=logits,
         progress=progress,
-        shelf=study.shelf,
+        disk=study.disk,
         squares=ties.heads | wide,
     )
     for name in ties.views:

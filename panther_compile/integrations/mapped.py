@@ -21,8 +21,8 @@ from panther_compile.integrations.stored_weights import SHARD_BYTES, StoredWeigh
 from panther_compile.memory import freed_given_back
 from panther_compile.models.batches import Data
 from panther_compile.records import SketchPlan
-from panther_compile.shelf import Shelf
 from panther_compile.sketching import learn_and_make, prepare, put_in_place
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 
 def sketch_mapped(
@@ -51,9 +51,9 @@ def sketch_mapped(
     Raises:
         ModelSourceError: the folder holds no model of transformers in safetensors.
     """
-    with freed_given_back(), Shelf(scratch) as shelf:
-        model = _mapped_model(source, shelf)
-        prepared = replace(prepare(model, config, recipe=plan), shelf=shelf)
+    with freed_given_back(), TensorsOnDisk(scratch) as disk:
+        model = _mapped_model(source, disk)
+        prepared = replace(prepare(model, config, recipe=plan), disk=disk)
         learnt, made = learn_and_make(prepared, config, data, resume, None)
         small: Any = put_in_place(model, learnt, made)
         target.mkdir()
@@ -62,9 +62,9 @@ def sketch_mapped(
     return made.plan
 
 
-def _mapped_model(folder: Path, shelf: Shelf) -> nn.Module:
+def _mapped_model(folder: Path, disk: TensorsOnDisk) -> nn.Module:
     """The model of a folder; its matrices are mapped from there, where they are stored as they are used."""
     model = stored_model(folder, dense=True, use_safetensors=True)
     # transformers has mapped the files too, but the pages of what it has mapped cannot be given back.
-    StoredWeights(folder, model).map_matrices(model, shelf)
+    StoredWeights(folder, model).map_matrices(model, disk)
     return model

@@ -17,7 +17,7 @@ from panther_compile.errors import ModelSourceError
 from panther_compile.layers.own_weights import Lifted
 from panther_compile.names import joined, owner_of
 from panther_compile.planning.own_weights import lifted_tensors
-from panther_compile.shelf import Shelf
+from panther_compile.tensors_on_disk import TensorsOnDisk
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # of a file that is written, which is held in memory until it is full
@@ -95,7 +95,7 @@ class StoredWeights:
         """The name of the parameter that a tensor is of."""
         return self._lifted[name].parameter if name in self._lifted else name
 
-    def map_matrices(self, model: nn.Module, shelf: Shelf) -> None:
+    def map_matrices(self, model: nn.Module, disk: TensorsOnDisk) -> None:
         """Have the parameters of several dimensions of the folder's model mapped, and their pages given back.
 
         Those that the model holds otherwise than the files, as of another dtype, stay as they are.
@@ -106,7 +106,7 @@ class StoredWeights:
                 continue
             file = self._files[self._stored[name]]
             if file not in files:
-                files[file] = shelf.tensors(self._folder / file)
+                files[file] = disk.tensors(self._folder / file)
             stored = files[file].get(self._stored[name])
             if stored is not None and (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype):
                 parameter.data = stored

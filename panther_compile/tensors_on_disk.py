@@ -3,7 +3,7 @@
     a file of safetensors  ──► mapped, to be read
     a tensor in memory     ──► written to a temporary file, which is mapped
 
-Pages come when they are read or written. While the shelf is open they are given back several times a second:
+Pages come when they are read or written. While it is open they are given back several times a second:
 the operating system keeps them as long as it has room for them, and reads them again where it had not.
 """
 
@@ -38,8 +38,8 @@ _TYPES = {
 }
 
 
-class Shelf:
-    """Tensors on disk.
+class TensorsOnDisk:
+    """A folder for tensors, to be entered while they are read and written.
 
     Args:
         folder: for temporary files, which have no names there, and are gone once no tensor is in them.
