@@ -122,7 +122,7 @@ _HOME_OF = {
     "parallelize_model": "panther_compile.parallel",
     "partition_model": "panther_compile.partition",
     "plan_sketch": "panther_compile.api",
-    "prepare_int8": "panther_compile.rounding",
+    "prepare_int8": "panther_compile.int8_factors",
     "project_state_dict": "panther_compile.integrations.dense_state",
     "read_state_dict": "panther_compile.parallel",
     "residual_report": "panther_compile.residual",
@@ -148,6 +148,7 @@ if TYPE_CHECKING:
     from panther_compile.errors import PantherError, SketchQualityWarning
     from panther_compile.healing.healer import heal
     from panther_compile.healing.report import HealReport, heal_report
+    from panther_compile.int8_factors import prepare_int8
     from panther_compile.integrations.accelerated import PantherAccelerator as PantherAccelerator
     from panther_compile.integrations.dense_state import project_state_dict
     from panther_compile.integrations.hf_trainer import PantherTrainer as PantherTrainer
@@ -191,7 +192,6 @@ if TYPE_CHECKING:
     from panther_compile.report import SketchReport, sketch_report
     from panther_compile.reporting.ratio_curve import RatioCurve
     from panther_compile.residual import ResidualReport, add_residual, load_residual, residual_report
-    from panther_compile.rounding import prepare_int8
     from panther_compile.skeleton import sketch_skeleton
 else:
     # The module of another library, and ours that registers with it what reads and writes sketched models.

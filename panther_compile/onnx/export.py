@@ -26,6 +26,7 @@ from panther_compile.errors import (
     first_line,
 )
 from panther_compile.factorization.values import check_loaded
+from panther_compile.int8_factors import pair_kernels, prepare_int8, rounded_layers, without_bases
 from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.outputs import tensors_in
@@ -43,7 +44,6 @@ from panther_compile.onnx.int8 import (
 from panther_compile.onnx.sites import unique_name
 from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
-from panther_compile.rounding import pair_kernels, prepare_int8, rounded_layers, without_bases
 from panther_compile.storage import checked_path
 
 OLDEST_EXPORT_OPSET = 18

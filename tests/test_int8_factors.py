@@ -11,9 +11,9 @@ from torch.nn.utils.parametrizations import weight_norm
 import panther_compile as pc
 from panther_compile.errors import WeightError
 from panther_compile.factorization.balance import balanced, pays_in_int8
+from panther_compile.int8_factors import pair_kernels, rounded_layers
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.rounding import pair_kernels, rounded_layers
 
 
 def rounded(tensor, axis=None):
