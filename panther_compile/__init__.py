@@ -131,7 +131,7 @@ _HOME_OF = {
     "sketch_report": "panther_compile.report",
     "sketch_skeleton": "panther_compile.skeleton",
     "sketchify": "panther_compile.api",
-    "sketchify_checkpoint": "panther_compile.integrations.streamed",
+    "sketchify_checkpoint": "panther_compile.integrations.folder_by_weights",
 }
 
 # Classes of another library's kind: not in __all__, since that library need not be installed.
@@ -151,11 +151,11 @@ if TYPE_CHECKING:
     from panther_compile.int8_factors import prepare_int8
     from panther_compile.integrations.accelerated import PantherAccelerator as PantherAccelerator
     from panther_compile.integrations.dense_state import project_state_dict
+    from panther_compile.integrations.folder_by_weights import sketchify_checkpoint
     from panther_compile.integrations.hf_trainer import PantherTrainer as PantherTrainer
     from panther_compile.integrations.latent_cache import LatentCache
     from panther_compile.integrations.lightning_strategy import PantherStrategy as PantherStrategy
     from panther_compile.integrations.panther import import_panther
-    from panther_compile.integrations.streamed import sketchify_checkpoint
     from panther_compile.layers import (
         NarrowLinear,
         ResidualLinear,

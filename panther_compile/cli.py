@@ -198,7 +198,7 @@ def _stream(
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} runs the sketch, which --stream never holds whole")
     try:
-        from panther_compile.integrations.streamed import sketchify_checkpoint
+        from panther_compile.integrations.folder_by_weights import sketchify_checkpoint
     except ModuleNotFoundError as error:
         raise ConfigError("--stream needs transformers: pip install transformers") from error
     done: SketchPlan = sketchify_checkpoint(

@@ -33,7 +33,7 @@ LOCAL_IMPORTS_ALLOWED: dict[tuple[str, str], str] = {
     )
 } | {
     ("panther_compile.cli", f"panther_compile.{module}"): "it takes seconds, and few commands need it"
-    for module in ("integrations.folders", "integrations.streamed", "onnx.sketch")
+    for module in ("integrations.folders", "integrations.folder_by_weights", "onnx.sketch")
 }
 
 

@@ -7,6 +7,10 @@ conversions   Weights that transformers merges or splits, left apart in sketched
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
 diffusion_mixin   Sketches as they are when diffusers saves them, and made of a config
+folder_by_weights  A Hugging Face folder sketched weight by weight, for models that are larger than memory
+folder_files  What lies beside the weights in a folder: tokenizers, templates, other modules
+folder_with_data   A folder sketched with data, its weights mapped
+folders       The model of a folder, with its weights or without any
 hf_trainer    transformers' Trainer over a parallel model
 latent_cache  LatentCache
 latent_layer  One layer of a latent cache
@@ -16,5 +20,5 @@ model_card    A model card, README.md, beside what `save_pretrained` of transfor
 panther       Layers of Panther (pawX) as layers of ours
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
 save_pretrained   What `save_pretrained` of transformers does besides
-streamed      A Hugging Face folder sketched weight by weight, for models that are larger than memory
+stored_weights     The tensors of a folder, by their names in its model
 """

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.integrations.beside import copy_beside
+from panther_compile.integrations.folder_files import copy_beside
 from panther_compile.integrations.folders import stored_model
 from panther_compile.integrations.stored_weights import SHARD_BYTES, StoredWeights
 from panther_compile.memory import freed_given_back
@@ -25,7 +25,7 @@ from panther_compile.sketching import learn_and_make, prepare, put_in_place
 from panther_compile.tensors_on_disk import TensorsOnDisk
 
 
-def sketch_mapped(
+def sketch_with_data(
     source: Path,
     target: Path,
     scratch: Path,

@@ -18,7 +18,7 @@ from panther_compile.calibration import calibrate
 from panther_compile.calibration.resume import Folder
 from panther_compile.cli import main
 from panther_compile.errors import CheckpointError, ConfigError, ModelSourceError, ResumeError, WeightError
-from panther_compile.integrations import streamed
+from panther_compile.integrations import folder_by_weights
 
 OPTIONS = {"progress": False, "allow_slower": True, "min_params": 0}
 SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -173,7 +173,7 @@ def test_embeddings_tied_to_the_head_share_their_factors(folder, tmp_path):
 def test_shards_in_and_out(folder, tmp_path, monkeypatch):
     source = folder("llama", max_shard_size="100KB")
     assert len(list(source.glob("*.safetensors"))) > 2
-    monkeypatch.setattr(streamed, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(folder_by_weights, "SHARD_BYTES", 50_000)
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, **OPTIONS)
     index = json.loads((tmp_path / "small" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -230,7 +230,7 @@ def test_a_plan_is_followed(folder, tmp_path):
 def test_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
     source, work = folder("llama"), tmp_path / "work"
     pc.sketchify_checkpoint(source, tmp_path / "whole", 0.5, **OPTIONS)
-    sketch, seen = streamed.sketch_site, []
+    sketch, seen = folder_by_weights.sketch_site, []
 
     def stops(site, *rest):
         if len(seen) == 5:
@@ -238,13 +238,13 @@ def test_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
         seen.append(site.name)
         return sketch(site, *rest)
 
-    monkeypatch.setattr(streamed, "sketch_site", stops)
+    monkeypatch.setattr(folder_by_weights, "sketch_site", stops)
     with pytest.raises(KeyboardInterrupt):
         pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
     assert not (tmp_path / "small").exists()
     assert not list(tmp_path.glob(".saving*"))
     monkeypatch.setattr(
-        streamed, "sketch_site", lambda site, *rest: seen.append(site.name) or sketch(site, *rest)
+        folder_by_weights, "sketch_site", lambda site, *rest: seen.append(site.name) or sketch(site, *rest)
     )
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
     assert len(seen) == len(set(seen))
@@ -318,8 +318,8 @@ from pathlib import Path
 import torch
 import panther_compile as pc
 import transformers
-from panther_compile.integrations import folders, streamed
-streamed.SHARD_BYTES = 20_000_000
+from panther_compile.integrations import folders, folder_by_weights
+folder_by_weights.SHARD_BYTES = 20_000_000
 torch.set_num_threads(1)
 torch.linalg.svdvals(torch.randn(64, 64))
 folders.empty_model(Path(sys.argv[1]), dense=True)  # the classes of the model are loaded
@@ -407,7 +407,7 @@ def test_places_that_cannot_be_written(folder, tmp_path):
 def test_another_call_makes_the_same_folder_first(folder, tmp_path, monkeypatch):
     """Both work in one folder to resume from; the first has its target and the second an error."""
     source, target, work = folder("vit"), tmp_path / "small", tmp_path / "work"
-    sketch, first = streamed.sketch_site, []
+    sketch, first = folder_by_weights.sketch_site, []
 
     def starts_another(*given):
         if not first:
@@ -415,7 +415,7 @@ def test_another_call_makes_the_same_folder_first(folder, tmp_path, monkeypatch)
             pc.sketchify_checkpoint(source, target, 0.5, resume=work, **OPTIONS)
         return sketch(*given)
 
-    monkeypatch.setattr(streamed, "sketch_site", starts_another)
+    monkeypatch.setattr(folder_by_weights, "sketch_site", starts_another)
     with pytest.raises(CheckpointError, match=r"cannot sketch .* into .*small"):
         pc.sketchify_checkpoint(source, target, 0.5, resume=work, **OPTIONS)
     assert pc.sketch_report(loaded(target, vit())).sketched
@@ -433,7 +433,7 @@ def test_a_call_that_is_killed_at_once_is_resumed(folder, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed, "replace_file", killed)
+        patch.setattr(folder_by_weights, "replace_file", killed)
         with pytest.raises(KeyboardInterrupt):
             pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)

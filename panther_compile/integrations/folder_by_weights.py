@@ -1,4 +1,6 @@
-"""A Hugging Face folder sketched weight by weight, for models larger than memory; with data: mapped.py.
+"""A Hugging Face folder sketched weight by weight, for models larger than memory.
+
+With data it is `folder_with_data.py` that does it.
 
     plan     a skeleton on the meta device; a layer's weights are mapped from the files when it is read
     sketch   one layer at a time: its factors go to a file of their own
@@ -33,9 +35,9 @@ from panther_compile.errors import (
     check_whole,
 )
 from panther_compile.integrations.aliases import parameter_aliases
-from panther_compile.integrations.beside import copy_beside
+from panther_compile.integrations.folder_files import copy_beside
+from panther_compile.integrations.folder_with_data import sketch_with_data
 from panther_compile.integrations.folders import empty_model
-from panther_compile.integrations.mapped import sketch_mapped
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import (
     RECORD_KEY,
@@ -121,7 +123,7 @@ def sketchify_checkpoint(
         check_recipe(plan, ratio, None, config)
     with _put_in_place(given, place) as (scratch, made):
         if data is not None:
-            return sketch_mapped(given, made, scratch, data, replace(config, inplace=True), plan, resume)
+            return sketch_with_data(given, made, scratch, data, replace(config, inplace=True), plan, resume)
         return _sketch_unseen(given, made, scratch, config, plan, resume)
 
 
