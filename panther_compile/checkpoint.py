@@ -40,7 +40,7 @@ from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import check_plain_tensors, copy_with
 from panther_compile.models.wrapped import unwrapped
-from panther_compile.names import is_persistent, joined, owner_of
+from panther_compile.names import dotted, is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_record
 from panther_compile.storage import (
@@ -229,7 +229,7 @@ def _all_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _empty_buffers(model: nn.Module) -> set[str]:
     """The buffers that no state dict has, and that hold nothing yet."""
     return {
-        joined(prefix, name)
+        dotted(prefix, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is None and not is_persistent(module, name)
@@ -461,7 +461,7 @@ def _drop_parametrizations(model: nn.Module, tensors: Mapping[str, Tensor]) -> N
     """Have weights that are stored as they are, not as what makes them, be so in the model."""
     for name, module in model.named_modules():
         for key in list(module.parametrizations) if parametrize.is_parametrized(module) else ():
-            if joined(name, key) in tensors:
+            if dotted(name, key) in tensors:
                 parametrize.remove_parametrizations(module, key)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-def joined(*parts: str) -> str:
+def dotted(*parts: str) -> str:
     """The path through some names; the model itself has none."""
     return ".".join(filter(None, parts))
 

@@ -1,7 +1,7 @@
 """What one stage hands the next."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -50,6 +50,10 @@ class Unit:
     cost_shape: tuple[int, ...] | None = None
     in_data: bool = False
     speed: float = 1.0
+
+
+Pool = Sequence[tuple[Unit, str]]
+"""Weights that share a budget, each with what the report calls its layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from panther_compile.models.output_kind import recognize_output
 from panther_compile.models.substitute import copied, replace_inside
 from panther_compile.models.surroundings import undisturbed, without_fast_attention
 from panther_compile.models.watched import copy_sharing
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.planning.sites import check_module
 from panther_compile.records import Closeness, kept_attribute
 from panther_compile.report import bytes_of, tensors_of
@@ -220,7 +220,7 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
     if not isinstance(state_dict, Mapping):
         raise ConfigTypeError(f"state_dict is a {type(state_dict).__name__}, wanted what state_dict() gave")
     names = [key.removesuffix(_UP).rstrip(".") for key in state_dict if key.endswith(_UP)]
-    names = [name for name in names if joined(name, "down.weight") in state_dict]
+    names = [name for name in names if dotted(name, "down.weight") in state_dict]
     if not names:
         raise CheckpointMismatchError(
             "the state dict holds no branch: wanted that of a model that add_residual made"
@@ -243,7 +243,7 @@ def load_residual(quantized: Model, state_dict: Mapping[str, Tensor], *, inplace
             for part, values in saved.items():
                 copy_into(layers[name].get_parameter(part), values)
         for name, layer in layers.items():
-            known = state_dict.get(joined(name, MADE_FOR))
+            known = state_dict.get(dotted(name, MADE_FOR))
             if known is not None and not layer.has_weight_of(known):
                 raise CheckpointMismatchError(
                     f"the quantized weight of {name} is another than the one that its branch in the state "
@@ -270,7 +270,7 @@ _UP, _PARTS = "up.weight", ("up.weight", "up.bias", "down.weight")
 
 def _branch(state_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The tensors (O, r), (O,) and (r, I) of a branch."""
-    saved = {joined(name, part): state_dict.get(joined(name, part)) for part in _PARTS}
+    saved = {dotted(name, part): state_dict.get(dotted(name, part)) for part in _PARTS}
     up, bias, down = shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in saved.values()]
     if len(up) != 2 or (bias, down[:-1]) != (up[:1], up[1:]):
         given = f"{', '.join(saved)} of {', '.join(map(str, shapes))}"

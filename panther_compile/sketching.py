@@ -38,7 +38,7 @@ from panther_compile.planning.other_weights import other_weights, others_text
 from panther_compile.planning.own_weights import lift_in_place, lifted, lower_own_weights
 from panther_compile.planning.plan import TIMED, TimedSites, reasons_text
 from panther_compile.planning.ratio_search import Evaluate, measured, search_ratio
-from panther_compile.planning.recipe import follow, options_of
+from panther_compile.planning.recipe import config_for, follow
 from panther_compile.planning.shared_factor import plan_by_weights
 from panther_compile.planning.sites import Found, check_module, check_weights, find_sites, without_uncalled
 from panther_compile.planning.timing import time_sites
@@ -166,7 +166,7 @@ def prepare(
     given = model
     model = lifted(model)
     reading = read_graph(model)
-    found = find_sites(model, config if recipe is None else options_of(recipe, config, model), reading)
+    found = find_sites(model, config if recipe is None else config_for(recipe, config, model), reading)
     check_weights(found, meta_allowed=meta_allowed)
     if example is not None:
         found = time_sites(model, found, example)

@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.registry import find_functional
-from panther_compile.names import attribute, joined, owner_of
+from panther_compile.names import attribute, dotted, owner_of
 from panther_compile.passes.runner import PassResult
 
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("matmul", "mm", "addmm"))
@@ -152,7 +152,7 @@ def _place(graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None,
     while hasattr(owner, name):
         name, number = f"{stem}_{number}", number + 1
     owner.add_module(name, layer)
-    return joined(owner_name, name)
+    return dotted(owner_name, name)
 
 
 def _computes_the_same(owner: nn.Module, layer: nn.Module) -> bool:

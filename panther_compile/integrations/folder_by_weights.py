@@ -58,10 +58,10 @@ from panther_compile.memory import freed_given_back
 from panther_compile.models.batches import Data
 from panther_compile.models.substitute import replace_inside
 from panther_compile.models.surroundings import undisturbed
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.planning.plan import budget_of, make_plan
-from panther_compile.planning.recipe import check_recipe, follow, options_of
+from panther_compile.planning.recipe import check_recipe, config_for, follow
 from panther_compile.planning.sites import Found, check_weights, find_sites
 from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
@@ -168,7 +168,7 @@ def _sketch_unseen(
         lift_own_weights(model)
         weights.read_lifted(model)
         work = scratch / "work" if resume is None else checked_path(resume, "resume")
-        found, route = _found(model, weights, config if plan is None else options_of(plan, config, model))
+        found, route = _found(model, weights, config if plan is None else config_for(plan, config, model))
         kept = _Work(work, _identity(given, config, plan, found))
         chosen = _planned(model, found, config, plan, route, kept)
         done = _sketched(found, chosen, config, kept)
@@ -386,7 +386,7 @@ def _keep(work: _Work, name: str, placed: Mapping[str, nn.Module], fitted: Mappi
     aliases: dict[str, str] = {}
     for place, module in placed.items():
         for entry in layers_to_json(module, list(outermost(module))):
-            layers.append(entry | {"name": joined(place, entry["name"])})
+            layers.append(entry | {"name": dotted(place, entry["name"])})
         for part, value in module.state_dict(keep_vars=True).items():
             full = f"{place}.{part}"
             if first.setdefault(id(value), full) == full:

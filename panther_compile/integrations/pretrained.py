@@ -47,7 +47,7 @@ from panther_compile.layers.base import SketchedLayer, check_held, keeps_numbers
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.layers.own_weights import OneLayer, OwnWeight
 from panther_compile.models.substitute import replace_inside
-from panther_compile.names import joined, owner_of
+from panther_compile.names import dotted, owner_of
 from panther_compile.planning.own_weights import lift_own_weights, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, keep_record, on_record_change
 from panther_compile.typed_json import read_record
@@ -329,7 +329,7 @@ def empty_weights(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, OwnWeight) and not layers.isdisjoint(module.modules()):
             inside, found[name] = (*inside, f"{name}."), torch.empty(0)
         elif isinstance(module, SketchedLayer) and module in layers and not name.startswith(inside):
-            found[joined(name, module.dense_weight)] = torch.empty(module.empty_shape)
+            found[dotted(name, module.dense_weight)] = torch.empty(module.empty_shape)
     return found
 
 

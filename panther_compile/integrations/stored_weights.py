@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from panther_compile.errors import ModelSourceError
 from panther_compile.layers.own_weights import Lifted
-from panther_compile.names import joined, owner_of
+from panther_compile.names import dotted, owner_of
 from panther_compile.planning.own_weights import lifted_tensors
 from panther_compile.tensors_on_disk import TensorsOnDisk
 
@@ -134,7 +134,7 @@ class StoredWeights:
         """A module of the model with its weights."""
         made = copy.deepcopy(skeleton)
         for part, parameter in list(made.named_parameters(remove_duplicate=False)):
-            weight = self.tensor(joined(name, part))
+            weight = self.tensor(dotted(name, part))
             setattr(*owner_of(made, part), nn.Parameter(weight, parameter.requires_grad))
         return made
 

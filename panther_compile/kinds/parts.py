@@ -13,7 +13,7 @@ from panther_compile.factorization.factorize import decomposition_work
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.base import SketchedLayer, take_over
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.records import Choice, Fitted, Site, Unit
 
 Ready = Mapping[str, tuple[SketchedLayer, Fitted]]
@@ -24,7 +24,7 @@ NOTHING_READY: Ready = MappingProxyType({})
 
 def unit_name(site: Site, suffix: str) -> str:
     """The name of one weight of a site, as plans name it."""
-    return joined(site.name, suffix)
+    return dotted(site.name, suffix)
 
 
 def scheme_of_parts(shape: tuple[int, ...]) -> str:

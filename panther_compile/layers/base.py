@@ -20,7 +20,7 @@ from panther_compile.errors import (
     WeightError,
 )
 from panther_compile.factorization.values import check_loaded, check_values
-from panther_compile.names import joined
+from panther_compile.names import dotted
 
 Spec = dict[str, Any]
 _FACTORS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
@@ -316,7 +316,7 @@ def check_weights(model: nn.Module, action: str) -> None:
                 continue
             if not isinstance(getattr(part, "weight", None), Tensor):
                 raise WeightError(
-                    f"{joined(name, key)} is a {type(part).__name__}, whose weight is no tensor: {action} "
+                    f"{dotted(name, key)} is a {type(part).__name__}, whose weight is no tensor: {action} "
                     "before it is quantized"
                 )
 
@@ -336,7 +336,7 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
     check_weights(model, action)
     for name, layer in model.named_modules():
         for key, parameter in layer.named_parameters() if isinstance(layer, SketchedLayer) else ():
-            full = joined(name, key)
+            full = dotted(name, key)
             if keeps_numbers_elsewhere(parameter):
                 raise WeightError(
                     f"{full} is a {type(parameter).__name__}: {action} before it is quantized or sharded"
@@ -361,7 +361,7 @@ def check_held(model: nn.Module, action: str) -> None:
         for key, part in layer.named_modules() if isinstance(layer, SketchedLayer) else ():
             if isinstance(part, _FACTORS) and "weight" not in part._parameters:
                 raise CheckpointError(
-                    f"{joined(name, key)} makes its weight of other tensors: {action} after "
+                    f"{dotted(name, key)} makes its weight of other tensors: {action} after "
                     "torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
                 )
 

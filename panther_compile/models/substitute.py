@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError, ConfigTypeError, first_line
 from panther_compile.models.written_weights import written_parameters
-from panther_compile.names import joined
+from panther_compile.names import dotted
 
 Replacements = Mapping[nn.Module, nn.Module]
 
@@ -132,7 +132,7 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
             several = one.values() if isinstance(one, dict) else one
             for tensor in several if isinstance(one, dict | list | tuple) else (one,):
                 if isinstance(tensor, Tensor):
-                    yield module, joined(prefix, name), tensor
+                    yield module, dotted(prefix, name), tensor
 
 
 def copies_of_empty(model: nn.Module) -> dict[int, Any]:

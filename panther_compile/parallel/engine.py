@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from panther_compile.errors import BatchError, ConfigError, ParallelError
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.parallel.agreement import named_failures
 from panther_compile.parallel.clipping import global_norm, scale_gradients
 from panther_compile.parallel.devices import Devices
@@ -367,7 +367,7 @@ class ParallelEngine(nn.Module):
             for name, parameter in held_parameters(stage):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield joined(prefix, name), parameter
+                    yield dotted(prefix, name), parameter
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What this rank's optimizer trains."""
@@ -380,7 +380,7 @@ class ParallelEngine(nn.Module):
         """Buffers of this rank's stages under the user's names."""
         for stage in self.stages.values():
             for name, buffer in held_buffers(stage):
-                yield joined(prefix, name), buffer
+                yield dotted(prefix, name), buffer
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """Buffers of this rank's stages."""

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from panther_compile.errors import ConfigError
-from panther_compile.names import attribute, is_persistent, joined, leave_out_of_state
+from panther_compile.names import attribute, dotted, is_persistent, leave_out_of_state
 from panther_compile.partition.graph.recomputed import recomputed_region
 
 # A unit holds at most this share of the parameters' bytes, where the model can be divided so far.
@@ -107,7 +107,7 @@ def find_module_units(
         if closed and (size <= limit or (size <= total / 2 and _is_block(model, name, module))):
             found.append(_unit(name, size, ran[name], writes, is_whole=True))
             return size
-        taken = sum(visit(joined(name, key), child) for key, child in module.named_children())
+        taken = sum(visit(dotted(name, key), child) for key, child in module.named_children())
         if closed and size - taken > limit * _TINY:
             found.append(_unit(name, size, ran[name], writes, is_whole=not taken))
             return size

@@ -16,9 +16,8 @@ from torch import Tensor
 from panther_compile.errors import ConfigError
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.names import stack_name
-from panther_compile.records import Cached, LayerPlan, SketchPlan, Unit
+from panther_compile.records import Cached, LayerPlan, Pool, SketchPlan, Unit
 
-Pool = Sequence[tuple[Unit, str]]
 _MOST = 0.95  # of the dense numbers
 _BISECTIONS = 12
 

@@ -17,7 +17,7 @@ from panther_compile.factorization import cost
 from panther_compile.factorization.balance import int8_time
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.factorization.pivot import pivoted_numbers
-from panther_compile.records import Choice, LayerPlan, Unit
+from panther_compile.records import Choice, LayerPlan, Pool, Unit
 
 SCHEME = "narrow"
 _PRICES = 160
@@ -97,7 +97,7 @@ class CouplingLosses:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NarrowWay:
     """One way to store a coupling.
 
     Attributes:
@@ -158,7 +158,7 @@ class CouplingCandidate(Candidate):
         shapes = [self._narrow_shape(member, way.kept) for member in range(len(self.shapes))]
         return sum(int8_time(*shape, one) for shape, one in zip(shapes, way.ranks, strict=True))
 
-    def member_numbers(self, way: Way, member: int) -> int:
+    def member_numbers(self, way: NarrowWay, member: int) -> int:
         """Stored numbers of one layer, the reader's bias left out."""
         return self._numbers(member, way.kept, way.ranks[member])
 
@@ -170,10 +170,10 @@ class CouplingCandidate(Candidate):
         name, shape = self.coupling.names[member], self.shapes[member]
         return self.coupling.numbers(name, shape, kept, rank, bias=bias)
 
-    def _best_ways(self, losses: CouplingLosses, step: int | None) -> tuple[Way, ...]:
+    def _best_ways(self, losses: CouplingLosses, step: int | None) -> tuple[NarrowWay, ...]:
         dense = sum(outputs * inputs for outputs, inputs in self.shapes)
         unit = losses.total / dense
-        found: list[Way] = []
+        found: list[NarrowWay] = []
         prices = torch.logspace(-7, 2, _PRICES, dtype=torch.float64).numpy() * unit
         for place, kept in enumerate(losses.kept.tolist()):
             options = [self._options(losses, place, kept, member, step) for member in range(len(self.shapes))]
@@ -184,8 +184,8 @@ class CouplingCandidate(Candidate):
                 chosen = [one[i] for one, i in zip(options, places, strict=True)]
                 loss = float(losses.narrowed[place]) + sum(loss for _, loss, _ in chosen)
                 numbers = sum(numbers for numbers, _, _ in chosen)
-                found.append(Way(kept, tuple(rank for _, _, rank in chosen), numbers, loss))
-        front: list[Way] = []
+                found.append(NarrowWay(kept, tuple(rank for _, _, rank in chosen), numbers, loss))
+        front: list[NarrowWay] = []
         for way in sorted(found, key=lambda way: (way.numbers, way.loss)):
             if not front or way.loss < front[-1].loss:
                 front.append(way)
@@ -220,9 +220,6 @@ def _cheapest(options: Sequence[tuple[int, float, int | None]], prices: np.ndarr
     """Place of the option (numbers, loss, rank) of the least loss + price * numbers, at each price."""
     numbers, losses, _ = (np.array(column) for column in zip(*options, strict=True))
     return (losses + prices[:, None] * numbers).argmin(axis=1)
-
-
-Pool = Sequence[tuple[Unit, str]]
 
 
 def join(

@@ -17,9 +17,8 @@ import torch
 from panther_compile.factorization.balance import int8_time
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.planning.coupled import SCHEME, CouplingCandidate
-from panther_compile.records import LayerPlan, Unit
+from panther_compile.records import LayerPlan, Pool, Unit
 
-Pool = Sequence[tuple[Unit, str]]
 _KINDS = ("Linear", "Conv1D", SCHEME)
 
 

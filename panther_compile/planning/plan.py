@@ -38,7 +38,7 @@ from panther_compile.planning.ways import (
     options_of,
     with_dense,
 )
-from panther_compile.records import Cached, Choice, LayerPlan, Site, SketchPlan, Timed, Unit, WholeTimes
+from panther_compile.records import Cached, Choice, LayerPlan, Pool, Site, SketchPlan, Timed, Unit, WholeTimes
 from panther_compile.reporting.progress import with_progress
 
 # How closely the budget is met, as a share of the dense numbers, before single ranks are added.
@@ -159,7 +159,7 @@ def _allowed(
 
 
 def _plan_pool(
-    pool: Sequence[tuple[Unit, str]],
+    pool: Pool,
     ratio: float,
     *,
     config: SketchConfig,
@@ -238,7 +238,7 @@ def reasons_text(plan: SketchPlan, lines: Sequence[LayerPlan] = ()) -> str:
 
 
 def plan_units(
-    units: Sequence[tuple[Unit, str]],
+    units: Pool,
     ratio: float,
     round_rank_to: int | None,
     allow_slower: bool,

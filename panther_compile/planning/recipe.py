@@ -52,7 +52,7 @@ def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchCo
             raise ConfigError(f"the plan has {counts[line.name]} lines of {line.name}, wanted one")
 
 
-def options_of(plan: SketchPlan, config: SketchConfig, model: nn.Module) -> SketchConfig:
+def config_for(plan: SketchPlan, config: SketchConfig, model: nn.Module) -> SketchConfig:
     """The options with which what the plan sketches in a model is found, however small it is.
 
     Raises:
@@ -79,7 +79,7 @@ def follow(found: Found, plan: SketchPlan, config: SketchConfig, route: str, *, 
     """The plan for the sites of a model: schemes and ranks as given, numbers and reasons anew.
 
     Args:
-        found: what was found with the options of `options_of`.
+        found: what was found with the options of `config_for`.
         plan: may have been edited, or made for another model of the same names and shapes.
         config: the options.
         route: how the sites were found.

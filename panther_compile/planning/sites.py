@@ -19,7 +19,7 @@ from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
 from panther_compile.layers.own_weights import OwnWeight
 from panther_compile.models.written_weights import written_weights
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.planning.asked_types import asked_types
 from panther_compile.planning.routers import ROUTER, expert_counts, is_router
 from panther_compile.planning.selection import (
@@ -199,7 +199,7 @@ def check_weights(found: Found, *, meta_allowed: bool) -> None:
     for layer_name, layer in layers:
         for name, parameter in layer.named_parameters():
             if not (parameter.is_meta and meta_allowed):
-                check_values(parameter, joined(layer_name, name))
+                check_values(parameter, dotted(layer_name, name))
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ class _Names:
         elif module not in below:  # a module may be registered inside itself
             for parent, key in self._places[module]:
                 for name in self.all(parent, (*below, module)):
-                    yield joined(name, key)
+                    yield dotted(name, key)
 
 
 def _matches(
@@ -265,7 +265,7 @@ def _matches(
         yield _Match(name, module, owner.matches(module) or "", owner, aliases, plain_form(module))
         return
     for child_name, child in module.named_children():
-        yield from _matches(child, names, joined(name, child_name), seen, module)
+        yield from _matches(child, names, dotted(name, child_name), seen, module)
 
 
 def _left_alone_by_default(match: _Match, head: nn.Module | None, config: SketchConfig) -> str | None:

@@ -26,7 +26,7 @@ from panther_compile.models.batches import Call, device_of, record_calls, run_de
 from panther_compile.models.stopwatch import seconds_of
 from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.models.watched import copy_sharing
-from panther_compile.names import joined
+from panther_compile.names import dotted
 from panther_compile.planning.coupled import SCHEME
 from panther_compile.planning.own_weights import lower_own_weights
 from panther_compile.planning.plan import PAYS, TIMED, TimedSites
@@ -167,7 +167,7 @@ def _record(model: nn.Module, sites: Sequence[Site], call: Call) -> dict[str, li
     for site in sites:
         for name, module in ((site.name, site.module), *site.tied):
             for suffix, part in kind_of(module).parts(module).items():
-                full = joined(name, suffix)
+                full = dotted(name, suffix)
                 layers[full], units[full] = (module, suffix, part), unit_name(site, suffix)
     side = watch_layers(model, layers)
     runs: dict[str, list[_Run]] = defaultdict(list)
