@@ -186,6 +186,12 @@ def test_contributing_shows_the_same_drawing():
     assert f"```\n{drawing(DESIGN)}```" in contributing
 
 
+def test_index_of_a_package_names_each_of_its_files():
+    for index in (ROOT / PACKAGE).glob("*/**/__init__.py"):
+        words = re.findall(r"\w+", ast.get_docstring(ast.parse(index.read_text(encoding="utf-8"))) or "")
+        assert {file.stem for file in index.parent.glob("*.py")} <= {*words, "__init__"}, index
+
+
 def test_allowed_local_imports_are_used():
     modules = find_modules(ROOT)
     used = {

@@ -1,11 +1,13 @@
 """Fit sketched layers to what a model computes on data: no labels, no training.
 
+first_look    one run of the dense model over all batches, before any is learnt from
 sensitivity   what an error at a layer's output does to the model's
 data_pass     what reaches layers of the dense model, added up over the data
 study         what the dense model shows of its layers on the data
 residuals         where the output of a layer is added to what went around it
 couplings         layers that hand their features to one other layer only
 paths         whether the model's code may lead elsewhere than data showed
+ties          what layers that have a table in common want of it
 narrow        what two such layers keep of the features between them
 shared_input  layers that are given one tensor, and one input factor for all of them
 shared_parts  parts of one module, as the experts of a mixture, and one factor for all of them

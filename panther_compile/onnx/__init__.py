@@ -4,6 +4,7 @@ export      a model ──► a file, checked against ONNX Runtime
 sketch      a file ──► a sketched file: the verb
 files       read what is sound, write what is whole
 sites       what can be sketched in a graph, and why the rest is left alone
+made_weights  weights that nodes make of constants, made once
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them
 branches    values in branches, handed out to be seen
@@ -18,12 +19,16 @@ damage      what cutting each weight does to the outputs
 rewrite     sketched layers in place of weights
 lowering    sketched layers as nodes
 int8        products of a file in int8
+int8_conv   convolutions in int8, with ranges that data show
 int8_tables tables of embeddings in int8, a scale for each row
 pair_range  weights in int8 that no CPU overflows on
 smooth      inputs of products scaled, for int8
 centre      means taken out of products, for int8
 forms       operators as ONNX Runtime runs them fastest
 fold_scales scales and shifts by constants, in the convolutions beside them
+free_sizes  sizes that a caller of `export_onnx` wants free
+quantized   products by weights that somebody has quantized
+residual    a low-rank branch beside each
 verify      whether a file computes what a model, or another file, computes
 """
 

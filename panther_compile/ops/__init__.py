@@ -1,9 +1,11 @@
 """The library's operators: one node each for Dynamo, export, autograd and activation checkpointing.
 
-    sketched_linear          a((x downᵀ) upᵀ + b) m + r, or pivoted, a((x₁ + x₂ downᵀ) upᵀ + b) m + r
-    sketched_multi_linear    the layers alone, for several layers of one x: q, k and v at once
-    sketched_conv2d          a kh x kw convolution, then a 1 x 1 one
-    favor_attention          random-feature attention
+    linear         sketched_linear        a((x downᵀ) upᵀ + b) m + r, pivoted a((x₁ + x₂ downᵀ) upᵀ + b) m + r
+    multi_linear   sketched_multi_linear  the layers alone, for several layers of one x: q, k and v at once
+    conv2d         sketched_conv2d        a kh x kw convolution, then a 1 x 1 one
+    attention      favor_attention        random-feature attention
+    linear_dispatch                       which implementation serves linear layers
+    checks                                what the operators ask of their arguments
 
 Each function checks its arguments and calls one `torch.ops.panther_compile` operator. On a CPU that is the
 plain arithmetic of kernels/; on a GPU a Triton kernel or torch, whichever kernels/dispatch.py expects to

@@ -11,6 +11,8 @@ activation_checkpointing   which activations of a unit are kept
 kept_results       given back where a unit is computed again
 kept_within_budget         chosen from what a unit's first call does
 replicas           DDP, fully_shard; sums of gradients over replicas and over stages that share
+rank_modules       the modules of one rank: its stages, and what runs them
+batch_norms        statistics over the rows of all replicas
 whole_model        no pipeline: the user's own module tree, or its graph in shards
 pipeline           GPipe, 1F1B, interleaved, zero-bubble of torch.distributed.pipelining
 crossing           shapes and dtypes between stages, under the autocast of a step

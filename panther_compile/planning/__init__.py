@@ -4,6 +4,8 @@ cached        weights that write into a cache of keys and values, as units with 
 trace         a model's graph where one is to be had; else, given data, a run of it
 own_weights   weights that a module's own forward multiplies by, lifted to layers, and lowered back
 sites         what can be sketched in a model, and why the rest is left alone
+selection     which layers the options select
+other_weights weights that no layer of a known kind holds
 asked_types   layers that a forward asks the type of
 routers       linear layers that score experts
 plan          a scheme and a rank for every weight under one budget
