@@ -59,6 +59,17 @@ def load_rows(x_ptr, strides, n, h, offs, length, offs_d, width):
 
 
 @triton.jit
+def store_rows(x_ptr, strides, x, n, h, offs, length, offs_d, width):
+    """Rows of x[n, h], up to its end."""
+    place = x_ptr + n * strides[0] + h * strides[1]
+    tl.store(
+        place + offs[:, None] * strides[2] + offs_d[None, :] * strides[3],
+        x.to(x_ptr.dtype.element_ty),
+        mask=(offs < length)[:, None] & (offs_d < width)[None, :],
+    )
+
+
+@triton.jit
 def load_directions(w_ptr, w_strides, offs_m, M, offs_d, D):
     """Rows of w, 0 beyond its end."""
     return tl.load(
@@ -66,6 +77,18 @@ def load_directions(w_ptr, w_strides, offs_m, M, offs_d, D):
         mask=(offs_m < M)[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def load_states(states, place, mask_m, offs_v, V):
+    """Norms and states of some features, 0 beyond the last one."""
+    norm = tl.load(states.norm + place, mask=mask_m, other=0.0)
+    state = tl.load(
+        states.state + place[:, None] * V + offs_v[None, :],
+        mask=mask_m[:, None] & (offs_v < V)[None, :],
+        other=0.0,
+    )
+    return norm, state
 
 
 @triton.jit
@@ -163,8 +186,7 @@ def _favor_scan_kernel(
         place = (head * chunks + chunk) * M + offs_m
         wide = place[:, None] * V + offs_v[None, :]
         own_top = tl.load(states.top + place, mask=mask_m, other=LOWEST)
-        own_norm = tl.load(states.norm + place, mask=mask_m, other=0.0)
-        own_state = tl.load(states.state + wide, mask=mask, other=0.0)
+        own_norm, own_state = load_states(states, place, mask_m, offs_v, V)
         new_top = tl.maximum(top, own_top)
         decay, weight = tl.exp(top - new_top), tl.exp(own_top - new_top)
         top, norm, state = new_top, norm * decay, state * decay[:, None]
@@ -222,7 +244,6 @@ def _favor_output_kernel(
     n, h = head // heads, head % heads
     offs_c = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     offs_d, offs_v = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_V).to(tl.int64)
-    mask_v = offs_v < V
     q = load_rows(q_ptr, q_strides, n, h, offs_c, queries, offs_d, D)
     k = load_rows(k_ptr, k_strides, n, h, offs_c, keys, offs_d, D) if CAUSAL else q
     shift = key_shift(mask_ptr, mask_strides, n, h, offs_c, keys)
@@ -237,12 +258,7 @@ def _favor_output_kernel(
         w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
         place = first_state + offs_m
         top = tl.load(states.top + place, mask=mask_m, other=0.0)
-        norm = tl.load(states.norm + place, mask=mask_m, other=0.0)
-        state = tl.load(
-            states.state + place[:, None] * V + offs_v[None, :],
-            mask=mask_m[:, None] & mask_v[None, :],
-            other=0.0,
-        )
+        norm, state = load_states(states, place, mask_m, offs_v, V)
         log_q = log_features(q, w, offs_m, M, scale, PRECISION) + top[None, :]
         new_r = tl.maximum(r, tl.max(log_q, axis=1))
         decay = tl.exp(r - new_r)
@@ -261,16 +277,11 @@ def _favor_output_kernel(
         sums = tl.dot(weights, v, sums, input_precision=PRECISION)
     seen = total > SMALLEST
     total = tl.where(seen, total, 1.0)
-    mask_c = offs_c < queries
-    place = y_ptr + n * y_strides[0] + h * y_strides[1]
-    tl.store(
-        place + offs_c[:, None] * y_strides[2] + offs_v[None, :] * y_strides[3],
-        tl.where(seen[:, None], sums / total[:, None], 0.0).to(y_ptr.dtype.element_ty),
-        mask=mask_c[:, None] & mask_v[None, :],
-    )
+    y = tl.where(seen[:, None], sums / total[:, None], 0.0)
+    store_rows(y_ptr, y_strides, y, n, h, offs_c, queries, offs_v, V)
     # With them, exp(log_q + T - r) / total is φ over its total: 0 where nothing was seen. Not as one
     # logarithm, whose rounding would scale the gradients of the row.
-    row = 2 * (head * queries + offs_c)
+    row, mask_c = 2 * (head * queries + offs_c), offs_c < queries
     tl.store(rows_ptr + row, tl.where(seen, r, float("inf")), mask=mask_c)
     tl.store(rows_ptr + row + 1, total, mask=mask_c)
 

@@ -29,22 +29,13 @@ from panther_compile.kernels.random_feature_attention import (
     key_states,
     load_directions,
     load_rows,
+    load_states,
     log_features,
     mask_strides,
     outputs_from,
     sizes_of,
+    store_rows,
 )
-
-
-@triton.jit
-def _load_states(states, place, mask_m, offs_v, V):
-    norm = tl.load(states.norm + place, mask=mask_m, other=0.0)
-    state = tl.load(
-        states.state + place[:, None] * V + offs_v[None, :],
-        mask=mask_m[:, None] & (offs_v < V)[None, :],
-        other=0.0,
-    )
-    return norm, state
 
 
 @triton.jit
@@ -62,16 +53,6 @@ def _pair_grads(g, delta, v, offs_c, PRECISION: tl.constexpr):
     """The gradient g_i · v_j + δ_i of each weight within a chunk, 0 where j > i."""
     pairs = tl.dot(g, tl.trans(v), input_precision=PRECISION) + delta[:, None]
     return tl.where(offs_c[:, None] >= offs_c[None, :], pairs, 0.0)
-
-
-@triton.jit
-def _store_rows(x_ptr, strides, x, n, h, offs, length, offs_d, width):
-    place = x_ptr + n * strides[0] + h * strides[1]
-    tl.store(
-        place + offs[:, None] * strides[2] + offs_d[None, :] * strides[3],
-        x.to(x_ptr.dtype.element_ty),
-        mask=(offs < length)[:, None] & (offs_d < width)[None, :],
-    )
 
 
 @tuned("favor", key=["M", "D", "V", "CAUSAL", "BLOCK_C", "PRECISION"])
@@ -133,7 +114,7 @@ def _favor_query_grad_kernel(
         mask_m = offs_m < M
         w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
         top = tl.load(states.top + first_state + offs_m, mask=mask_m, other=0.0)
-        norm, state = _load_states(states, first_state + offs_m, mask_m, offs_v, V)
+        norm, state = load_states(states, first_state + offs_m, mask_m, offs_v, V)
         log_q = log_features(q, w, offs_m, M, scale, PRECISION) + top[None, :]
         phi_q = tl.exp(log_q - r[:, None]) / total[:, None]
         slope = tl.dot(g, tl.trans(state), input_precision=PRECISION) + delta[:, None] * norm[None, :]
@@ -153,7 +134,7 @@ def _favor_query_grad_kernel(
         )
     # The sum is 0 but for rounding; this takes back a part of that.
     gq = (gq - grad_sum[:, None] * (q.to(tl.float32) * scale)) * scale
-    _store_rows(gq_ptr, gq_strides, gq, n, h, offs_c, queries, offs_d, D)
+    store_rows(gq_ptr, gq_strides, gq, n, h, offs_c, queries, offs_d, D)
 
 
 @triton.jit(do_not_specialize=["query_chunks"])
@@ -178,7 +159,7 @@ def _favor_reverse_scan_kernel(
     later_top = tl.zeros((BLOCK_M,), tl.float32)
     for step in range(query_chunks):
         place = (head * query_chunks + query_chunks - 1 - step) * M + offs_m
-        own_norm, own_state = _load_states(query_states, place, mask_m, offs_v, V)
+        own_norm, own_state = load_states(query_states, place, mask_m, offs_v, V)
         if CAUSAL:
             top = tl.load(tops_ptr + place, mask=mask_m, other=0.0)
             # The first step has no later chunk, and nothing to shift.
@@ -263,7 +244,7 @@ def _favor_key_grad_kernel(
         mask_m = offs_m < M
         w = load_directions(w_ptr, w_strides, offs_m, M, offs_d, D)
         top = tl.load(states.top + place_of_state + offs_m, mask=mask_m, other=0.0)
-        norm, state = _load_states(query_states, place_of_query_state + offs_m, mask_m, offs_v, V)
+        norm, state = load_states(query_states, place_of_query_state + offs_m, mask_m, offs_v, V)
         log_k = log_features(k, w, offs_m, M, scale, PRECISION) + shift[:, None]
         phi_k = tl.exp(log_k - top[None, :])
         slope = tl.dot(v, tl.trans(state), input_precision=PRECISION) + norm[None, :]
@@ -281,8 +262,8 @@ def _favor_key_grad_kernel(
         gv = tl.dot(tl.trans(weights), g, gv, input_precision=PRECISION)
     gk = (gk - grad_sum[:, None] * (k.to(tl.float32) * scale)) * scale
     # Keys from `keys` to `length` are seen by no query: their gradients are the zeros that came out.
-    _store_rows(gk_ptr, gk_strides, gk, n, h, offs_c, length, offs_d, D)
-    _store_rows(gv_ptr, gv_strides, gv, n, h, offs_c, length, offs_v, V)
+    store_rows(gk_ptr, gk_strides, gk, n, h, offs_c, length, offs_d, D)
+    store_rows(gv_ptr, gv_strides, gv, n, h, offs_c, length, offs_v, V)
 
 
 def favor_attention_backward(
