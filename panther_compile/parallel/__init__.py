@@ -6,7 +6,9 @@ agreement          same plan on every rank, a process group that fits     ──
 devices            part.mesh ──► device mesh, groups, the stages of this rank
 tensor             a stage in this rank's shards, with collectives of shard_functions
 stage_module       one stage, fit for a pipeline: contiguous gradients, train and eval
-units              blocks of a module tree, or parts of a stage's graph
+units              blocks of a module tree
+graph_units        parts of a stage's graph
+writes             what operations of a graph write in place
 activation_checkpointing   which activations of a unit are kept
 kept_results       given back where a unit is computed again
 kept_within_budget         chosen from what a unit's first call does

@@ -16,7 +16,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from panther_compile.factorization import cost
 from panther_compile.parallel.kept_results import KeptByKind, contexts_keeping
 from panther_compile.parallel.kept_within_budget import KeptWithinBudget
-from panther_compile.parallel.units import viewed, written
+from panther_compile.parallel.writes import viewed, written
 from panther_compile.partition.graph.hardware import CPU
 from panther_compile.partition.graph.narrowing import is_narrowing
 

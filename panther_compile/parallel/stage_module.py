@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from panther_compile.errors import ParallelError
 from panther_compile.parallel.agreement import describe_tensor
 from panther_compile.parallel.batch_norms import BATCH_NORM, synchronized_batch_norm
-from panther_compile.parallel.units import divide_graph, graphs_within, unit_names
+from panther_compile.parallel.graph_units import divide_graph, graphs_within, unit_names
 from panther_compile.partition import TensorSpec
 from panther_compile.partition.graph.narrowing import storages
 

@@ -12,7 +12,8 @@ from torch import nn
 from panther_compile import partition_model
 from panther_compile.errors import CaptureError, ParallelError
 from panther_compile.parallel.activation_checkpointing import checkpoint_unit
-from panther_compile.parallel.units import divide_graph, find_module_units, graphs_within, unit_names
+from panther_compile.parallel.graph_units import divide_graph, graphs_within, unit_names
+from panther_compile.parallel.units import find_module_units
 
 DDP, FSDP = {"data_parallel": "ddp"}, {"data_parallel": "fsdp"}
 SLOW = pytest.mark.slow
