@@ -117,8 +117,6 @@ class PantherTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PantherAccelerator
 
-    # ------------------------------------------------------------------------------------- steps
-
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Parameters that weight decay is for: those that the Trainer finds in the model as it was given.
 
@@ -152,8 +150,6 @@ class PantherTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.engine
-
-    # ------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model by `save_pretrained`, on the first rank; every rank has to call this.

@@ -110,8 +110,6 @@ class PantherStrategy(DDPStrategy):
         """Whether a checkpoint is read once the model is divided."""
         return True
 
-    # ------------------------------------------------------------------------------------- setup
-
     def setup(self, trainer: Trainer) -> None:
         """Divide the model, make the optimizer.
 
@@ -249,8 +247,6 @@ class PantherStrategy(DDPStrategy):
             setattr(self.lightning_module, self._name, self._whole)
             self.engine = self._whole = None
         super().teardown()
-
-    # ------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole LightningModule's parameters and buffers; every rank has to call this."""

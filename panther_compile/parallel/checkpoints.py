@@ -128,8 +128,6 @@ class TrainingCheckpoints:
         finally:
             dist.destroy_process_group(self._group)
 
-    # -------------------------------------------------------------------------------------- save
-
     def save(
         self,
         engine: ParallelEngine,
@@ -236,8 +234,6 @@ class TrainingCheckpoints:
         with locked(self._folder):
             prune(self._folder, self._keep, put_in_place(scratch, self._folder, document))
 
-    # -------------------------------------------------------------------------------------- load
-
     def latest(self) -> Path | None:
         """The newest checkpoint whose files have the right checksums; None if there is none at all.
 
@@ -299,8 +295,6 @@ class TrainingCheckpoints:
             return [one for part in self._gather(mine) for one in part]
 
         return _newest([self._folder / name for name in shown[0]], damage, tell=self._rank == 0)
-
-    # ----------------------------------------------------------------------------------- together
 
     def _named(self, action: str) -> AbstractContextManager[None]:
         return named_failures(f"rank {self._rank}, {action}")

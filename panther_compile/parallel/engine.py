@@ -198,8 +198,6 @@ class ParallelEngine(nn.Module):
     def _is_accelerate_prepared(self, value: bool) -> None:
         self._is_prepared = value
 
-    # ------------------------------------------------------------------------------------- steps
-
     def step(self, *args: Any, target: Any = _NO_TARGET, **kwargs: Any) -> Tensor:
         """Forward and backward of one batch through all stages; gradients are added to `.grad`.
 
@@ -356,8 +354,6 @@ class ParallelEngine(nn.Module):
             pending,
         )
 
-    # -------------------------------------------------------------------------------- parameters
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -451,8 +447,6 @@ class ParallelEngine(nn.Module):
             stage.train(mode)
         self.module.training = self.training = mode
         return self
-
-    # ------------------------------------------------------------------------------------- state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled."""
