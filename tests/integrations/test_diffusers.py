@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from safetensors.torch import load_file, save_file
 
 import panther_compile as pc
