@@ -2,7 +2,6 @@
 
 accelerated   accelerate's own loop over a parallel model
 adapters      LoRA of PEFT on sketched layers, by the names of the dense ones, its start from what is left out
-aliases       Parameters of a model that have several names
 conversions   Weights that transformers merges or splits, left apart in sketched layers
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
@@ -19,6 +18,7 @@ lightning_strategy   a strategy of Lightning that trains one module of a Lightni
 model_card    A model card, README.md, beside what `save_pretrained` of transformers writes
 panther       Layers of Panther (pawX) as layers of ours
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
+saved_config  What the configs of transformers and diffusers have in common that tell of a sketch
 save_pretrained   What `save_pretrained` of transformers does besides
 stored_weights     The tensors of a folder, by their names in its model
 """

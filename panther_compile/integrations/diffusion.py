@@ -8,8 +8,7 @@ panther_compile is not imported, diffusers refuses the config and names it.
 """
 
 import enum
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
@@ -20,8 +19,8 @@ from torch import nn
 
 from panther_compile.api import densify
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json
-from panther_compile.errors import CheckpointMismatchError, CheckpointVersionError
-from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.errors import CheckpointMismatchError
+from panther_compile.integrations.saved_config import check_format, models_within, parameter_aliases
 from panther_compile.layers.base import outermost
 from panther_compile.models.substitute import replace_inside
 from panther_compile.names import owner_of
@@ -61,11 +60,7 @@ class DiffusionSketchConfig(QuantizationConfigMixin):  # type: ignore[misc]
         version: int = VERSION,
         **others: Any,
     ) -> None:
-        if version > VERSION:
-            raise CheckpointVersionError(
-                f"config.json: a sketch in format {version}, this panther_compile reads up to {VERSION}: "
-                "upgrade it"
-            )
+        check_format(version, VERSION)
         self.quant_method = Method.SKETCHED  # type: ignore[assignment]
         self.version, self.model = version, model
         self.layers, self.aliases = layers, dict(aliases)
@@ -161,7 +156,7 @@ def tie(model: nn.Module, sketch: DiffusionSketchConfig) -> None:
 
 def register(model: nn.Module) -> None:
     """Put the sketch of every diffusers model within a model into its config; take it out of dense ones."""
-    for module in _diffusion_models(model):
+    for module in models_within(model, "diffusers.models.modeling_utils", "ModelMixin"):
         layers = list(outermost(module))
         kept = dict(module.config)
         if layers:
@@ -174,15 +169,6 @@ def register(model: nn.Module) -> None:
             vars(module).pop("hf_quantizer", None)
             del kept[KEY]
         module._internal_dict = FrozenDict(kept)
-
-
-def _diffusion_models(model: nn.Module) -> Iterator[Any]:
-    modeling = sys.modules.get("diffusers.models.modeling_utils")
-    if modeling is None:  # then no model of it exists
-        return
-    for module in model.modules():
-        if isinstance(module, modeling.ModelMixin):
-            yield module
 
 
 auto.AUTO_QUANTIZER_MAPPING[Method.SKETCHED.value] = DiffusionSketchQuantizer

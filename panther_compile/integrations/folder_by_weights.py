@@ -34,7 +34,6 @@ from panther_compile.errors import (
     check_sizes,
     check_whole,
 )
-from panther_compile.integrations.aliases import parameter_aliases
 from panther_compile.integrations.folder_files import copy_beside
 from panther_compile.integrations.folder_with_data import sketch_with_data
 from panther_compile.integrations.folders import empty_model
@@ -45,6 +44,7 @@ from panther_compile.integrations.pretrained import (
     base_name,
     empty_weights,
 )
+from panther_compile.integrations.saved_config import parameter_aliases
 from panther_compile.integrations.stored_weights import (
     INDEX,
     SHARD_BYTES,

@@ -39,9 +39,9 @@ from panther_compile.checkpoint import (
     record_from_json,
     record_to_json,
 )
-from panther_compile.errors import CheckpointError, CheckpointMismatchError, CheckpointVersionError
-from panther_compile.integrations.aliases import parameter_aliases
+from panther_compile.errors import CheckpointError, CheckpointMismatchError
 from panther_compile.integrations.conversions import keep_apart, without_sketched
+from panther_compile.integrations.saved_config import check_format, models_within, parameter_aliases
 from panther_compile.kinds.registry import find_kind
 from panther_compile.layers.base import SketchedLayer, check_held, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
@@ -84,11 +84,7 @@ class SketchedModelConfig(QuantizationConfigMixin):  # type: ignore[misc]
         base: str = "",
         **others: Any,
     ) -> None:
-        if version > VERSION:
-            raise CheckpointVersionError(
-                f"config.json: a sketch in format {version}, this panther_compile reads up to {VERSION}: "
-                "upgrade it"
-            )
+        check_format(version, VERSION)
         self.quant_method = METHOD  # type: ignore[assignment]
         self.loading = LOADING
         self.version, self.model, self.base = version, model, base
@@ -252,12 +248,7 @@ def register(model: nn.Module) -> None:
 
 
 def _pretrained_models(model: nn.Module) -> Iterator[Any]:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:  # then no model of it exists
-        return
-    for module in model.modules():
-        if isinstance(module, modeling.PreTrainedModel):
-            yield module
+    return models_within(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def _aliases(model: Any) -> dict[str, str]:
