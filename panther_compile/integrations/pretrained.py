@@ -42,7 +42,7 @@ from panther_compile.checkpoint import (
 from panther_compile.errors import CheckpointError, CheckpointMismatchError
 from panther_compile.integrations.conversions import keep_apart, without_sketched
 from panther_compile.integrations.saved_config import check_format, models_within, parameter_aliases
-from panther_compile.kinds.registry import find_kind
+from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.base import SketchedLayer, check_held, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.layers.own_weights import OneLayer, OwnWeight
@@ -261,11 +261,11 @@ def _tied_to(model: Any, new: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, 
     tied: dict[nn.Module, nn.Module] = {}
     for other, first in getattr(model, "all_tied_weights_keys", {}).items():
         table, layer = _owner_of_weight(model, first), _owner_of_weight(model, other)
-        if layer is None or layer in new or not isinstance(table, nn.Embedding):
-            continue
-        kind, sketched = find_kind(table), new.get(table)
-        if kind is not None and isinstance(sketched, SketchedLayer) and kind.can_share(table, layer):
-            tied[layer] = kind.share(sketched, layer)
+        sketched = None if table is None or layer in new else new.get(table)
+        if table is not None and layer is not None and isinstance(sketched, SketchedLayer):
+            kind = kind_of(table)
+            if kind.can_share(table, layer):
+                tied[layer] = kind.share(sketched, layer)
     return tied
 
 
