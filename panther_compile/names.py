@@ -12,13 +12,13 @@ def dotted(*parts: str) -> str:
 
 
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds what a name stands for, and what it is called there."""
+    """The module that holds the attribute of a name, and the last part of the name."""
     owner, _, leaf = name.rpartition(".")
     return root.get_submodule(owner), leaf
 
 
 def attribute(root: nn.Module, name: str) -> Any:
-    """What a name stands for: a parameter, a buffer, a constant."""
+    """The attribute of a name: a parameter, a buffer, a constant."""
     return getattr(*owner_of(root, name))
 
 
@@ -35,7 +35,7 @@ def leave_out_of_state(root: nn.Module, name: str) -> None:
 
 
 def holder_of(modules: Container[str], name: str) -> str:
-    """The module of a name, or the closest around it, that holds the weight of that name among others."""
+    """The closest module to a weight of a plan: of its own name, or one that holds it as a parameter."""
     while name not in modules:
         name = name.rpartition(".")[0]
     return name

@@ -93,7 +93,7 @@ class SketchReport:
         undecided: the trials whose difference was noise, so that the plain choice was kept.
         curve: of the search for the ratio, if there was one.
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
-        others: numbers of the matrices and kernels that no row is of, by the class of what holds them.
+        others: numbers of matrices and kernels that are in no row, by the class of the module.
         output: what the model's result was taken for, and why; empty without inputs.
         plan: that was carried out, for `sketchify(sibling, plan=plan)`; None if no record is left.
         closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
@@ -401,7 +401,7 @@ def _dense_counts(layers: Iterable[SketchedLayer]) -> Iterator[int]:
 
 
 def _counted_once(rows: list[ReportRow], layers: Mapping[str, SketchedLayer]) -> Iterator[ReportRow]:
-    """The rows, each with the numbers that none before it has; one whose weight is another's names that."""
+    """The rows, with each tensor counted in the first that has it; a later row names that one."""
     first: dict[int, str] = {}
     names = [row.name for row in rows if row.name in layers]
     dense = dict(zip(names, _dense_counts(layers[name] for name in names), strict=True))

@@ -128,7 +128,7 @@ def _can_take_in(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node) -> 
 
 
 def acts_between(graph_module: fx.GraphModule, node: fx.Node, user: fx.Node) -> bool:
-    """Whether something between two nodes may write what the first one reads, so that it cannot be moved."""
+    """Whether a node between two may write what the first reads, so that the first cannot be moved."""
     between = node.next
     while between is not user:
         if acts(graph_module, between) and not is_operator(between):

@@ -192,7 +192,7 @@ def fit_model(studied: Studied, config: SketchConfig, plan: SketchPlan | None = 
 
 
 def _check_sharing(studied: Studied, plan: SketchPlan) -> None:
-    """Raise ConfigError if the plan has share a factor what data does not show to be able to."""
+    """Raise ConfigError if the plan has layers share a factor that, by this data, cannot."""
     groups = [{name for names in sets for name in names} for sets in studied.study.shared]
     for line in plan.sketched:
         sharing = () if line.choice is None else line.choice.sharing

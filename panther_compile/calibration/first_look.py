@@ -20,7 +20,7 @@ class FirstLook:
 
     Attributes:
         repeated: names of the layers that one of the batches calls more than once.
-        hidden: likewise of those that one calls under a transform of `torch.func`, where no watcher can read.
+        hidden: names of those called under a transform of `torch.func`, where their input cannot be read.
         off: how far they are off the statistics of batch norms, see `off_batch_norms`.
     """
 
@@ -43,7 +43,7 @@ class FirstLook:
 def look_at(model: nn.Module, sites: Iterable[tuple[Site, Kind]], calls: Sequence[Call]) -> FirstLook:
     """Run the dense model over all batches.
 
-    Those that were made up beside them are of a form that the model is known to run on.
+    Batches made up beside data are left out: the model is known to run on them.
 
     Args:
         model: the dense model; is not changed, nor is its mode.

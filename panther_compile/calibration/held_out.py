@@ -83,7 +83,7 @@ class Studied:
 
     @property
     def cut_by_study(self) -> bool:
-        """Whether most of the numbers are of layers that the study has factors of, and not of kernels."""
+        """Whether the study has factors of the layers of most numbers, which it has not of kernels."""
         return most_are(self.targets.values(), lambda target: target.name in self.study.factors)
 
 

@@ -91,7 +91,7 @@ class LayerFit:
         return self.ready[name][0]
 
     def from_study(self) -> dict[str, nn.Module]:
-        """The layers that need nothing of what reaches them, by name: tables that others have in common."""
+        """The layers that are made without what reaches them, by name: tables that several layers use."""
         return {name: self(name, ()) for name in self.targets if name in self._study.shares}
 
     def _kept(self, names: Sequence[str]) -> dict[str, FittedLayer]:

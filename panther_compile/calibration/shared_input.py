@@ -177,7 +177,7 @@ def cut_shared(
 def own_of_stack(
     targets: Sequence[Target], place: int, left: Tensor, right: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one of several layers has of their common factors, and of the means of their inputs.
+    """One layer's part of the factors, and of the means of inputs, that several layers have in common.
 
     Args:
         targets: the layers.

@@ -292,7 +292,7 @@ def _study_other(studies: Sequence[Study], target: Target, sums: KernelSums | Ta
 
 
 def _study_ties(study: Study, target: Target, sums: TableSums, ties: Ties) -> None:
-    """Put what all layers want that use a table in the place of what its own does; studies share these."""
+    """Take what all layers that use a table want of it, not its own layer alone; studies share that."""
     name = target.name
     gradient = study.sensitivity[name] * study.weights[name].double() if name in study.weights else None
     study.shares[name], metric = ties.wanted(target, sums, gradient)
@@ -393,7 +393,7 @@ def groups_within(most: int, sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _groups(targets: Mapping[str, Target], most: int) -> Iterator[list[str]]:
-    """Names of layers whose moments fit into so many bytes; those of one module, which may share, as one."""
+    """Groups of layers whose moments fit into so many bytes; layers of one module stay in one group."""
     families: dict[str, list[str]] = {}
     for name in targets:
         families.setdefault(name.rpartition(".")[0], []).append(name)

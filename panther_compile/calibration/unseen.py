@@ -28,8 +28,8 @@ def unseen_closeness(
 ) -> Closeness:
     """The closeness on held-out batches of what the other batches make of a plan, if it is clearly less.
 
-    Where they were not yet, and ranks can be cut as the study left them, which costs next to nothing, the
-    layers are fitted again only if those are of a worse grade there.
+    Unless such a fit was made already, ranks cut as the study left them, which costs next to nothing, are
+    judged first; the fit is made only if they have a worse grade.
 
     Args:
         studied: the model.

@@ -270,7 +270,7 @@ def _tied_to(model: Any, new: Mapping[nn.Module, nn.Module]) -> dict[nn.Module, 
 
 
 def _owner_of_weight(model: nn.Module, name: str) -> nn.Module | None:
-    """The layer of a weight, or that which stands for it; None if it has another name."""
+    """The layer whose `weight` has a name, or the one that stands for it; None for other parameters."""
     owner, leaf = owner_of(model, name)
     if leaf != "weight":
         return None

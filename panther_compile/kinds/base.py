@@ -143,7 +143,7 @@ class Kind(ABC):
         return "layers of its kind are no matrix on rows of input"
 
     def may_share(self, module: nn.Module) -> Sequence[tuple[str, ...]]:
-        """Sets of parts, linear layers of one shape, that may store one factor in common; none as a rule."""
+        """Sets of parts that may store one factor in common, linear layers of one shape; none by default."""
         return ()
 
     def sketch_together(
@@ -162,7 +162,7 @@ class Kind(ABC):
 
 
 class CompositeKind(Kind):
-    """A kind of module that is made of several weights, each one that of a layer of another kind."""
+    """A kind of module with several weights, each treated as a layer of another kind."""
 
     @abstractmethod
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:

@@ -91,7 +91,7 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _without_own_forward(module: nn.Module, base: type[nn.Module]) -> nn.Module:
-    """A layer of the base class, where the own forward is one call of it on a weight that it makes."""
+    """A layer of the base class, if the own forward is one call of its function on a weight made there."""
     cls = type(module)
     methods = ("forward", "_conv_forward")
     own = any(getattr(cls, name, None) is not getattr(base, name, None) for name in methods)

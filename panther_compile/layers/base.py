@@ -35,12 +35,12 @@ class SketchedLayer(nn.Module):
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: of the factors.
-        dense_type: the class of torch that it stands for, whose sizes it has by the same names, if it is one.
+        dense_type: the class of torch that it stands for, with sizes of the same names; `nn.Module` if none.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
         not_shown: names in `sketch_spec` that `print(model)` leaves out.
         dense_weight: what the dense layer calls its weight, or the first of several.
-        empty_shape: of a tensor without numbers to have that name in a file; some are cut up on the way.
+        empty_shape: of the empty tensor that a file holds under that name; loaders may slice it.
     """
 
     scheme: str
@@ -184,10 +184,10 @@ class SketchedLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def _pivot_at(self, start: int, device: torch.device | str | None) -> None:
-        """Note where the slice of pivots begins; an empty tensor tells of the trailing one.
+        """Note where the slice of pivots begins; an empty buffer marks the trailing one.
 
-        Factors of either are alike in all shapes, and a file may hold tensors alone. There is nothing to fill
-        in it: it is made where there is data, on the CPU beside factors without.
+        Factors of the leading and of the trailing slice have the same shapes, and a file may hold tensors
+        alone. The buffer is on the device of the factors, or on the CPU if they are on the meta device.
         """
         self.start = start
         if start:
@@ -195,15 +195,15 @@ class SketchedLayer(nn.Module):
             self.register_buffer(_TRAILING, torch.empty(0, dtype=torch.uint8, device=place))
 
     def put_marks_beside(self, factor: Tensor) -> None:
-        """Have the tensor of `_pivot_at` where a factor is that was put into the layer."""
+        """Move the buffer of `_pivot_at` to the device of a factor that was put into the layer."""
         if (mark := self._buffers.get(_TRAILING)) is not None:
             self._buffers[_TRAILING] = mark.to(factor.device)
 
     def _check_slice(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Refuse factors whose pivots are said to be the trailing inputs, where they are not.
 
-        Where nothing is said that tells nothing: parameters may be given alone, and `accelerate` writes of
-        all empty tensors the first.
+        A missing buffer says nothing: parameters may be given alone, and `accelerate` writes the first of all
+        empty tensors alone.
         """
         name, here = prefix + _TRAILING, self._buffers.get(_TRAILING)
         if here is not None:
@@ -327,8 +327,8 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
     Args:
         model: with sketched layers.
         action: what is to be done before they are quantized or sharded, in words.
-        numbers: whether they have to be there, and finite; there they have to be too where accelerate keeps
-            them on disk, as those of a skeleton need not.
+        numbers: whether they must be loaded and finite; else they must be loaded only where accelerate keeps
+            them on disk, and a skeleton passes.
 
     Raises:
         WeightError: one is not.
@@ -348,7 +348,7 @@ def check_factors(model: nn.Module, action: str, *, numbers: bool = False) -> No
 
 
 def check_held(model: nn.Module, action: str) -> None:
-    """Check that the factors of a model's sketched layers hold their weights, and make them of nothing.
+    """Check that each factor of a model's sketched layers holds its weight as a parameter.
 
     Args:
         model: with sketched layers.

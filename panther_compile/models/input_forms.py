@@ -199,7 +199,7 @@ def _modules_but_factors(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn
 
 
 def _dense_type(module: nn.Module) -> type | None:
-    """The class that a layer stands for, whose sizes it has by the same names; None of others."""
+    """The class of torch that a sketched layer stands for; None for other modules."""
     found = getattr(type(module), "dense_type", None)
     return found if isinstance(found, type) else None
 

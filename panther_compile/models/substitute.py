@@ -138,7 +138,7 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def copies_of_empty(model: nn.Module) -> dict[int, Any]:
     """A memo of copies of the empty dicts and sets of modules, most of them tables of hooks.
 
-    `copy.deepcopy` takes longer for those of one layer than for all else that it copies of it.
+    For one layer `copy.deepcopy` spends more time on these than on all the rest.
     """
     return {
         id(held): type(held)()

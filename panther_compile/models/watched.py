@@ -65,7 +65,7 @@ class Watched(nn.Module):
 
 
 class Follower(Watched):
-    """Calls a layer that has the weight of a watched one, or what shares the factors of its replacement.
+    """Calls a layer tied to a watched one; once that is replaced, a layer that shares its factors.
 
     Args:
         name: its own.

@@ -104,7 +104,7 @@ def find_timeout(device: torch.device) -> timedelta:
 
 @contextmanager
 def named_failures(where: str, pending: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn what another rank left unanswered into an error that says where it happened, and in what.
+    """Turn the error of a rank that did not answer into one that says where and in which exchange.
 
     Args:
         where: rank, stage and step, as "rank 1 (stage 1), step 3".

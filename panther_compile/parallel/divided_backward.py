@@ -26,7 +26,7 @@ class _Group:
 
     @cached_property
     def runs_through(self) -> set[Node]:
-        """The nodes, and those behind them on the way to the inputs if one of them is there."""
+        """The nodes; where one is behind another on the way to the inputs, all that are behind them too."""
         own = set(self.grads)
         behind: set[Node] = set()
         ahead = list(own) if len(own) > 1 else []

@@ -287,7 +287,7 @@ def _detach_reads(graph_module: fx.GraphModule, names: Collection[str]) -> None:
 
 
 def _recompile(graph: fx.GraphModule) -> None:
-    """Write the code of a graph anew, as of the class that it had before `fully_shard` made one of it.
+    """Generate the code of a graph anew, under the class that it had before `fully_shard` changed it.
 
     On that of `fully_shard` torch.fx would put a call that calls itself.
     """

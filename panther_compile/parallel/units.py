@@ -104,7 +104,7 @@ def _unit(name: str, size: int, places: set[int], writes: Sequence[Write], *, is
 
 
 def _crosses(write: Write, places: set[int]) -> bool:
-    """Whether a unit writes what others made, or others write, after it, what it read or made."""
+    """Whether a unit writes a tensor made outside, or one that it read or made is written later outside."""
     if write.place in places:
         return write.base not in places
     return write.place > max(places) and (write.base in places or not places.isdisjoint(write.readers))

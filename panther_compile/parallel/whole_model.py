@@ -103,7 +103,7 @@ class OneModule:
         return torch.stack(losses).sum()
 
     def _check_reduced(self) -> None:
-        """Look for gradients that DDP waits for, so that it has averaged no others of their bucket."""
+        """Look for missing gradients: DDP waits for them, and has not averaged the others of their bucket."""
         if not isinstance(self.module, DistributedDataParallel) or self.module.find_unused_parameters:
             return
         inner = self.module.module

@@ -10,7 +10,7 @@ from panther_compile.layers.base import SketchedLayer
 def other_weights(model: nn.Module, named: set[str]) -> dict[str, int]:
     """Numbers of the parameters of two or more dimensions that no layer of these names holds; most first.
 
-    They are by the class that holds them, which is named in full where torch has another of that name.
+    Counted by the class of the module, with its full name where torch has a class of the same name.
     """
     seen: set[int] = set()
     rest: list[nn.Module] = []

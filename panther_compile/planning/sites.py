@@ -337,7 +337,7 @@ def _output_head(
 
 
 def _is_in_blocks(model: nn.Module, name: str) -> bool:
-    """Whether a layer is a part of one of a list of modules, or of a sequence of equal ones."""
+    """Whether a layer is inside a module of a list, or of a sequence of equal modules."""
     parent = model
     for key in name.split(".")[:-1]:
         child = parent.get_submodule(key)

@@ -10,7 +10,7 @@ Row = tuple[str, ...]
 
 
 def fold(rows: Sequence[Row], *, same: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
-    """Rows whose names differ in one number alone become one, where the first of them stands.
+    """Rows whose names differ in one number alone become one row, in the place of the first.
 
     Args:
         rows: cells; the name first, what is to be said last.

@@ -81,7 +81,7 @@ class _Call:
         )
 
     def shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like those that the call gives, which share nothing with those that it is given."""
+        """New tensors of the forms of the call's results, which share no memory with its arguments."""
         args, kwargs = self._arguments([tensor.detach() for tensor in tensors])
         leaves, spec = pytree.tree_flatten(_apply(self._cls, args, kwargs))
         self._result = [Tensor if isinstance(one, Tensor) else one for one in leaves], spec
