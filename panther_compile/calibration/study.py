@@ -20,7 +20,7 @@ from panther_compile.calibration.sensitivity import output_gradients, weight_of_
 from panther_compile.calibration.shared_input import Stack, best_of_stack
 from panther_compile.calibration.shared_parts import PartSums, best_of_parts
 from panther_compile.calibration.ties import Ties, damped
-from panther_compile.config import Logits
+from panther_compile.config import SketchConfig
 from panther_compile.factorization.metric import rooted
 from panther_compile.factorization.moments import RIDGE, Moments, MomentSums
 from panther_compile.factorization.whiten import best_low_rank, lower_root, root_of, term_sizes
@@ -115,11 +115,9 @@ def study_layers(
     side: Side,
     targets: Mapping[str, Target],
     calls: Sequence[Call],
+    config: SketchConfig,
     couplings: Sequence[Coupling] = (),
     *,
-    seed: int,
-    logits: Logits,
-    progress: bool | None,
     ridges: Sequence[float] = (RIDGE,),
     stacks: Sequence[Sequence[str]] = (),
     disk: TensorsOnDisk | None = None,
@@ -132,10 +130,8 @@ def study_layers(
         side: a copy of it that watches the targets.
         targets: by name.
         calls: the data.
+        config: the options; the ratio does not matter.
         couplings: see `find_couplings`.
-        seed: of random projections.
-        logits: see `outputs.distance`.
-        progress: whether to show bars; None shows them on a terminal.
         ridges: see `Study`.
         stacks: sets of layers of one input that will share an input factor.
         disk: see `Study`.
@@ -150,7 +146,7 @@ def study_layers(
     freed = FreedMemory()
     if like is None:
         like = Study(disk=disk)
-        _study_gradients(like, side, targets, ties, calls, seed=seed, logits=logits, progress=progress)
+        _study_gradients(like, side, targets, ties, calls, config)
         freed.give_back()
     reached = {name: like.reached[name] for name in like.shares}  # as the ties had it
     power: dict[str, float] = {}
@@ -167,7 +163,7 @@ def study_layers(
         for ridge in ridges
     ]
     parts = [PartSums(targets) for _ in ridges]
-    data = DataPass(side, calls, ties, repeated, progress)
+    data = DataPass(side, calls, ties, repeated, config.progress)
     for names in _groups(targets, MAX_BYTES if disk is None else BESIDE_DISK):
         group = {name: targets[name] for name in names}
         _study_group(studies, data.over(group), ties, by_reader, stacks, parts, freed)
@@ -188,10 +184,7 @@ def _study_gradients(
     targets: Mapping[str, Target],
     ties: Ties,
     calls: Sequence[Call],
-    *,
-    seed: int,
-    logits: Logits,
-    progress: bool | None,
+    config: SketchConfig,
 ) -> None:
     """Add what errors at the outputs of layers do to the result."""
     wide = {name for name, one in targets.items() if one.outputs > LARGEST_GRADIENT}
@@ -202,9 +195,9 @@ def _study_gradients(
         {name: side.watched[name] if name in known else side.followers[name] for name in views},
         {name: view.channel_dim for name, view in views.items()},
         calls,
-        seed=seed,
-        logits=logits,
-        progress=progress,
+        seed=config.seed,
+        logits=config.logits,
+        progress=config.progress,
         disk=study.disk,
         squares=ties.heads | wide,
     )

@@ -7,6 +7,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.calibration.study import study_layers
+from panther_compile.config import SketchConfig
 from panther_compile.factorization.gram import gram
 from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.layers.embedding import SketchedEmbedding
@@ -66,7 +67,7 @@ def studied(model: nn.Module, data: list[torch.Tensor]):
     targets, left_alone = find_targets(sites)
     assert not left_alone
     side, calls = watch(model, targets), [Call((ids,), {}) for ids in data]
-    return targets, study_layers(side, targets, calls, seed=0, logits=True, progress=False)[0]
+    return targets, study_layers(side, targets, calls, SketchConfig(output="logits", progress=False))[0]
 
 
 def test_what_a_head_wants_is_what_its_scores_and_inputs_say():
