@@ -19,7 +19,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair, fit_beside, fit_matrix_to
 from panther_compile.factorization.moments import Moments, MomentSums
 from panther_compile.kinds.targets import Target
-from panther_compile.kinds.weights import generator_for
+from panther_compile.kinds.weights import fitted_record
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.linear import share_factor
 from panther_compile.layers.narrow import NarrowLinear
@@ -292,10 +292,9 @@ def fitted_of(
         error: of its output, if known.
         config: the options.
     """
-    distance = layer.weight_error(weight, generator_for(name, config, weight.device))
     inputs = weight.shape[1]
     note = f"fewer samples ({rows:,}) than inputs ({inputs:,}): regularised" if rows < inputs else ""
-    return Fitted(layer.scheme, layer.ranks, METHOD, distance, output_error=error, note=note)
+    return replace(fitted_record(layer, weight, name, METHOD, config), output_error=error, note=note)
 
 
 def _finite(arrivals: Sequence[Arrival], *, drop: bool) -> Iterator[Arrival]:

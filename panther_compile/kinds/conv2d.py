@@ -24,7 +24,7 @@ from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
-from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, fitted_record, numbers_of
 from panther_compile.kinds.windows import Convolution, rows_read
 from panther_compile.layers.base import SketchedLayer, copy_into
 from panther_compile.layers.conv2d import SketchedConv2d
@@ -143,8 +143,7 @@ class Conv2dKind(Kind):
             on_device = weight if config.device is None else weight.to(config.device)
             found = fit_kernel(on_device, module.groups, name, choice, config)
             layer, method = SketchedConv2d.from_kernels(choice.scheme, found.kernels, module), found.method
-        error = layer.weight_error(weight, generator_for(name, config, weight.device))
-        return layer, Fitted(layer.scheme, layer.ranks, method, error)
+        return layer, fitted_record(layer, weight, name, method, config)
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""

@@ -28,7 +28,7 @@ from panther_compile.kinds.conv_calls import each
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
-from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, generator_for, numbers_of
+from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, fitted_record, numbers_of
 from panther_compile.layers.base import SketchedLayer
 from panther_compile.layers.conv_transpose import (
     SketchedConvTranspose,
@@ -172,8 +172,7 @@ class _ConvTransposeKind(Kind):
             assert found is not None
             left, right, start = found.left.unsqueeze(0), found.right.unsqueeze(0), found.start
         layer = self._layer_type.from_stored(left, right, dense.bias, module, start=start)
-        error = layer.weight_error(dense.weight, generator_for(name, config, dense.weight.device))
-        return layer, Fitted(layer.scheme, layer.ranks, pairs[0].method, error)
+        return layer, fitted_record(layer, dense.weight, name, pairs[0].method, config)
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""

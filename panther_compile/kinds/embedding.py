@@ -21,7 +21,7 @@ from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.table import TableSums, fit_table
 from panther_compile.kinds.view import LinearView
-from panther_compile.kinds.weights import fit_matrix, generator_for, spectrum
+from panther_compile.kinds.weights import fit_matrix, fitted_record, spectrum
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.embedding import SketchedEmbedding
 from panther_compile.layers.linear import SketchedLinear
@@ -124,8 +124,7 @@ class EmbeddingKind(Kind):
         weight = module.weight
         low_rank = fit_matrix(weight, name, choice.rank, config)
         layer = SketchedEmbedding.from_factors(low_rank.left, low_rank.right, module)
-        error = layer.weight_error(weight, generator_for(name, config, weight.device))
-        return layer, Fitted("pair", (layer.rank,), low_rank.method, error)
+        return layer, fitted_record(layer, weight, name, low_rank.method, config)
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""

@@ -21,7 +21,7 @@ from panther_compile.kinds.base import Functional, Kind, OnnxForm
 from panther_compile.kinds.match import computes_linear, why_not_plain
 from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
-from panther_compile.kinds.weights import fit_matrix, generator_for, matrix_unit
+from panther_compile.kinds.weights import fit_matrix, fitted_record, matrix_unit
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.layers.linear import SketchedLinear, share_factor
 from panther_compile.layers.narrow import NarrowLinear
@@ -106,8 +106,7 @@ class LinearKind(Kind):
             residual=low_rank.residual(weight),
         )
         take_over(layer, module, weight.requires_grad)
-        error = layer.weight_error(weight, generator_for(name, config, weight.device))
-        return layer, Fitted(layer.form, (layer.rank,), low_rank.method, error)
+        return layer, fitted_record(layer, weight, name, low_rank.method, config)
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""
@@ -136,8 +135,7 @@ class LinearKind(Kind):
         for (name, view), weight, pair in zip(views.items(), weights, factors, strict=True):
             layer = view.build(replace(pair, bias=view.weight_and_bias()[1]))
             layers.append(layer)
-            error = layer.weight_error(weight, generator_for(name, config, weight.device))
-            found[name] = layer, Fitted(layer.form, (layer.rank,), "svd", error)
+            found[name] = layer, fitted_record(layer, weight, name, "svd", config)
         share_factor(layers)
         return found
 

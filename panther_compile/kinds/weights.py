@@ -9,7 +9,8 @@ from panther_compile.config import SketchConfig
 from panther_compile.factorization.candidates import Candidate, LinearCandidate
 from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.factorize import LowRankPair, factorize, singular_values
-from panther_compile.records import Unit
+from panther_compile.layers.base import SketchedLayer
+from panther_compile.records import Fitted, Unit
 
 # Spectra of larger matrices cost minutes on a CPU; the planner then assumes a common decay.
 LARGEST_SPECTRUM = 4096
@@ -62,6 +63,14 @@ def fit_matrix(weight: Tensor, name: str, rank: int, config: SketchConfig) -> Lo
         sketch=config.sketch,
         generator=generator_for(name, config, weight.device),
     )
+
+
+def fitted_record(
+    layer: SketchedLayer, weight: Tensor, name: str, method: str, config: SketchConfig
+) -> Fitted:
+    """What came of a weight that a layer stands for now, by the name of its unit."""
+    error = layer.weight_error(weight, generator_for(name, config, weight.device))
+    return Fitted(layer.scheme, layer.ranks, method, error)
 
 
 def generator_for(name: str, config: SketchConfig, device: torch.device) -> torch.Generator:
