@@ -250,6 +250,5 @@ def _expected(study: Study, plan: SketchPlan, names: Sequence[str]) -> float:
     if choices[names[0]].sharing:
         return float(study.values[stack_name(names)][choices[names[0]].rank :].square().sum())
     return sum(
-        study.sensitivity.get(name, 1.0) * float(study.values[name][choices[name].rank :].square().sum())
-        for name in names
+        study.cost(name) * float(study.values[name][choices[name].rank :].square().sum()) for name in names
     )

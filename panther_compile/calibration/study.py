@@ -90,6 +90,13 @@ class Study:
         """Whether so many bytes of one kind can be kept."""
         return self.disk is not None or held <= MAX_BYTES
 
+    def cost(self, name: str) -> float:
+        """What the mean squared error of a layer's outputs does to the result; 1 where no gradient tells.
+
+        Errors of all rows add up: a large map has many, what is pooled one for each picture.
+        """
+        return self.sensitivity[name] * self.reached.get(name, 0) if name in self.sensitivity else 1.0
+
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
         return next(one.coupling for one in self.losses.values() if one.coupling.names == choice.link)
@@ -103,12 +110,12 @@ class Study:
         return Stack.of([one.weight_and_bias()[0] for one in targets], metrics, self.put)
 
     def metrics(self, targets: Iterable[Target]) -> Iterator[Tensor | None] | None:
-        """The weights of errors s G of some layers, None if gradients tell only of some; likewise."""
+        """The weights c G of errors of some layers, c being the cost; None if gradients tell only of some."""
         names = [target.name for target in targets]
         known = [name in self.weights for name in names]
         if any(known) and not all(known):
             return None
-        return (self.sensitivity[one] * self.weights[one].double() if all(known) else None for one in names)
+        return (self.cost(one) * self.weights[one].double() if all(known) else None for one in names)
 
 
 def study_layers(
@@ -259,7 +266,7 @@ def _study_layer(
     left, right = best_low_rank(weight, moments, gradient, min(weight.shape))
     study.values[name] = term_sizes(left, right, moments.covariance, gradient)
     _keep_factors(study, name, left, right, moments.mean_x)
-    parts.add(name, moments.covariance, study.sensitivity.get(name, 1.0))
+    parts.add(name, moments.covariance, study.cost(name), study.reached[name])
     if coupling is not None:
         _study_reader(study, coupling, weight, moments, gradient)
 
@@ -331,7 +338,7 @@ def _study_reader(
         return
     rows = rooted(lower_root(gradient), weight)
     basis = choose_features(coupling, rows, moments.covariance)
-    scale = study.sensitivity[coupling.reader]
+    scale = study.cost(coupling.reader)
     narrowed, tails = (scale * one for one in reader_losses(coupling, rows, moments.covariance, basis))
     basis = (basis.float() if basis.is_floating_point() else basis).contiguous()
     covariance, mean = moments.covariance.float().contiguous(), moments.mean_x.float().contiguous()
@@ -354,7 +361,7 @@ def _study_writers(study: Study, coupling: Coupling) -> None:
     for name in coupling.writers:
         left, weight = study.factors[name][0].double(), study.weights[name].double()
         lost = writer_losses(coupling, left, weight, study.between[coupling.name].basis)
-        members.append(study.sensitivity[name] * lost.cpu())
+        members.append(study.cost(name) * lost.cpu())
     members.append(losses.members[:, 0])
     longest = max(one.shape[1] for one in members)
     padded = [F.pad(one, (0, longest - one.shape[1]), value=torch.inf) for one in members]

@@ -47,7 +47,7 @@ def test_the_best_input_factor_where_inputs_are_alike():
     torch.manual_seed(0)
     weights, covariance = [normal(8, 20) for _ in range(PARTS)], positive(20)
     metrics = [positive(8) for _ in range(PARTS)]
-    values, left, right = best_of_parts(weights, metrics, PARTS * covariance, "pivoted")
+    values, left, right = best_of_parts(weights, metrics, covariance, "pivoted")
     inside = torch.linalg.cholesky(covariance)
     roots = [torch.linalg.cholesky(one) for one in metrics]
     whole = torch.cat([k.T @ w @ inside for k, w in zip(roots, weights, strict=True)])
