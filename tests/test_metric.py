@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import panther_compile as pc
 from panther_compile.calibration import study
+from panther_compile.calibration.sensitivity import OutputGradients
 from panther_compile.factorization.fit_matrix import fit_beside, fit_matrix_to
 from panther_compile.factorization.metric import among, rooted, unrooted, weighed, whole
 from panther_compile.factorization.moments import MomentSums
@@ -92,7 +93,7 @@ def test_wide_layers_know_which_outputs_count(
     full = pc.sketchify(model, 0.5, data=data, **options)
     monkeypatch.setattr(study, "LARGEST_GRADIENT", 40)
     wide = pc.sketchify(model, 0.5, data=data, **options)
-    monkeypatch.setattr(study, "output_gradients", lambda *given, **named: {})
+    monkeypatch.setattr(study, "output_gradients", lambda *given, **named: OutputGradients())
     none = pc.sketchify(model, 0.5, data=data, **options)
     errors = [far(one, model, x[256:]) for one in (full, wide, none)]
     assert max(errors[:2]) < 0.8 * errors[2], errors

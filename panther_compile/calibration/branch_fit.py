@@ -125,7 +125,7 @@ def _output_gradients(
     dims = dict.fromkeys(few, -1)
     return output_gradients(
         side.model, side.watched, dims, calls, seed=0, logits=logits, progress=False, shrunk=True
-    )
+    ).means
 
 
 def losses_by_rank(

@@ -37,7 +37,7 @@ from panther_compile.storage import UNFINISHED, checked_path, replace_file
 from panther_compile.tensors_on_disk import TensorsOnDisk
 from panther_compile.typed_json import read_record
 
-FORMAT = "panther_compile.calibration 7"
+FORMAT = "panther_compile.calibration 8"
 MANIFEST = "calibration.json"
 _SINGLE = ("values", "weights", "shares")  # of a study: a tensor of a name
 _PARTS = {"factors": 3, "links": 6, "patches": 4}  # several
@@ -52,7 +52,8 @@ class KeptStudy:
     """What a study holds beside tensors, see `Study`.
 
     Attributes:
-        sensitivity: likewise; so for the next four.
+        sensitivity: likewise; so for the next five.
+        rows: of outputs.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.
@@ -61,6 +62,7 @@ class KeptStudy:
     """
 
     sensitivity: dict[str, float]
+    rows: dict[str, int]
     power: dict[str, float]
     reached: dict[str, int]
     shared: list[list[list[str]]]

@@ -12,6 +12,7 @@ the multiple of the identity of its trace, the more, the more the projections di
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,19 @@ _PROJECTIONS = 2
 _AT_ONCE = 1 << 25  # numbers of a result, which takes several times its size
 
 
+@dataclass(frozen=True, slots=True)
+class OutputGradients:
+    """What gradients at the outputs of layers say, by the name of the layer; missing where none arrives.
+
+    Attributes:
+        means: E[g gᵀ] (O, O) over rows, float64, or its diagonal (O,).
+        rows: how many rows of outputs the layer gave, in all of its calls.
+    """
+
+    means: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+
+
 def output_gradients(
     model: nn.Module,
     watched: Mapping[str, Watched],
@@ -50,8 +64,8 @@ def output_gradients(
     shrunk: bool = False,
     disk: TensorsOnDisk | None = None,
     squares: Container[str] = (),
-) -> dict[str, Tensor]:
-    """E[g gᵀ] (O, O), float64, of each watched layer's output; layers that no gradient reaches are missing.
+) -> OutputGradients:
+    """E[g gᵀ] of each watched layer's output.
 
     Args:
         model: a copy of the dense model that holds the replacements.
@@ -101,7 +115,10 @@ def output_gradients(
     for one in watched.values():
         one.on_output = None
     reached = {name: found for name, found in sums.items() if bool(found.squares_of().sum() > 0)}
-    return {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()}
+    return OutputGradients(
+        {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()},
+        {name: found.rows_given // _PROJECTIONS for name, found in reached.items()},
+    )
 
 
 def weight_of_errors(gradient: Tensor, share: float = SHARE_OF_G) -> tuple[Tensor, float]:
@@ -167,12 +184,14 @@ class _Sum:
     Attributes:
         total: (O, O), or its diagonal (O,), float64.
         rows: how many.
+        rows_given: the same with those of further calls, of which no gradient is taken.
         squares: sum of the squared norms of what each projection added, if it is to be shrunk.
         square_rows: sum of the squared numbers of rows of each, likewise.
     """
 
     total: Tensor
     rows: int = 0
+    rows_given: int = 0
     squares: float = 0.0
     square_rows: int = 0
 
@@ -214,6 +233,7 @@ class _Taps:
         disk: likewise.
         shrunk: likewise.
         zeros: added to the outputs; what gradients are asked for, so that those of outputs come by.
+        times: how often each layer was called.
         scale: what gradients were multiplied by.
     """
 
@@ -224,10 +244,12 @@ class _Taps:
     disk: TensorsOnDisk | None
     shrunk: bool
     zeros: dict[str, Tensor] = field(default_factory=dict)
+    times: Counter[str] = field(default_factory=Counter)
     scale: float = 1.0
 
     def hand_on(self, name: str, out: Tensor) -> Tensor:
         """See `Watched.on_output`."""
+        self.times[name] += 1
         if name in self.zeros:  # called again: the first call counts
             return out
         zero = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
@@ -256,5 +278,6 @@ class _Taps:
         else:
             self.sums[name] = _Sum(total if self.disk is None else self.disk.put(total))
         self.sums[name].rows += rows
+        self.sums[name].rows_given += rows * self.times[name]
         self.sums[name].squares += square
         self.sums[name].square_rows += rows**2

@@ -50,6 +50,7 @@ class Study:
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
         weights: G, float32, of wide layers its diagonal; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
+        rows: how many rows of outputs the layer gave where gradients were taken; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         patches: what kernels of k x k read.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
@@ -66,6 +67,7 @@ class Study:
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     patches: dict[str, PatchMoments] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Study:
 
         Errors of all rows add up: a large map has many, what is pooled one for each picture.
         """
-        return self.sensitivity[name] * self.reached.get(name, 0) if name in self.sensitivity else 1.0
+        return self.sensitivity[name] * self.rows[name] if name in self.sensitivity else 1.0
 
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
@@ -161,6 +163,7 @@ def study_layers(
         Study(
             weights=like.weights,
             sensitivity=like.sensitivity,
+            rows=like.rows,
             shares=like.shares,
             reached=reached,
             power=power,
@@ -197,7 +200,7 @@ def _study_gradients(
     wide = {name for name, one in targets.items() if one.outputs > LARGEST_GRADIENT}
     known = {name: one for name, one in targets.items() if name not in wide or one.view.is_linear}
     views = {name: one.view for name, one in known.items()} | ties.views
-    gradients = output_gradients(
+    found = output_gradients(
         side.model,
         {name: side.watched[name] if name in known else side.followers[name] for name in views},
         {name: view.channel_dim for name, view in views.items()},
@@ -208,6 +211,8 @@ def _study_gradients(
         disk=study.disk,
         squares=ties.heads | wide,
     )
+    gradients = found.means
+    study.rows.update(found.rows)
     for name in ties.views:
         if name in gradients:
             outer = gradients.pop(name)
@@ -297,6 +302,7 @@ def _study_ties(study: Study, target: Target, sums: TableSums, ties: Ties) -> No
     gradient = study.sensitivity[name] * study.weights[name].double() if name in study.weights else None
     study.shares[name], metric = ties.wanted(target, sums, gradient)
     study.sensitivity[name] = float(metric.diagonal().mean())
+    study.rows[name] = max(study.rows.get(one, 0) for one in (name, *target.ties))
     study.weights[name] = study.put((metric / study.sensitivity[name]).float())
 
 

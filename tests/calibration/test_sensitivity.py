@@ -26,7 +26,7 @@ def gradients(model, x, **options):
         seed=0,
         progress=False,
         **options,
-    )
+    ).means
 
 
 def test_last_layer_of_features_is_the_identity():
