@@ -317,7 +317,8 @@ class Fitted:
             layer, whose weights are not those of the dense one.
         output_error: relative error of the layer's output on the calibration data, behind the sketched
             layers before it, after the fit; None without data.
-        sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
+        sensitivity: what the square of a small output_error does to the result: twice the divergence of
+            logits, in nats a row, or the squared relative error of other results; likewise.
         predicted_error: of the whitened matrix cut at its rank, on what the dense model computes; likewise,
             of matrices.
         note: what is to be known about the data that it was fitted to; empty if there is nothing.

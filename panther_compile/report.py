@@ -50,7 +50,8 @@ class ReportRow:
         predicted_error: relative error of the layer's output that the plan expected on data, from what the
             dense model computes; of matrices that were fitted to data, else None.
         output_error: the same after the fit, behind the sketched layers before it; None without data.
-        sensitivity: mean square of the gradient of the model's result at the layer's output; likewise.
+        sensitivity: what the square of a small output_error does to the result: twice the divergence of
+            logits, in nats a row, or the squared relative error of other results; likewise.
         note: what is to be known about the data that it was fitted to; empty if there is nothing.
         shared: whose weight it has, or with whom it shares an input factor or is narrowed; the first of them
             counts what is shared. Empty if with none.

@@ -274,7 +274,7 @@ class LayerFit:
         weight = target.view.whole_weight().detach()
         return replace(
             fitted_of(layer, weight, target.name, rows, error, self._config),
-            sensitivity=self._study.sensitivity.get(target.name),
+            sensitivity=self._study.damage(target.name),
             predicted_error=self.choices[target.name].error if target.name in self._study.values else None,
         )
 

@@ -53,7 +53,6 @@ class KeptStudy:
 
     Attributes:
         sensitivity: likewise; so for the next five.
-        rows: of outputs.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.
@@ -62,7 +61,7 @@ class KeptStudy:
     """
 
     sensitivity: dict[str, float]
-    rows: dict[str, int]
+    rows: dict[str, float]
     power: dict[str, float]
     reached: dict[str, int]
     shared: list[list[list[str]]]

@@ -45,11 +45,12 @@ class OutputGradients:
 
     Attributes:
         means: E[g gᵀ] (O, O) over rows, float64, or its diagonal (O,).
-        rows: how many rows of outputs the layer gave, in all of its calls.
+        rows: of outputs that the layer gave, in all of its calls, for each row of logits, or number of other
+            results.
     """
 
     means: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
 
 
 def output_gradients(
@@ -80,6 +81,7 @@ def output_gradients(
         squares: layers of so many outputs that only the diagonal E[g²] (O,) is wanted.
     """
     sums: dict[str, _Sum] = {}
+    given = 0
     every = max(1, round(1 / _BATCHES))
     used = divided_by_results(model, calls[::every], _AT_ONCE)
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
@@ -91,7 +93,8 @@ def output_gradients(
             result = run_dense(model, call)
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
-                number, taps.scale = _projected(result, kept, generator, logits)
+                number, taps.scale, rows = _projected(result, kept, generator, logits)
+                given += rows
                 if number is None or not taps.zeros:
                     break
                 try:
@@ -117,7 +120,7 @@ def output_gradients(
     reached = {name: found for name, found in sums.items() if bool(found.squares_of().sum() > 0)}
     return OutputGradients(
         {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()},
-        {name: found.rows_given // _PROJECTIONS for name, found in reached.items()},
+        {name: found.rows_given / given for name, found in reached.items()},
     )
 
 
@@ -131,13 +134,14 @@ def weight_of_errors(gradient: Tensor, share: float = SHARE_OF_G) -> tuple[Tenso
 
 def _projected(
     result: Any, kept: Tensor | None, generator: torch.Generator, logits: Logits
-) -> tuple[Tensor | None, float]:
+) -> tuple[Tensor | None, float, int]:
     """A random number that depends on every tensor of the result that has a gradient; None if none has.
 
-    And what it was multiplied by, a power of 2: so that its gradients are numbers of float16.
+    And what it was multiplied by, a power of 2: so that its gradients are numbers of float16; and how many
+    rows of logits, or other numbers, the result has.
     """
     total: Tensor | None = None
-    least = math.inf
+    least, given = math.inf, 0
     for name, tensor in named_tensors(result):
         if not tensor.requires_grad:
             continue
@@ -165,10 +169,11 @@ def _projected(
             root = (squares / count).clamp_min(1e-30).sqrt().to(rows.dtype)
             part, size = part / root, float(root)
         total, least = part if total is None else total + part, min(least, size)
+        given += count // rows.shape[-1] if is_logits else count
     if total is None:
-        return None, 1.0
+        return None, 1.0, 0
     scale = 2.0 ** math.floor(math.log2(least))
-    return total * scale, scale
+    return total * scale, scale, given
 
 
 def _power_of_2(numbers: Tensor) -> float:

@@ -50,7 +50,7 @@ class Study:
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
         weights: G, float32, of wide layers its diagonal; missing where no gradient arrives.
         sensitivity: E[g²] of the layer's outputs, mean; likewise.
-        rows: how many rows of outputs the layer gave where gradients were taken; likewise.
+        rows: of outputs for each row of the result, see `OutputGradients`; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         patches: what kernels of k x k read.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
@@ -67,7 +67,7 @@ class Study:
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
     energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     patches: dict[str, PatchMoments] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
@@ -98,6 +98,17 @@ class Study:
         Errors of all rows add up: a large map has many, what is pooled one for each picture.
         """
         return self.sensitivity[name] * self.rows[name] if name in self.sensitivity else 1.0
+
+    def damage(self, name: str) -> float | None:
+        """What losing all that a layer gives would do to the result, were it small; None if unknown.
+
+        The squared relative error of the layer's outputs times this is twice the divergence of logits, a row,
+        or the squared relative error of other results.
+        """
+        if name not in self.sensitivity:
+            return None
+        power = self.values[name].square().sum() if name in self.values else self.power.get(name, 0.0)
+        return self.cost(name) * float(power)
 
     def coupling(self, choice: Choice) -> Coupling:
         """The one that a choice is of."""
@@ -302,7 +313,7 @@ def _study_ties(study: Study, target: Target, sums: TableSums, ties: Ties) -> No
     gradient = study.sensitivity[name] * study.weights[name].double() if name in study.weights else None
     study.shares[name], metric = ties.wanted(target, sums, gradient)
     study.sensitivity[name] = float(metric.diagonal().mean())
-    study.rows[name] = max(study.rows.get(one, 0) for one in (name, *target.ties))
+    study.rows[name] = max(study.rows.get(one, 0.0) for one in (name, *target.ties))
     study.weights[name] = study.put((metric / study.sensitivity[name]).float())
 
 

@@ -71,7 +71,7 @@ def _warning(record: SketchRecord, closeness: Closeness, fitted_to: str) -> str:
 def _worst(record: SketchRecord) -> list[str]:
     """Names of the layers whose outputs lose most of what the result minds; empty without data."""
     lost: list[tuple[float, Any]] = [
-        (one.output_error**2 * (one.sensitivity or 1.0), name)
+        (one.output_error**2 * (1.0 if one.sensitivity is None else one.sensitivity), name)
         for name, one in record.fitted.items()
         if one.output_error is not None
     ]

@@ -110,7 +110,7 @@ def draw_layers(
         places_of = [place for place, value in enumerate(sensitivity) if value]
         axes[2].scatter([sensitivity[place] for place in places_of], places_of, s=18, color=_BLUE)
         axes[2].set(xscale="log")
-        axes[2].set_xlabel("sensitivity, E[g²] (log)", fontsize=8)
+        axes[2].set_xlabel("sensitivity (log)", fontsize=8)
     is_tall = len(names) > 60  # the axes are then named where reading starts
     for place, axis in enumerate(axes):
         axis.tick_params(axis="x", labelsize=7, top=is_tall, labeltop=is_tall)

@@ -68,3 +68,28 @@ def test_errors_of_all_layers_cost_what_the_study_says(case):
             outputs = layer.weight.shape[0]
             ratios[name] = math.log(study.cost(name) * outputs * NOISE**2 / lost)
     assert max(ratios.values()) - min(ratios.values()) < math.log(2.0), ratios
+
+
+@pytest.mark.parametrize("logits", [True, False])
+def test_what_a_small_error_does_is_as_far_as_results_are_off(logits):
+    torch.manual_seed(0)
+    model, batches = Routes().eval(), [torch.randn(64, 16) for _ in range(24)]
+    targets, _ = find_targets([Site(name, one, "Linear") for name, one in model.named_children()])
+    calls = [Call((x,), {}) for x in batches]
+    study = study_layers(watch(model, targets), targets, calls, seed=0, logits=logits, progress=False)[0]
+    off, squares, rows, power = 0.0, 0.0, 0, 0.0
+    with torch.no_grad():
+        for x in batches:
+            wanted, out = model(x), model.first(x)
+            handle = model.first.register_forward_hook(
+                lambda _, given, out: out + NOISE * torch.randn_like(out)
+            )
+            found = model(x)
+            handle.remove()
+            rows, power = rows + len(x), power + float((out - model.first.bias).square().sum())
+            squares += float(wanted.square().sum())
+            chances = wanted.softmax(-1)
+            divergence = 2 * (chances * (wanted.log_softmax(-1) - found.log_softmax(-1))).sum()
+            off += float(divergence if logits else (found - wanted).square().sum())
+    relative = NOISE**2 * rows * model.first.out_features / power
+    assert off / (rows if logits else squares) == pytest.approx(study.damage("first") * relative, rel=0.3)
