@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from panther_compile.calibration.study import study_layers
+from panther_compile.config import SketchConfig
 from panther_compile.kinds.targets import find_targets, watch
 from panther_compile.models.batches import Call
 from panther_compile.records import Site
@@ -45,15 +46,20 @@ CASES = {
 }
 
 
+def studied(model: nn.Module, batches: list[torch.Tensor], output: str):
+    sites = [Site(name, one, type(one).__name__) for name, one in model.named_children()]
+    targets, _ = find_targets(sites)
+    calls, config = [Call((x,), {}) for x in batches], SketchConfig(output=output, progress=False)
+    return study_layers(watch(model, targets), targets, calls, config)[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_errors_of_all_layers_cost_what_the_study_says(case):
     """White errors of a layer's outputs: the squared distance of the results over what the study expects."""
     torch.manual_seed(0)
     build, draw = CASES[case]
     model, batches = build().eval(), [draw() for _ in range(24)]
-    targets, _ = find_targets([Site(name, one, type(one).__name__) for name, one in model.named_children()])
-    calls = [Call((x,), {}) for x in batches]
-    study = study_layers(watch(model, targets), targets, calls, seed=0, logits=False, progress=False)[0]
+    study = studied(model, batches, "features")
     ratios = {}
     with torch.no_grad():
         for name, layer in model.named_children():
@@ -74,9 +80,7 @@ def test_errors_of_all_layers_cost_what_the_study_says(case):
 def test_what_a_small_error_does_is_as_far_as_results_are_off(logits):
     torch.manual_seed(0)
     model, batches = Routes().eval(), [torch.randn(64, 16) for _ in range(24)]
-    targets, _ = find_targets([Site(name, one, "Linear") for name, one in model.named_children()])
-    calls = [Call((x,), {}) for x in batches]
-    study = study_layers(watch(model, targets), targets, calls, seed=0, logits=logits, progress=False)[0]
+    study = studied(model, batches, "logits" if logits else "features")
     off, squares, rows, power = 0.0, 0.0, 0, 0.0
     with torch.no_grad():
         for x in batches:
