@@ -10,6 +10,7 @@ from torch import nn
 from panther_compile.config import Selector, SketchConfig, SketchOptions, check_type
 from panther_compile.errors import WrappedModelError
 from panther_compile.kinds.match import is_adapter
+from panther_compile.kinds.plain_form import note_origin
 from panther_compile.layers.base import check_factors, outermost, sketched_layers
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
@@ -144,9 +145,10 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     """Multiply the factors out: ordinary layers again, with the outputs and the hooks of the sketched ones.
 
     Hooks on factors and on their tensors go with them. A layer that made its weight in each call, as weight
-    norm does, becomes a plain one, which `from_pretrained` of the model's class does not bring back: it finds
-    no weight under the names of weight norm, and makes another weight, without a word, of one that a forward
-    of the layer's own standardizes or scales (as in BiT and NFNets). Save the sketch, not what is densified.
+    norm does, becomes a plain one, which the model's class does not bring back: it finds no weight under the
+    names of weight norm, and makes another weight, without a word, of one that a forward of the layer's own
+    standardizes or scales (as in BiT and NFNets). So `save_pretrained` refuses it, and its `state_dict` must
+    not be loaded into that class. Save the sketch, not what is densified.
 
     Args:
         model: a model with sketched layers.
@@ -170,6 +172,7 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
         _tie_again(dense)
         for layer, plain in dense.items():
             share_hooks(layer, plain)
+            note_origin(layer, plain)
         result = replace_inside(model, dense) if inplace else copy_model(model, dense)
         lower_own_weights(result)
     turn_on_nested_tensors(result)

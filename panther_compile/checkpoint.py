@@ -28,7 +28,7 @@ from panther_compile.errors import (
     CheckpointVersionError,
     ConfigTypeError,
 )
-from panther_compile.kinds.plain_form import plain_form
+from panther_compile.kinds.plain_form import note_origin, plain_form
 from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import (
     SketchedLayer,
@@ -377,7 +377,7 @@ def empty_layers(
             ) from error
         layer = described_layer(entry.type, entry.spec, f"{path}: {entry.name!r}").adopt(old)
         _check_size(old, layer, entry.name, model, path)
-        new[old] = layer.train(old.training)
+        new[old] = note_origin(old, layer).train(old.training)
     return new
 
 

@@ -21,6 +21,7 @@ from panther_compile.integrations.diffusion import (
     register,
     tie,
 )
+from panther_compile.kinds.plain_form import check_origins
 from panther_compile.layers.base import check_held
 
 _theirs = ModelMixin.save_pretrained
@@ -28,6 +29,7 @@ _theirs = ModelMixin.save_pretrained
 
 @functools.wraps(_theirs)
 def _save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+    check_origins(self)
     register(self)
     check_held(self, "call save_pretrained")
     return _theirs(self, *args, **options)

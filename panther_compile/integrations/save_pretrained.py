@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from panther_compile.integrations.model_card import write_model_card
 from panther_compile.integrations.pretrained import SketchedModelQuantizer, register
+from panther_compile.kinds.plain_form import check_origins
 
 _theirs = PreTrainedModel.save_pretrained
 
@@ -28,6 +29,7 @@ def _save_pretrained(
     *args: Any,
     **options: Any,
 ) -> Any:
+    check_origins(self)
     register(self)
     quantizer = getattr(self, "hf_quantizer", None)
     if not isinstance(quantizer, SketchedModelQuantizer):

@@ -11,6 +11,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.errors import WeightError
 from panther_compile.factorization.factorize import decomposition_work
 from panther_compile.kinds.base import Kind
+from panther_compile.kinds.plain_form import note_origin
 from panther_compile.kinds.registry import kind_of
 from panther_compile.layers.base import SketchedLayer, take_over
 from panther_compile.names import dotted
@@ -113,6 +114,7 @@ def sketch_parts(
 def replacements_of(site: Site, kind: Kind, layer: nn.Module) -> dict[nn.Module, nn.Module]:
     """The replacement of a site, and of the modules tied to it, by the dense module."""
     new = {site.module: layer}
+    note_origin(site.module, layer)
     for _, other in site.tied:
         assert isinstance(layer, SketchedLayer)
         new[other] = kind.share(layer, other)

@@ -19,7 +19,9 @@ from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm, _WeightN
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from panther_compile.errors import CheckpointError
 from panther_compile.kinds.match import CALLS, added_by_subclass, identities, read_forward_of_both_modes
+from panther_compile.layers.base import SketchedLayer
 from panther_compile.models.surroundings import eval_mode
 
 _CALLS = {nn.Linear: F.linear, nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -34,6 +36,7 @@ _PURE = frozenset(
     """.split()  # noqa: SIM905
 )
 _READS = ("T", "mT", "shape", "dtype", "ndim")
+_ORIGIN = "_panther_made_its_weight"  # on what stands for a layer that made its weight: the class of that
 
 
 def plain_form(module: nn.Module) -> nn.Module:
@@ -50,6 +53,43 @@ def plain_form(module: nn.Module) -> nn.Module:
     if base is None or (type(module) is base and not module._forward_pre_hooks):
         return module
     return _without_own_forward(_without_hooks(_without_parametrizations(module)), base)
+
+
+def note_origin(old: nn.Module, new: nn.Module) -> nn.Module:
+    """The replacement of a layer, on which it notes whether that makes another weight of the one it holds."""
+    made = vars(old).get(_ORIGIN) or (type(old).__name__ if _makes_another(old) else "")
+    if made:
+        vars(new)[_ORIGIN] = made
+    return new
+
+
+def check_origins(model: nn.Module) -> None:
+    """Check that the class of a model makes nothing else of the weights that its dense layers hold.
+
+    Raises:
+        CheckpointError: a layer that was densified stands for one that makes its weight in each call.
+    """
+    for name, module in model.named_modules():
+        made = vars(module).get(_ORIGIN)
+        if made and not isinstance(module, SketchedLayer):
+            raise CheckpointError(
+                f"{name or 'the model'} was densified, and is a {made} in the model's class, which makes "
+                "another weight of the one that it is given in each call: from_pretrained would be wrong, "
+                "save the sketch"
+            )
+
+
+def _makes_another(module: nn.Module) -> bool:
+    plain = plain_form(module)
+    if plain is module:
+        return False
+    for name in ("weight", "bias"):
+        made, held = getattr(plain, name, None), module._parameters.get(name)
+        if made is None or made is held:
+            continue
+        if held is None or held.is_meta or not torch.equal(made, held.to(made.dtype)):
+            return True
+    return False
 
 
 def _without_parametrizations(module: nn.Module) -> nn.Module:

@@ -1,10 +1,12 @@
 """Folders of sketches that are read as another class than was saved, or written by another model."""
 
+import copy
+
 import pytest
 import torch
 import transformers
 from torch.nn.utils import prune
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitConfig, BitForImageClassification
 
 import panther_compile as pc
 from panther_compile.errors import CheckpointError, CheckpointMismatchError
@@ -69,6 +71,19 @@ def test_a_dense_model_of_tied_sketches_is_saved_as_any(loaded, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, dense(IDS).logits)
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_dense_model_is_not_saved_for_a_class_that_standardizes_its_weights(loaded, tmp_path):
+    config = BitConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], num_groups=4, num_labels=4)
+    small = pc.sketchify(BitForImageClassification(config).eval(), 0.5, **OPTIONS)
+    if loaded:
+        small.save_pretrained(tmp_path / "small")
+        small = BitForImageClassification.from_pretrained(tmp_path / "small").eval()
+    for dense in (pc.densify(small), copy.deepcopy(pc.densify(small, inplace=True))):
+        with pytest.raises(CheckpointError, match=r"was densified, and is a WeightStandardizedConv2d"):
+            dense.save_pretrained(tmp_path / "dense")
+    BitForImageClassification(config).save_pretrained(tmp_path / "other")
 
 
 def test_a_dense_model_of_the_config_of_a_sketch(tmp_path):
