@@ -275,6 +275,28 @@ def test_the_logits_of_pretraining_are_taken_at_their_word():
     )
 
 
+class Painter(nn.Module):
+    """As masked autoencoders do: what it calls logits are pixels, which it takes its loss of."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.body(pixel_values)
+        return {"loss": (logits - pixel_values).square().mean(), "logits": logits}
+
+
+def test_what_a_loss_of_the_inputs_is_beside_are_no_logits():
+    images = [{"pixel_values": torch.randn(8, 6, 48)} for _ in range(4)]
+    kind = recognize_output(Painter(), record_calls(Painter(), images))
+    assert kind.output == "features"
+    assert "stand for the inputs" in kind.why
+    for labels in (torch.zeros(8, dtype=torch.long), torch.zeros(8, 48)):
+        with_labels = [one | {"labels": labels} for one in images]
+        assert recognize_output(Painter(), record_calls(Painter(), with_labels)).why == NAMED
+
+
 class Beside(Characters):
     """Logits in a tuple, beside the loss of targets or a cache, as nanoGPT and decoders of others give."""
 

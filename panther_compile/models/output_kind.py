@@ -1,7 +1,8 @@
 """What a model's result is: logits, whose rows are compared by their divergence, or something else.
 
 A result that names its logits is taken at its word, but for maps of a choice a pixel, as convolutions make:
-their last dimension is a width, and their rows no choices. Another tensor of it is taken for logits if a
+their last dimension is a width, and their rows no choices; and but for those that a loss of the inputs alone
+is beside, as the pixels that masked autoencoders paint. Another tensor of it is taken for logits if a
 linear layer makes it that is as wide as the vocabulary of an embedding, as a configuration's labels or as the
 model's num_classes, which those of timm have; if its rows are log-probabilities; or if its rows, as logits,
 would be sure of choices that differ from row to row, which those of a trained classifier are, and features
@@ -78,13 +79,15 @@ def recognize_output(model: nn.Module, calls: Sequence[Call]) -> OutputKind:
     seen: dict[str, list[_Made]] = {}
     most = 0
     for call in calls:
-        found, by, channels = _run(quiet, call)
+        found, by, channels, loss = _run(quiet, call)
         named = next((tensor for name, tensor in found if name in LOGITS), None)
         if named is not None:
             head = by.get(_place(named))
             if head is None and _is_map(named, channels):
                 what = "they are maps of a choice a pixel" if named.dim() > 3 else "they are maps"
                 return OutputKind("features", f"its logits have shape {tuple(named.shape)}, {what}")
+            if loss and not _has_targets(call):
+                return OutputKind("features", "its logits stand for the inputs, which its loss is of")
             return OutputKind("auto", NAMED, head)
         most, kept = max(most, len(found)), kept_positions(quiet, call)
         for name, tensor in found:
@@ -121,11 +124,11 @@ def check_output(model: nn.Module, calls: Sequence[Call], output: str | frozense
         return
     quiet = copy_sharing(model, {})
     results = [_run(quiet, call) for call in calls[: 1 if output == "logits" else _CALLS]]
-    keys = {name for found, _, _ in results for name, _ in found}
+    keys = {name for found, *_ in results for name, _ in found}
     if missing := sorted(output - keys) if isinstance(output, frozenset) else []:
         held = f"has tensors under {str(sorted(keys))[1:-1]}" if keys else "holds no floating tensor"
         raise ConfigError(f"output: nothing is under {missing}, the result of {type(model).__name__} {held}")
-    for found, by, channels in results:
+    for found, by, channels, _ in results:
         for name, tensor in found:
             is_said = output == "logits" or name in output
             if is_said and by.get(_place(tensor)) is None and _is_map(tensor, channels):
@@ -186,8 +189,11 @@ def _sureness(rows: Tensor) -> tuple[float, float]:
 
 def _run(
     model: nn.Module, call: Call
-) -> tuple[list[tuple[str, Tensor]], dict[_Place, str], dict[_Place, int]]:
-    """The floating tensors of the result; linear layers, and channels of convolutions, by what they gave."""
+) -> tuple[list[tuple[str, Tensor]], dict[_Place, str], dict[_Place, int], bool]:
+    """The floating tensors of the result; linear layers, and channels of convolutions, by what they gave.
+
+    And whether a loss is in the result.
+    """
     by: dict[_Place, str] = {}
     channels: dict[_Place, int] = {}
     held: list[Tensor] = []  # so that no address is used again
@@ -210,11 +216,19 @@ def _run(
     ]
     try:
         with torch.no_grad():
-            found = list(named_tensors(run_dense(model, call)))
+            result = run_dense(model, call)
+            found = list(named_tensors(result))
     finally:
         for handle in handles:
             handle.remove()
-    return found, by, channels
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return found, by, channels, isinstance(loss, Tensor)
+
+
+def _has_targets(call: Call) -> bool:
+    """Whether a call may have targets in it, which are integers, or said to be labels, of whatever type."""
+    integers = any(not one.is_floating_point() and one.dtype != torch.bool for one in call.tensors)
+    return integers or any("label" in name or "target" in name for name in call.kwargs)
 
 
 def _is_map(tensor: Tensor, channels: Mapping[_Place, int]) -> bool:
