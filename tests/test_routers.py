@@ -111,3 +111,40 @@ def test_one_output_beside_a_list_of_one_is_no_router():
     plan = pc.plan_sketch(Durations(), 0.5, **OPTIONS)
     (reason,) = [line.reason for line in plan.layers if line.name == "linear"]
     assert "router" not in reason
+
+
+class Head(nn.Module):
+    """An MLP of three layers, as heads of boxes are; its last layer gives four numbers."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, outputs)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Detector(nn.Module):
+    """Three classes beside a head of three layers, four numbers of a box beside a decoder of four blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Sequential(nn.Linear(n, 32), nn.ReLU()) for n in (16, 24, 32, 48))
+        self.decoder = nn.Sequential(nn.ModuleList(experts()[:4]))
+        self.boxes, self.classes = Head(4), nn.Linear(32, 3)
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, maps):
+        x = sum(level(one) for level, one in zip(self.levels, maps, strict=True))
+        for block in self.decoder[0]:
+            x = x + block(x)
+        return self.boxes(x), self.classes(x), self.last(x)
+
+
+def test_heads_beside_lists_of_as_many_layers_are_no_routers():
+    plan = pc.plan_sketch(Detector(), 0.5, **OPTIONS)
+    reasons = {line.name: line.reason for line in plan.layers}
+    assert "router" not in reasons["classes"]
+    assert "router" not in reasons["boxes.layers.2"]

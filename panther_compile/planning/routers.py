@@ -14,7 +14,9 @@ _LEVELS = 3  # above a layer, where its experts are looked for: `mlp.gate.wg` be
 def is_router(model: nn.Module, name: str, outputs: int) -> bool:
     """Whether a layer has as many outputs as there are experts beside it, or beside what it is a part of.
 
-    Experts are modules of one type in a list or a dictionary, or matrices in 3-D parameters of one module.
+    Experts are modules of one form in a list or a dictionary, or matrices in 3-D parameters of one module.
+    Where they are deep in what is beside the layer, that is not deep itself: the last layer of a head is no
+    router of the blocks of a decoder beside it.
 
     Args:
         model: that holds the layer.
@@ -25,9 +27,11 @@ def is_router(model: nn.Module, name: str, outputs: int) -> bool:
     above = [model]
     for key in keys[:-1]:  # a module may hide its parts from attribute access
         above.append(dict(above[-1].named_children())[key])
-    for parent, own in list(zip(above, keys, strict=True))[-_LEVELS:]:
-        beside = (child for key, child in parent.named_children() if key != own)
-        if any(outputs in _counts(child) for child in beside):
+    for depth, (parent, own) in enumerate(list(zip(above, keys, strict=True))[: -_LEVELS - 1 : -1], 1):
+        beside = [child for key, child in parent.named_children() if key != own]
+        if depth < _LEVELS:
+            beside += [part for child in beside for part in child.children()]
+        if any(outputs in _counts(one) for one in beside):
             return True
     return False
 
@@ -41,11 +45,21 @@ def expert_counts(model: nn.Module) -> frozenset[int]:
 
 
 def _counts(module: nn.Module) -> Iterator[int]:
-    """How many experts a module has, or the modules in it."""
-    for one in (module, *module.children()):
-        parts = list(one.children())
-        if isinstance(one, nn.ModuleList | nn.ModuleDict) and len({type(part) for part in parts}) == 1:
-            yield len(parts)
-        # Kernels of one axis are no matrices.
-        if not isinstance(one, _ConvNd) and not type(one).__module__.startswith("torch."):
-            yield from {len(stack) for stack in one._parameters.values() if is_stack(stack)}
+    """How many experts a module holds itself."""
+    parts = list(module.children())
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and len({_form(part) for part in parts}) == 1:
+        yield len(parts)
+    # Kernels of one axis are no matrices.
+    if not isinstance(module, _ConvNd) and not type(module).__module__.startswith("torch."):
+        yield from {len(stack) for stack in module._parameters.values() if is_stack(stack)}
+
+
+def _form(part: nn.Module) -> tuple[object, ...]:
+    """What experts have in common: their type, and what they take; single layers give as much too.
+
+    Layers of an MLP differ in that, and so do those that bring maps of several sizes to one.
+    """
+    if not part._modules:
+        return type(part), *(one.shape for one in part._parameters.values() if one is not None)
+    first = next((one for one in part.parameters() if one.dim() > 1), None)
+    return type(part), None if first is None else first.shape[1:]
