@@ -17,7 +17,7 @@ from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.registry import KINDS, find_kind
 from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.linear_replacement import LinearReplacement
-from panther_compile.layers.own_weights import OwnWeight
+from panther_compile.layers.own_weights import Matrices, OwnWeight
 from panther_compile.models.written_weights import written_weights
 from panther_compile.names import dotted
 from panther_compile.planning.asked_types import asked_types
@@ -337,7 +337,7 @@ def _output_head(
 
 
 def _is_in_blocks(model: nn.Module, name: str) -> bool:
-    """Whether a layer is inside a module of a list, or of a sequence of equal modules."""
+    """Whether a layer is inside a module of a list, or of a sequence of equal modules, or is of a stack."""
     parent = model
     for key in name.split(".")[:-1]:
         child = parent.get_submodule(key)
@@ -347,7 +347,7 @@ def _is_in_blocks(model: nn.Module, name: str) -> bool:
         if any(one is not child and _sizes(one) == _sizes(child) for one in others):
             return True
         parent = child
-    return isinstance(parent, nn.ModuleList)
+    return isinstance(parent, nn.ModuleList | Matrices)
 
 
 def _sizes(module: nn.Module) -> tuple[object, ...]:

@@ -1048,6 +1048,19 @@ def test_a_head_stays():
     assert set(layers_of(lifted(model))) == {"0.weight"}
 
 
+def test_the_last_matrix_of_a_stack_is_no_head():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w2 = drawn(N, D, H), drawn(N, H, D + 8)
+
+        def forward(self, x):
+            return torch.bmm(torch.bmm(x.expand(N, -1, -1), self.w1).relu(), self.w2).mean(0)
+
+    plan = pc.plan_sketch(nn.Sequential(nn.Linear(D, D), Experts()), 0.5, min_params=0, allow_slower=True)
+    assert {line.name for line in plan.sketched} >= {f"1.w2.{place}" for place in range(N)}
+
+
 def test_shared_parameters_stay():
     model = nn.Sequential(build(Einsum), build(Einsum))
     model[1].first = model[0].first
