@@ -295,7 +295,11 @@ def _device_plan(
 def _fit(
     graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, prices: Prices
 ) -> Partition | None:
-    """The best partition whose shards are chosen at some prices of memory; None if it does not fit."""
+    """The best partition whose shards are chosen at some prices of memory; None if it does not fit.
+
+    One in which a device has no parameter to train, as where what is tied is kept together, is taken where
+    there is no other.
+    """
     stages = mesh.pp * strategy.stages_per_device
     ring = Ring(mesh.tp, options.shared_link(mesh))
     plans = _plan(graphs, options, mesh, strategy, ring, prices)
@@ -313,7 +317,11 @@ def _fit(
         )
     found = (_cut(graphs, options, mesh, whole, plan, ring, prices) for whole, plan in divisible)
     fitting = [partition for partition in found if partition is not None]
-    return min(fitting, key=lambda partition: partition.step_seconds, default=None)
+    return min(
+        fitting,
+        key=lambda one: (options.training and one.has_idle_optimizers, one.step_seconds),
+        default=None,
+    )
 
 
 def _cut(

@@ -334,3 +334,22 @@ def test_every_device_that_trains_has_a_parameter():
     assert run.has_idle_optimizers
     fastest = partition_model(WorkBetween(1, 9), torch.randn(1, 257, 9), devices=4, global_batch=3)
     assert not fastest.has_idle_optimizers
+
+
+def test_every_device_that_trains_has_a_copy_of_the_only_parameter():
+    class Tied(nn.Module):
+        """The table is the head too; kept together, it leaves nothing to the other stage."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(100, 64)
+
+        def forward(self, ids):
+            x = self.table(ids)
+            for _ in range(3):
+                x = torch.softmax(x @ x.mT, -1) @ x
+            return x @ self.table.weight.T
+
+    ids = torch.randint(0, 100, (8, 64))
+    assert not partition_model(Tied(), ids, mesh={"pp": 2}).has_idle_optimizers
+    assert partition_model(Tied(), ids, mesh={"pp": 2}, tied="together").has_idle_optimizers
