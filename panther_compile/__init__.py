@@ -199,6 +199,7 @@ else:
         "transformers.quantizers.auto": "panther_compile.integrations.pretrained",
         "transformers.modeling_utils": "panther_compile.integrations.save_pretrained",
         "peft.tuners.lora.model": "panther_compile.integrations.adapters",
+        "peft.peft_model": "panther_compile.integrations.peft_models",
         "diffusers.quantizers.auto": "panther_compile.integrations.diffusion",
         "diffusers.models.modeling_utils": "panther_compile.integrations.diffusion_mixin",
     }

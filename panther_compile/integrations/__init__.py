@@ -17,6 +17,7 @@ latent_spans  Where keys and values lie: the spans of the sketched layers that m
 lightning_strategy   a strategy of Lightning that trains one module of a LightningModule by a partition
 model_card    A model card, README.md, beside what `save_pretrained` of transformers writes
 panther       Layers of Panther (pawX) as layers of ours
+peft_models   PEFT's models of prompts, and of several kinds of adapters at once, of sketched layers
 pretrained    `save_pretrained` and `from_pretrained` of transformers, for models with sketched layers
 saved_config  What the configs of transformers and diffusers have in common that tell of a sketch
 save_pretrained   What `save_pretrained` of transformers does besides

@@ -12,6 +12,7 @@ the weight, s B A = [W - L R]ₖ by truncated SVD; or of what the layer computes
 
 # O out_features, I in_features, R rank of the sketch, k rank of the adapter
 import copy
+import dataclasses
 import importlib
 import warnings
 from collections.abc import Sequence
@@ -57,8 +58,20 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """Plain LoRA alone; PEFT refuses the others."""
+        """Plain LoRA alone."""
         return {(): None}
+
+    def resolve_lora_variant(self, *, config: Any, **options: Any) -> None:
+        """Refuse all others, which PEFT does too, in a riddle.
+
+        Raises:
+            ConfigError: one is asked for.
+        """
+        for one in dataclasses.fields(config):
+            if one.metadata.get("is_lora_variant") and (asked := getattr(config, one.name)):
+                raise ConfigError(
+                    f"{one.name}={asked!r} is more than plain LoRA, which is all that a sketched layer takes"
+                )
 
     @property
     def bias(self) -> Any:

@@ -286,7 +286,7 @@ def test_what_cannot_be_is_refused():
     small = sketch(model)
     with pytest.raises(pc.PantherError, match="init_lora_weights='pissa' changes the weight"):
         adapt(small, init_lora_weights="pissa")
-    with pytest.raises(ValueError, match="use_dora"):
+    with pytest.raises(ConfigError, match="use_dora=True is more than plain LoRA"):
         adapt(small, use_dora=True)
     with pytest.raises(pc.PantherError, match="no sketched layer"):
         init_lora_from_dense(adapt(model), model)
@@ -342,3 +342,36 @@ def test_narrow_layers_with_adapters_are_not_densified(merged):
         pc.densify(tuned)
     wanted = logits(tuned)
     assert error(logits(pc.densify(tuned.merge_and_unload())), wanted) < 1e-5
+
+
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "p": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    "cpt": peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1] * 3, cpt_tokens_type_mask=[1] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_before_the_words_of_a_sketched_table(kind, tmp_path):
+    small = sketch(llama(), include="*")
+    tuned = peft.get_peft_model(copy.deepcopy(small), PROMPTS[kind]).eval()
+    assert tuned.word_embeddings is tuned.base_model.get_input_embeddings()
+    with torch.no_grad():
+        for parameter in tuned.prompt_encoder.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    assert logits(tuned).shape[1] > IDS.shape[1]
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small), tmp_path).eval()
+    assert torch.equal(logits(again), logits(tuned))
+
+
+def test_a_mixed_model_is_merged():
+    small = sketch(llama())
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    tuned = disturb(peft.get_peft_model(copy.deepcopy(small), config, mixed=True).eval())
+    wanted = tuned(input_ids=IDS).logits
+    merged = tuned.merge_and_unload()
+    assert error(logits(merged), wanted) < 1e-5
+    assert error(logits(small), wanted) > 1e-3
