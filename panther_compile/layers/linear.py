@@ -224,8 +224,10 @@ class SketchedLinear(LinearReplacement):
         return LinearCandidate(out_features, in_features, form).largest_rank(numbers)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map input (..., I), strided, sparse COO or jagged, to (..., O)."""
-        is_sparse = input.is_sparse is True  # a proxy of torch.fx would answer with another proxy
+        """Map input (..., I), strided, sparse (COO or CSR) or jagged, to (..., O)."""
+        if input.is_sparse_csr is True:  # a proxy of torch.fx would answer with another proxy
+            input = input.to_sparse()
+        is_sparse = input.is_sparse is True
         if input.is_cuda is True and not is_sparse:
             y = self._by_kernel(input)
             if y is not None:

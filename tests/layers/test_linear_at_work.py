@@ -161,6 +161,8 @@ def test_sparse_inputs(form, shape, replaced):
     x = torch.randn(shape, dtype=torch.float64).relu()
     found, wanted = layer(x.to_sparse()), layer(x)
     torch.testing.assert_close(found, wanted)
+    if x.dim() == 2:
+        torch.testing.assert_close(layer(x.to_sparse_csr()), wanted)
     for parameter in layer.parameters():
         gradients = [
             torch.autograd.grad(one.sum(), parameter, retain_graph=True)[0] for one in (found, wanted)
