@@ -45,8 +45,9 @@ class SketchConfig:
         attention: "exact", or "favor" for random-feature attention in nn.MultiheadAttention.
         features: random features of `attention="favor"`.
         min_params: layers whose weight is smaller stay dense.
-        round_rank_to: ranks are multiples of this, and layers too small for one stay dense; None takes what
-            is fast where that is fine enough for the budget: 8 on a CPU, 16 and for large layers 64 on CUDA.
+        round_rank_to: ranks, and widths of narrow layers, are multiples of this, and layers too small for one
+            stay dense; None takes ranks that are fast where these are fine enough for the budget, multiples
+            of 8 on a CPU, of 16 and for large layers 64 on CUDA.
         allow_slower: sketch layers also where that is predicted to run slower than 0.9 of the dense speed
             (small ones, some convolutions); by default they stay dense.
         objective: "size"; "latency" to time layers here and keep those dense whose sketch does not pay;

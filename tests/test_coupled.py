@@ -83,6 +83,11 @@ def test_slow_and_step():
     assert all((rank or 4) % 4 == 0 for way in candidate(step=4).ways for rank in way.ranks)
 
 
+def test_widths_are_multiples_of_the_step_too():
+    assert {way.kept for way in candidate(step=4).ways} > {24, 16}
+    assert {way.kept for way in candidate(step=16).ways} == {16}
+
+
 def test_heads_are_narrowed_and_not_factorized():
     coupling = Coupling(("v",), "o", 4, 2, 8, padded=True)
     table = CouplingLosses(

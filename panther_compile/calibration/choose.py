@@ -38,8 +38,10 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
     """
     plain = _plan(studied, config, Allocation("uniform"), ())
     plans = _different([plain, *_candidates(studied, config)])
-    if len(plans) == 1 or not chosen_targets(plain, studied.targets):
-        return plain
+    # One that leaves all dense is closest; where no rank is small or fast enough, narrow layers may be.
+    plans = [one for one in plans if chosen_targets(one, studied.targets)] or [plain]
+    if len(plans) == 1:
+        return plans[0]
     fits = len(studied.learnt) < len(studied.calls)
     finalists, distances = plans, dict[str, list[float]]()
     if studied.cut_by_study or not fits:

@@ -120,7 +120,7 @@ class CouplingCandidate(Candidate):
         losses: of the coupling.
         shapes: of the dense weights (O, I), the writers' first.
         bias: whether the writers have biases, which are narrowed too.
-        step: ranks are multiples of this, if given.
+        step: ranks, and widths that are narrower, are multiples of this, if given.
         slow: whether also layers are factorized that are slower for that; None: none are factorized.
         device: that they run on.
     """
@@ -176,6 +176,8 @@ class CouplingCandidate(Candidate):
         found: list[NarrowWay] = []
         prices = torch.logspace(-7, 2, _PRICES, dtype=torch.float64).numpy() * unit
         for place, kept in enumerate(losses.kept.tolist()):
+            if kept < self.coupling.width and self._is_between(kept, step):
+                continue
             options = [self._options(losses, place, kept, member, step) for member in range(len(self.shapes))]
             if not all(options):
                 continue
@@ -190,6 +192,11 @@ class CouplingCandidate(Candidate):
             if not front or way.loss < front[-1].loss:
                 front.append(way)
         return tuple(front)
+
+    def _is_between(self, kept: int, step: int | None) -> bool:
+        """Whether a layer would have a width that is no multiple of the step."""
+        heads = map(self.coupling.heads_of, self.coupling.names)
+        return step is not None and any(count * kept % step for count in heads)
 
     def _options(
         self, losses: CouplingLosses, place: int, kept: int, member: int, step: int | None

@@ -203,3 +203,19 @@ def test_images_are_fitted_to_a_quarter_of_the_batches(build, shape, batches, al
     pc.sketchify(build().eval(), 0.4, data=data, include="*", **OPTIONS)
     assert tried
     assert set(tried) == {batches}
+
+
+@pytest.mark.parametrize("options", [{}, {"round_rank_to": 32}])
+def test_layers_of_which_no_rank_pays_are_narrowed(options):
+    """Factors of such small layers are slower than the layers, or too coarse; fewer features are neither."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    batches = [torch.randn(64, 64) for _ in range(8)]
+    small = pc.sketchify(model, 0.75, data=batches, include="*", min_params=0, progress=False, **options)
+    kept = [line.choice.ranks for line in pc.sketch_report(small).plan.layers]
+    assert [ranks[0] for ranks in kept] == [96, 96]
+    with pytest.raises(pc.PantherError, match="nothing to sketch in Sequential"):
+        pc.sketchify(model, 0.75, data=batches, include="*", min_params=0, narrow=False, progress=False)
+    alone = nn.Sequential(nn.Linear(64, 128))
+    with pytest.raises(pc.PantherError, match="of the dense speed; allow_slower=True"):
+        pc.sketchify(alone, 0.75, data=batches, include="*", min_params=0, progress=False)
