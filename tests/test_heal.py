@@ -3,12 +3,14 @@
 import copy
 import math
 import random
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import panther_compile as pc
 from panther_compile import sketching
@@ -18,6 +20,7 @@ from panther_compile.errors import (
     DataError,
     HealingError,
     NoTargetError,
+    SketchQualityWarning,
     TeacherMismatchError,
     WeightError,
     WrappedModelError,
@@ -818,3 +821,33 @@ def test_models_made_in_inference_mode_are_named(role):
         models[role] = copy.deepcopy(models[role])
         with pytest.raises(ConfigTypeError, match=f"{role}, Encoder, was made under torch.inference_mode"):
             pc.heal(**models, data=batches())
+
+
+def test_parts_that_are_computed_again_within_a_backward():
+    """`use_reentrant=True` of torch's checkpoint, which `torch.autograd.grad` cannot go through."""
+
+    class Again(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.a = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+            self.b = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+            self.kind = kind
+
+        def forward(self, x):
+            for part in (self.a, self.b):
+                x = part(x) if self.kind is None else checkpoint(part, x, use_reentrant=self.kind)
+            return x
+
+    data, made = [torch.randn(64, 24) for _ in range(6)], []
+    for kind in (None, True, False):
+        torch.manual_seed(0)
+        model = Again(kind).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", SketchQualityWarning)
+            small = pc.sketchify(model, 0.5, data=data, progress=False, **SKETCH)
+            healed = pc.heal(small, teacher=model, data=data, steps=40, progress=False)
+        made.append((healed.state_dict(), pc.heal_report(healed).reverted))
+    assert not made[0][1]
+    for other, _ in made[1:]:
+        torch.testing.assert_close(other, made[0][0])

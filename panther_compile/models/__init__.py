@@ -9,6 +9,7 @@ derivatives      models that differentiate in their forward
 batches          data, however it is given ──► recorded calls of the model
 divided          batches divided into smaller ones, where samples are taken one by one
 half_products    products of half types in float32, on a processor that has none of its own
+reentrant        parts that are computed again, in a way that gradients can be asked through
 in_range         lookups checked before a kernel makes them
 outputs          the tensors of a model's result, and how far two results are apart
 output_kind      what a model's result is

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from panther_compile.errors import ConfigTypeError, DataError, PantherError, first_line
 from panther_compile.models.derivatives import gradients_for
 from panther_compile.models.half_products import half_products
+from panther_compile.models.reentrant import without_reentrant
 from panther_compile.models.surroundings import eval_mode, same_draws
 from panther_compile.reporting.tables import counted
 
@@ -96,7 +97,8 @@ class Call:
         a call draws the same in each run, so that two models can be compared, and no two calls alike.
         """
         args, kwargs = _duplicated(self.args, self.kwargs)
-        with half_products(model), same_draws(self._seed), gradients_for(model) as handed_on:
+        quick, draws, checkpoints = half_products(model), same_draws(self._seed), without_reentrant()
+        with quick, draws, checkpoints, gradients_for(model) as handed_on:
             return handed_on(model(*args, **kwargs))
 
 
