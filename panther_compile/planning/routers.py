@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from panther_compile.layers.matrix_stacks import is_stack
 
@@ -59,7 +60,5 @@ def _form(part: nn.Module) -> tuple[object, ...]:
 
     Layers of an MLP differ in that, and so do those that bring maps of several sizes to one.
     """
-    if not part._modules:
-        return type(part), *(one.shape for one in part._parameters.values() if one is not None)
-    first = next((one for one in part.parameters() if one.dim() > 1), None)
-    return type(part), None if first is None else first.shape[1:]
+    held = [one.shape for one in part.parameters() if not isinstance(one, UninitializedTensorMixin)]
+    return type(part), *(held if not part._modules else [one[1:] for one in held if len(one) > 1][:1])

@@ -331,6 +331,8 @@ def _output_head(
     last = linears[layers[-1]]
     weight = last.plain.weight
     assert isinstance(weight, Tensor)
+    if isinstance(weight, UninitializedTensorMixin):
+        return None
     vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
     same_width = weight.shape[0] == weight.shape[1] and weight.shape[0] not in vocabularies
     return None if same_width or _is_in_blocks(model, last.name) else last.module

@@ -245,6 +245,15 @@ def test_lazy_layer_is_sketched_once_it_has_seen_a_batch():
     assert isinstance(sketch(model)[0], pc.SketchedLinear)
 
 
+def test_a_lazy_layer_at_the_end_is_named():
+    model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.LazyLinear(48))
+    small = sketch(model)
+    assert isinstance(small[0], pc.SketchedLinear)
+    assert "lazy: run one batch" in reasons(model)["2"]
+    with pytest.raises(pc.PantherError, match="0: lazy: run one batch"):
+        sketch(nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(48)))
+
+
 def test_lazy_model_still_materializes_after_sketching():
     model = nn.Sequential(nn.LazyLinear(48), nn.Linear(48, 48), nn.Linear(48, 48))
     small = sketch(model)
