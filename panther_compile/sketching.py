@@ -30,7 +30,7 @@ from panther_compile.kinds.registry import wanted
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batch_norms import Norm, take_statistics
 from panther_compile.models.batches import Call, Data, record_calls, run_dense
-from panther_compile.models.substitute import copied, copy_with, replace_inside
+from panther_compile.models.substitute import copied, copy_with, replace_inside, warn_of_functions
 from panther_compile.models.surroundings import undisturbed, without_fast_attention
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.fastest import fastest
@@ -163,6 +163,8 @@ def prepare(
     if exported:
         model = model.module()  # type: ignore[attr-defined, operator]
     check_module(model)
+    if not config.inplace:
+        warn_of_functions(model)
     given = model
     model = lifted(model)
     reading = read_graph(model)

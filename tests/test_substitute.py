@@ -1,11 +1,13 @@
 """New modules in the place of old ones, wherever they are referred to."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
+import panther_compile as pc
 from panther_compile.models.substitute import copy_with, replace_inside
 from panther_compile.models.watched import copy_sharing
 
@@ -186,3 +188,28 @@ def test_a_missing_bias_is_no_bias(put):
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     new = Deep()
     assert put(model, {model[0]: new})[0].bias is new.bias
+
+
+class Closing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, scale = nn.Linear(48, 48), nn.Linear(48, 48), 2.0
+        self.scaled = lambda x: scale * x
+        self.run = lambda x: self.last(x)
+
+    def forward(self, x):
+        return self.run(self.scaled(self.first(x)))
+
+
+def test_functions_that_hold_modules_are_told_of():
+    """A copy of them calls the layers of the model that was given."""
+    options = {"min_params": 0, "allow_slower": True, "synthetic": False}
+    with pytest.warns(UserWarning, match=r"^0\.run of Sequential is a function that holds modules") as seen:
+        pc.sketchify(nn.Sequential(Closing()), 0.5, **options)
+    assert sum("is a function" in str(one.message) for one in seen) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is a function")
+        model = Closing().eval()
+        small = pc.sketchify(model, 0.5, inplace=True, **options)
+        x = torch.randn(2, 48)
+        assert torch.equal(small(x), small.last(2 * small.first(x)))

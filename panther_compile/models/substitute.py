@@ -1,8 +1,10 @@
 """Put new modules in the place of old ones: in a copy of the model, or in the model itself."""
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -133,6 +135,25 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
             for tensor in several if isinstance(one, dict | list | tuple) else (one,):
                 if isinstance(tensor, Tensor):
                     yield module, dotted(prefix, name), tensor
+
+
+def warn_of_functions(model: nn.Module) -> None:
+    """Warn of attributes that are functions and hold modules of a model that is to be copied.
+
+    A copy has the same functions: `lambda x: self.fc(x)` calls the layers of the model that was copied.
+    """
+    own = set(model.modules())
+    for prefix, module in model.named_modules():
+        for name, one in vars(module).items():
+            cells = one.__closure__ or () if isinstance(one, FunctionType) else ()
+            held = (cell.cell_contents for cell in cells if cell != CellType())
+            if any(isinstance(each, nn.Module) and each in own for each in held):
+                warnings.warn(
+                    f"{prefix}.{name}".removeprefix(".")
+                    + f" of {type(model).__name__} is a function that holds modules of it, and in a copy "
+                    "goes on calling these, not what replaces them: make it a method, or give inplace=True",
+                    stacklevel=5,
+                )
 
 
 def copies_of_empty(model: nn.Module) -> dict[int, Any]:
