@@ -104,8 +104,8 @@ def sketchify(
     if plan is not None:
         check_recipe(plan, ratio, max_drop, config)
     prepared = prepare(model, config, example_inputs, recipe=plan)
-    by_weights = data is not None and not config.narrow  # else data may show layers that can be narrowed
-    if (by_weights or not prepared.found.sites) and evaluate is None and plan is None:
+    ranks_alone = data is not None and not config.narrow  # else data may show layers that can be narrowed
+    if (ranks_alone or not prepared.found.sites) and evaluate is None and plan is None:
         plan_sites(prepared, config)  # says that nothing can be sketched before the model is run
     dense_score = None if evaluate is None else measured(evaluate, prepared.given, "the dense model")
     if evaluate is None or max_drop is None or dense_score is None:
