@@ -12,6 +12,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile.onnx.files import read_model, write_model
+from panther_compile.onnx.fold_scales import fold_scales
 from panther_compile.onnx.forms import fuse_gelu, keep_sums_apart
 
 
@@ -69,6 +70,27 @@ def test_gelu_stays_what_it_is(tmp_path):
     assert optimized(source)["Erf"] == 1
     assert optimized(tmp_path / "out.onnx") == {"Gelu": 1}
     np.testing.assert_allclose(run(tmp_path / "out.onnx", x)[0], run(source, x)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("torchs", [False, True])
+def test_a_gelu_ahead_of_a_convolution_keeps_its_half(tmp_path, torchs):
+    weights = {"root": np.float32([2**0.5]), "one": np.float32([1]), "half": HALF}
+    weights |= {name: random(8, 8, 1, 1) for name in "vw"}
+    end = [("a", "half", "m"), ("m", "c", "g")] if torchs else [("c", "a", "m"), ("m", "half", "g")]
+    nodes = [
+        node("Conv", ["x", "v"], ["c"]),
+        node("Div", ["c", "root"], ["d"]),
+        node("Erf", ["d"], ["e"]),
+        node("Add", ["e", "one"], ["a"]),
+        *(node("Mul", [first, second], [made]) for first, second, made in end),
+        node("Conv", ["g", "w"], ["y"]),
+    ]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", 8, 4, 4), y=(None,) * 4)
+    model = read_model(source)
+    fuse_gelu(model)
+    assert fold_scales(model) == 0
+    write_model(model, tmp_path / "out.onnx")
+    assert optimized(tmp_path / "out.onnx") == {"Conv": 2, "Gelu": 1}
 
 
 @pytest.mark.parametrize("other", ["another factor", "read twice", "no erf"])

@@ -11,7 +11,7 @@ After:
 The same function, up to rounding. ONNX Runtime folds constants of one number for each channel behind a
 convolution by itself, but none of shape (1,), as Paddle writes its learnable affine blocks, and none ahead of
 one; for each of them it turns memory around, twice. Weights in half types are left alone, and those that are
-read elsewhere.
+read elsewhere, and so is the 0.5 of a GELU, without which ONNX Runtime does not see that it is one.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from panther_compile.onnx.forms import ends_gelu
 from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, put_in_place_of, remove_unread
 
@@ -143,7 +144,7 @@ def _fold_behind_one(node: ir.Node, writer: GraphWriter) -> int:
 
 def _fold_ahead_of_all(node: ir.Node, writer: GraphWriter) -> int:
     affine = _affine(node)
-    if affine is None:
+    if affine is None or ends_gelu(node):
         return 0
     affine = affine.with_next()
     readers = affine.output.consumers()

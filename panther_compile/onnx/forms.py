@@ -37,6 +37,20 @@ def fuse_gelu(model: ir.Model) -> None:
             break
 
 
+def ends_gelu(node: ir.Node) -> bool:
+    """Whether a node is the last of a GELU as ONNX Runtime sees it, (x * (1 + erf(..))) * 0.5."""
+    if not is_onnx(node, "Mul"):
+        return False
+    for product, half in (node.inputs, node.inputs[::-1]):
+        maker = None if product is None or not _is_half(half) else product.producer()
+        if maker is None or not is_onnx(maker, "Mul"):
+            continue
+        for x, whole in (maker.inputs, maker.inputs[::-1]):
+            if x is not None and _adds_to_erf(whole, x):
+                return True
+    return False
+
+
 def fuse_hard_swish(model: ir.Model) -> int:
     """Write each hard swish of float32, and each hard sigmoid, so that ONNX Runtime sees it; counts them."""
     writer, count = GraphWriter(model), 0
@@ -117,13 +131,20 @@ def _halves_erf(value: ir.Value | None, x: ir.Value) -> ir.Value | None:
     if product is None or not is_onnx(product, "Mul"):
         return None
     for half, whole in (product.inputs, product.inputs[::-1]):
-        tensor = None if half is None else ir.convenience.get_const_tensor(half)
-        if tensor is None or tensor.size != 1 or float(tensor.numpy().reshape(())) != 0.5:
-            continue
-        added = None if whole is None else whole.producer()
-        if added is not None and is_onnx(added, "Add") and any(_is_erf(one, x) for one in added.inputs):
+        if _is_half(half) and _adds_to_erf(whole, x):
             return half
     return None
+
+
+def _is_half(value: ir.Value | None) -> bool:
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
+
+
+def _adds_to_erf(value: ir.Value | None, x: ir.Value) -> bool:
+    """Whether a value is erf(..) + .., where erf is of x, scaled or not."""
+    added = None if value is None else value.producer()
+    return added is not None and is_onnx(added, "Add") and any(_is_erf(one, x) for one in added.inputs)
 
 
 def _is_erf(value: ir.Value | None, x: ir.Value) -> bool:
