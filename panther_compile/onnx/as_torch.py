@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from panther_compile.onnx.branches import seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
+from panther_compile.onnx.output_parts import in_parts, parts_of
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
@@ -30,6 +31,7 @@ _TYPES = {
 }
 _SAME_NUMBERS = ("Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Flatten")
 _TOLERANCE = 1e-3  # of an output, over its largest magnitude
+_FEWEST = 16  # samples that tell the mean of an output
 _ROUNDING = 5e-7  # of functions into [0, 1], in float32
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
@@ -75,7 +77,8 @@ class _Program:
         steps: of the graph, and of each branch in it.
         uses: which of the layers, and which use of its weight, a node is.
         held: names of the parameters that hold constants.
-        shown: what a module gives, by name: the outputs, and what those that are choices were chosen by.
+        shown: what is told of a run, by name: the outputs, and what those that are choices were chosen by.
+        parts: of which a module gives those outputs that have several.
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
@@ -86,6 +89,7 @@ class _Program:
         self.shown = {str(one.name): one for one in model.graph.outputs}
         chosen = ((one, _chosen_by(one)) for one in model.graph.outputs)
         self.shown |= {f"{one.name}/by": by for one, by in chosen if by is not None}
+        self.parts = parts_of(model)
         for graph, steps in self.steps.items():
             for node in (step.node for step in steps):
                 known = node.op_type in OPERATORS or node.op_type == "If"
@@ -130,9 +134,35 @@ class OnnxModule(nn.Module):
                 raise UnknownOperatorError(f"{value.name} is of dtype {tensor.dtype.name}, which torch lacks")
             # A parameter, not a buffer: copies of the module share parameters, and copy buffers.
             self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
+        self._centres: dict[str, str] = {}
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """See `_Program.shown`; chances as their logarithms."""
+        """See `_Program.shown`; chances as their logarithms, and outputs in their parts, see `centre`."""
+        found = in_parts(self.whole(**inputs), self._program.parts)
+        for name, held in self._centres.items():
+            found[name] = found[name] - getattr(self, held)
+        return found
+
+    def centre(self, feeds: Sequence[Feed]) -> None:
+        """From now on give parts that are no chances about their means, as boxes are mostly where they look.
+
+        Those of too few samples to know the means of, or of sizes that differ, stay as they are.
+        """
+        for output, parts in self._program.parts.items():
+            with torch.no_grad():
+                wholes = [self.whole(**as_tensors(feed))[output] for feed in feeds]
+            if len({one.shape[1:] for one in wholes}) > 1 or sum(map(len, wholes)) < _FEWEST:
+                continue
+            mean = torch.cat(wholes).mean(0, keepdim=True)
+            for part in parts:
+                if not part.is_chance and bool(mean.isfinite().all()):
+                    name = part.name(output)
+                    self._centres[name] = f"centre_{len(self._centres)}"
+                    own = nn.Parameter(part.of(mean).clone(), requires_grad=False)
+                    self.register_parameter(self._centres[name], own)
+
+    def whole(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """The same, each output whole."""
         program = self._program
         values: dict[ir.Value, Any] = {value: getattr(self, name) for value, name in program.held.items()}
         values |= {
@@ -252,7 +282,7 @@ def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: 
     wanted = next(dense.run([feed], dense.outputs))
     try:
         with torch.no_grad():
-            found = module(**as_tensors(feed))
+            found = module.whole(**as_tensors(feed))
     except _ERRORS:  # of an operator that does something else here, whatever comes of that
         return False
     return all(

@@ -19,6 +19,7 @@ from panther_compile.config import SketchConfig
 from panther_compile.models.batches import judged_of, learnt_of
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.fit import FittedWeights, Runs, WeightFit
+from panther_compile.onnx.output_parts import in_parts, parts_of
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import find_onnx_sites
 from panther_compile.onnx.verify import kept_in, output_pairs
@@ -46,6 +47,7 @@ class Damages:
         self, model: ir.Model, config: SketchConfig, weights: WeightFit, runs: Runs, folder: Path
     ) -> None:
         self._model, self._config, self._weights, self._folder = model, config, weights, folder
+        self._parts = parts_of(model)
         self._fit = replace(runs, feeds=learnt_of(runs.feeds)[:TRIAL])
         self._judged: Sequence[Feed] = judged_of(runs.feeds)[-COMPARED:]
         self._wanted = self._outputs(model, self._judged)
@@ -88,7 +90,7 @@ class Damages:
 
     def _outputs(self, model: ir.Model, feeds: Sequence[Feed]) -> list[dict[str, Any]]:
         observed = ObservedModel(model, (), self._folder)
-        return list(observed.run(feeds, observed.outputs))
+        return [in_parts(one, self._parts) for one in observed.run(feeds, observed.outputs)]
 
 
 def _distance(feed: Feed, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:

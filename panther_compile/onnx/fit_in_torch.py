@@ -83,6 +83,7 @@ def module_of(
         results = module(**as_tensors(feeds[0])).values()
     if not any(one.is_floating_point() for one in results):
         return "no output holds floating numbers"
+    module.centre(feeds)
     return module
 
 

@@ -72,7 +72,7 @@ class OnnxReport:
         fitted: what came of each sketched weight, by its name.
         dense_bytes: size of the file read, and of the weights beside it.
         sketched_bytes: size of what was written.
-        output_errors: of each output, on the last batch of the data, or of inputs that were made up,
+        output_errors: of each output, or part of it, on the last batch of the data, or of made-up inputs,
             relative to the dense model's (`onnx/verify.py` says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
         made_up: whether they were fitted to images, sounds or texts that were made up.

@@ -20,6 +20,7 @@ from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
 from panther_compile.errors import OnnxMismatchError, first_line
 from panther_compile.models.batches import Call, kept_by, kept_by_either
 from panther_compile.models.outputs import LOGITS, tensors_in
+from panther_compile.onnx.output_parts import in_parts, parts_of
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.records import Closeness
 from panther_compile.reporting.tables import counted
@@ -80,9 +81,9 @@ class Compared:
     """Two files on the same inputs.
 
     Attributes:
-        errors: of each output of the last run the Frobenius norm of the difference over that of the source's,
-            where the source's is finite; of one that holds no floating numbers, the share of the entries that
-            differ. Outputs that are no tensors have none.
+        errors: of each output of the last run, or each part of it (`output_parts.py`), the Frobenius norm of
+            the difference over that of the source's, where the source's is finite; of one that holds no
+            floating numbers, the share of the entries that differ. Outputs that are no tensors have none.
         closeness: of the outputs of all runs together.
     """
 
@@ -110,23 +111,22 @@ def compare_files(
             type, or is not finite where the source's is.
     """
     dense, sketched = load_session(source, str(source)), load_session(target, "the sketched model")
-    names = [one.name for one in dense.get_outputs()]
+    names, parts = [one.name for one in dense.get_outputs()], parts_of(ir.load(source))
     results, errors = OutputSums(), dict[str, float]()
-    for feed, wanted in _runs(dense, feeds, str(source)):
+    for feed, outputs in _runs(dense, feeds, str(source)):
         shapes = ", ".join(f"{array.shape}" for array in feed.values())
         try:
-            found = sketched.run(names, feed)
+            others = sketched.run(names, feed)
         except RUNTIME_ERRORS as error:
             raise OnnxMismatchError(
                 f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {first_line(error)}"
             ) from error
-        errors = {
-            name: _relative_error(f"output {name!r} for inputs {shapes}", other, mine)
-            for name, mine, other in zip(names, wanted, found, strict=True)
-            if isinstance(mine, np.ndarray) and isinstance(other, np.ndarray)
-        }
-        both = (dict(zip(names, outputs, strict=True)) for outputs in (wanted, found))
-        results.see(output_pairs(*both), kept_in(feed))
+        wanted, found = (dict(zip(names, one, strict=True)) for one in (outputs, others))
+        errors = _relative_errors(wanted, found, shapes)
+        if parts:
+            wanted, found = in_parts(wanted, parts), in_parts(found, parts)
+            errors = _relative_errors(wanted, found, shapes)
+        results.see(output_pairs(wanted, found), kept_in(feed))
     inputs = f"{counted(min(len(feeds), MOST_CALLS), 'batch')} of {what}" if feeds else "random inputs"
     return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
 
@@ -233,6 +233,15 @@ _DTYPES: dict[str, Any] = {
     **{name: np.dtype(name) for name in ("float16", "int8", "int16", "int32", "int64")},
     **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
 }
+
+
+def _relative_errors(wanted: Mapping[str, Any], found: Mapping[str, Any], shapes: str) -> dict[str, float]:
+    """Of each output that is a tensor in both files, on inputs of such shapes."""
+    return {
+        name: _relative_error(f"output {name!r} for inputs {shapes}", found[name], one)
+        for name, one in wanted.items()
+        if isinstance(one, np.ndarray) and isinstance(found[name], np.ndarray)
+    }
 
 
 def _relative_error(what: str, found: Any, wanted: Any) -> float:
