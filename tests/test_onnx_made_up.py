@@ -12,7 +12,7 @@ from panther_compile.onnx.files import read_model
 from panther_compile.onnx.made_up import made_up_inputs
 
 
-def network(path, size=("h", "w"), channels=3, hidden=512, width=768):
+def network(path, size=("h", "w"), channels=3, hidden=512, width=768, perm=None):
     random = np.random.default_rng(0)
 
     def kernel(*shape):
@@ -30,7 +30,11 @@ def network(path, size=("h", "w"), channels=3, hidden=512, width=768):
         helper.make_node("Relu", ["r"], ["s"]),
         helper.make_node("Conv", ["s", "c"], ["y"]),
     ]
-    return make(path, nodes, weights, x=("n", channels, *size))
+    if perm is None:
+        return make(path, nodes, weights, x=("n", channels, *size))
+    nodes[0].input[0] = "planes"
+    nodes.insert(0, helper.make_node("Transpose", ["x"], ["planes"], perm=perm))
+    return make(path, nodes, weights, x=("n", *size, channels))
 
 
 def smooth(count, seed):
@@ -58,6 +62,24 @@ def test_images_are_closer_than_the_weights_alone(tmp_path, monkeypatch):
     assert off(source, tmp_path / "fitted.onnx", x) < 0.6 * off(source, tmp_path / "alone.onnx", x)
     assert "on 2 batches of made-up images" in str(fitted)
     assert "on random inputs" in str(alone)
+
+
+@pytest.mark.parametrize("perm", [(0, 3, 1, 2), (0, 3, 2, 1)])
+def test_channels_may_come_last(tmp_path, monkeypatch, perm):
+    monkeypatch.setattr("panther_compile.calibration.inputs.SMALLEST", 1)
+    source, x = network(tmp_path / "in.onnx", (32, 32), hidden=192, width=256, perm=perm), smooth(16, seed=1)
+    x = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    fitted = pc.sketch_onnx(source, tmp_path / "fitted.onnx", 0.5, progress=False)
+    assert fitted.made_up is (perm == (0, 3, 1, 2))
+    if fitted.made_up:
+        pc.sketch_onnx(source, tmp_path / "alone.onnx", 0.5, progress=False, synthetic=False)
+        assert off(source, tmp_path / "fitted.onnx", x) < 0.6 * off(source, tmp_path / "alone.onnx", x)
+
+
+def test_channels_last_of_free_sizes(tmp_path):
+    model = read_model(network(tmp_path / "in.onnx", channels=1, perm=(0, 3, 1, 2)))
+    found = made_up_inputs(model, ObservedModel(model, (), tmp_path), seed=0, folder=tmp_path)
+    assert {feed["x"].shape for feed in found.feeds} == {(8, 224, 224, 1)}
 
 
 def test_small_models_are_sketched_from_their_weights(tmp_path):

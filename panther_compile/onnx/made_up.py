@@ -62,8 +62,9 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int, folder: Pat
 
     Returns:
         None for a model that takes nothing, by a size of 0, or anything but images alone, (N, 1 or 3, H, W)
-        of floats, sounds alone, (N, T) with ones anywhere, whose first convolution is along time and reads
-        one channel, or tokens (N, T) by the names of transformers, with a tokenizer at hand.
+        of floats, or (N, H, W, 1 or 3) which it transposes to that, as TensorFlow's are exported, sounds
+        alone, (N, T) with ones anywhere, whose first convolution is along time and reads one channel, or
+        tokens (N, T) by the names of transformers, with a tokenizer at hand.
     """
     if any(0 in one.shape for one in dense.inputs):
         return None
@@ -76,6 +77,8 @@ def made_up_inputs(model: ir.Model, dense: ObservedModel, seed: int, folder: Pat
         return None
     if len(wanted.shape) == 4 and wanted.shape[1] in (1, 3):
         what, shapes, draw = "made-up images", _image_shapes(wanted), _images
+    elif len(wanted.shape) == 4 and wanted.shape[3] in (1, 3) and _has_channels_last(model):
+        what, shapes, draw = "made-up images", _image_shapes(wanted, channels=3), _channels_last
     elif _hears(model):
         what, shapes, draw = "made-up sounds", _sound_shapes(wanted), _sounds
     else:
@@ -160,9 +163,21 @@ def _hears(model: ir.Model) -> bool:
     return False
 
 
-def _image_shapes(wanted: ort.NodeArg) -> Iterator[tuple[int, ...]]:
+def _has_channels_last(model: ir.Model) -> bool:
+    """Whether the channels of the only input are put ahead of its heights and widths."""
+    (given,) = (one for one in model.graph.inputs if one.name not in model.graph.initializers)
+    readers = given.consumers()
+    return bool(readers) and all(
+        is_onnx(one, "Transpose") and one.attributes.get_ints("perm", ()) == (0, 3, 1, 2) for one in readers
+    )
+
+
+def _image_shapes(wanted: ort.NodeArg, *, channels: int = 1) -> Iterator[tuple[int, ...]]:
+    """Shapes of batches whose axis of channels is that one."""
     for size in _SIZES:
-        yield _filled(wanted.shape, [_BATCH, wanted.shape[1], *size])
+        free = [_BATCH, *size]
+        free.insert(channels, wanted.shape[channels])
+        yield _filled(wanted.shape, free)
 
 
 def _sound_shapes(wanted: ort.NodeArg) -> Iterator[tuple[int, ...]]:
@@ -188,6 +203,11 @@ def _images(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
     cut = images[:, :, : down * height, : across * width].unflatten(3, (across, width))
     cut = cut.unflatten(2, (down, height)).permute(2, 4, 0, 1, 3, 5)
     return cut.flatten(0, 2)[:count]
+
+
+def _channels_last(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
+    height, width, channels = shape
+    return _images(count, (channels, height, width), generator).permute(0, 2, 3, 1)
 
 
 def _filled(given: Iterable[Any], free: Sequence[int]) -> tuple[int, ...]:
