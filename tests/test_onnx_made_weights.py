@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import panther_compile as pc
-from panther_compile.onnx.made_weights import fold_made_weights
+from panther_compile.onnx.made_weights import fold_made_weights, read_past_identities
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>'
 
@@ -217,3 +217,28 @@ def test_parts_of_one_constant_are_sketched(tmp_path):
         assert target.stat().st_size < 0.6 * source.stat().st_size
         wanted, found = run(model, x=x), run(onnx.load(target), x=x)
         assert np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted)
+
+
+def test_a_weight_that_layers_share_through_identities_is_sketched(tmp_path):
+    body = """same = Identity (w) added = Identity (b) m = MatMul (x, w) n = Add (m, b)
+        o = Relu (n) p = MatMul (o, same) q = Add (p, added) y = MatMul (q, last)"""
+    model = model_of(body, given="float[2,96] x", w=(96, 96), b=(96,), last=(96, 8))
+    (weight,) = (one for one in model.graph.initializer if one.name == "w")
+    factor = np.random.default_rng(2).standard_normal((96, 8)).astype(np.float32)
+    weight.CopyFrom(onnx.numpy_helper.from_array(factor @ factor.T / 96, "w"))
+    onnx.save(model, tmp_path / "in.onnx")
+    report = pc.sketch_onnx(
+        tmp_path / "in.onnx", tmp_path / "out.onnx", 0.5, exclude="last", allow_slower=True, progress=False
+    )
+    assert [line.name for line in report.plan.sketched] == ["w"]
+    assert report.achieved_ratio <= 0.5
+    x = np.random.default_rng(1).standard_normal((2, 96)).astype(np.float32)
+    sketched, wanted = (run(onnx.load(one), x=x) for one in (tmp_path / "out.onnx", tmp_path / "in.onnx"))
+    assert np.linalg.norm(sketched - wanted) < 1e-4 * np.linalg.norm(wanted)
+
+
+def test_an_identity_that_is_an_output_stays():
+    model = model_of("y = Identity (w)", w=(2, 8))
+    found = ir.from_proto(model)
+    read_past_identities(found)
+    assert [node.op_type for node in found.graph] == ["Identity"]

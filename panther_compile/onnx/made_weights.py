@@ -8,6 +8,8 @@ After:
 So do weights that are cut out of constants or put together of them, as the three of a Split. Products of
 constants, gathered rows, casts and what dequantizes are left as they are: those are weights of fewer numbers
 or bytes than the constant would have.
+
+An Identity of a constant, by which torch's exporter gives several layers one weight, is read past.
 """
 
 from collections import defaultdict
@@ -33,6 +35,18 @@ _MAKERS = (
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _NORMED = 14  # the opset from which on the reference normalizes by the statistics given
 _AS_THEY_ARE = ("Constant", "Flatten", "Identity", "Squeeze", "Transpose", "Unsqueeze")
+
+
+def read_past_identities(model: ir.Model) -> None:
+    """Have what reads an Identity of an initializer read the initializer, where those are no inputs."""
+    if model.ir_version < WEIGHTS_APART:
+        return
+    for node in list(model.graph.all_nodes()):
+        given = node.inputs[0] if is_onnx(node, "Identity") else None
+        if given is None or given.producer() is not None or given.const_value is None:
+            continue
+        if not given.is_graph_input() and not node.outputs[0].is_graph_output():
+            put_in_place_of(node.outputs[0], given)
 
 
 def fold_made_weights(model: ir.Model) -> int:

@@ -32,7 +32,7 @@ from panther_compile.onnx.int8 import (
     warn_if_destroyed_by_int8,
 )
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
-from panther_compile.onnx.made_weights import fold_made_weights
+from panther_compile.onnx.made_weights import fold_made_weights, read_past_identities
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
@@ -248,6 +248,7 @@ def _sketched(
     model = read_model(source)
     check_apart(target, model)
     before = stored_bytes(model, source)
+    read_past_identities(model)
     fold_made_weights(model)
     fuse_gelu(model)
     folded = fuse_hard_swish(model) + fold_scales(model)
