@@ -29,6 +29,7 @@ fold_scales scales and shifts by constants, in the convolutions beside them
 free_sizes  sizes that a caller of `export_onnx` wants free
 quantized   products by weights that somebody has quantized
 residual    a low-rank branch beside each
+output_parts  outputs that hold boxes and chances side by side
 verify      whether a file computes what a model, or another file, computes
 """
 
