@@ -143,6 +143,29 @@ def test_spectrograms_of_either_order_are_made_up():
     assert shapes == [(8, 64, 32), (8, 256, 160)]
 
 
+class FramesFirst(nn.Module):
+    """A pitch estimator's network, which is given frames and swaps them with the bins."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(40, 32, 3, padding=1), nn.GroupNorm(4, 32)
+        self.last = nn.Linear(32, 20)
+
+    def forward(self, x_BTF):
+        return self.last(self.norm(self.first(x_BTF.transpose(1, 2))).transpose(1, 2)).sigmoid()
+
+
+def test_frames_are_made_up_for_a_model_that_swaps_them_with_the_bins_itself():
+    torch.manual_seed(0)
+    model = FramesFirst().eval()
+    (call,) = made(model, 1, sample=False).calls
+    assert tuple(first_of(call).shape) == (8, 256, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small = pc.sketchify(model, 0.9, **OPTIONS)
+    assert "on made-up inputs (sounds at random)" in str(pc.sketch_report(small))
+
+
 def test_videos_series_and_sounds_with_channels_of_hugging_face():
     from transformers import (
         EncodecConfig,

@@ -227,6 +227,9 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
                 yield _sounds(call, layer.in_channels, samples)
             else:
                 yield Form("sounds", _features_of_sounds(layer.in_channels, samples), call)
+        if layer.in_channels > _MOST_CHANNELS:  # of models that swap frames and features themselves
+            for frames in (_MOST_FRAMES, _STEPS):
+                yield Form("sounds", _features_of_sounds(frames, layer.in_channels), call)
     elif kind is nn.Conv3d:
         for frames, size in _CLIPS:
             yield Form("videos", _videos(layer.in_channels, frames, (size, size)), call, batch=_FEW)
