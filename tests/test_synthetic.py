@@ -166,6 +166,15 @@ def test_frames_are_made_up_for_a_model_that_swaps_them_with_the_bins_itself():
     assert "on made-up inputs (sounds at random)" in str(pc.sketch_report(small))
 
 
+@pytest.mark.parametrize("size", [112, 48, 24])
+def test_images_of_the_sizes_that_faces_are_cut_out_at_are_made_up(size):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.PReLU(8), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(2 * size**2, 16)).eval()
+    (call,) = made(model, 1, sample=False).calls
+    assert tuple(first_of(call).shape) == (8, 3, size, size)
+
+
 def test_videos_series_and_sounds_with_channels_of_hugging_face():
     from transformers import (
         EncodecConfig,

@@ -15,7 +15,7 @@ from panther_compile.models.sounds import natural_sounds, pink_noise
 
 BATCH = 8  # inputs of a batch
 _LENGTHS = (128, 64, 32, 16, 8, 4)  # of texts
-_SIZES = (32, 64, 128, 224, 28, 8, 16, 299, 256, 384, 192, 512)  # of images
+_SIZES = (32, 64, 128, 224, 28, 8, 16, 299, 256, 384, 192, 512, 112, 48, 96, 160, 24)  # of images
 _CLIPS = (16, 32), (16, 64), (32, 128), (16, 112), (16, 224), (8, 16)  # frames and sizes of videos
 _FEW = 1  # videos of a batch
 _FASTEST = 2  # pixels that they move by, a frame
