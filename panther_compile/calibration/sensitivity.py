@@ -91,6 +91,7 @@ def output_gradients(
             one.on_output = taps.hand_on
         with torch.enable_grad():
             result = run_dense(model, call)
+            taps.in_forward = False
             for projection in range(_PROJECTIONS):
                 generator = torch.Generator().manual_seed(seed + _PROJECTIONS * place + projection)
                 number, taps.scale, rows = _projected(result, kept, generator, logits)
@@ -238,7 +239,8 @@ class _Taps:
         disk: likewise.
         shrunk: likewise.
         zeros: added to the outputs; what gradients are asked for, so that those of outputs come by.
-        times: how often each layer was called.
+        times: how often each layer was called in the forward.
+        in_forward: whether it is on; a backward may call layers again, as where activations are checkpointed.
         scale: what gradients were multiplied by.
     """
 
@@ -250,11 +252,12 @@ class _Taps:
     shrunk: bool
     zeros: dict[str, Tensor] = field(default_factory=dict)
     times: Counter[str] = field(default_factory=Counter)
+    in_forward: bool = True
     scale: float = 1.0
 
     def hand_on(self, name: str, out: Tensor) -> Tensor:
         """See `Watched.on_output`."""
-        self.times[name] += 1
+        self.times[name] += self.in_forward
         if name in self.zeros:  # called again: the first call counts
             return out
         zero = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
