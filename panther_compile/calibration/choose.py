@@ -62,7 +62,7 @@ def choose_plan(studied: Studied, config: SketchConfig) -> SketchPlan:
 def _candidates(studied: Studied, config: SketchConfig) -> Iterator[SketchPlan]:
     """Plans of all allocations, with narrow layers and without; where some stay whole, with all cut too."""
     study = studied.study
-    damage = {name: study.damage(name) or 0.0 for name in study.sensitivity}
+    damage = {name: study.damage(name) or 0.0 for name in study.costs}
     damage |= {name: losses.total for name, losses in study.losses.items()}
     allocations = [Allocation("energy"), Allocation("uniform")]
     if damage:

@@ -52,7 +52,7 @@ class KeptStudy:
     """What a study holds beside tensors, see `Study`.
 
     Attributes:
-        sensitivity: likewise; so for the next five.
+        costs: likewise; so for the next four.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.
@@ -60,8 +60,7 @@ class KeptStudy:
         links: its couplings, and what is lost without each.
     """
 
-    sensitivity: dict[str, float]
-    rows: dict[str, float]
+    costs: dict[str, float]
     power: dict[str, float]
     reached: dict[str, int]
     shared: list[list[list[str]]]

@@ -190,7 +190,7 @@ class _Sum:
     Attributes:
         total: (O, O), or its diagonal (O,), float64.
         rows: how many.
-        rows_given: the same with those of further calls, of which no gradient is taken.
+        rows_given: how many the layer gave, in further calls too, though no gradient is taken of those.
         squares: sum of the squared norms of what each projection added, if it is to be shrunk.
         square_rows: sum of the squared numbers of rows of each, likewise.
     """

@@ -49,8 +49,8 @@ class Study:
         factors: W as left (O, m) and right (m, I), m = min(O, I); the first r of each are the best
             of rank r where x = z, and E[x] where the layer has a bias, else 0; while they fit into memory.
         weights: G, float32, of wide layers its diagonal; missing where no gradient arrives.
-        sensitivity: E[g²] of the layer's outputs, mean; likewise.
-        rows: of outputs for each row of the result, see `OutputGradients`; likewise.
+        costs: what the mean squared error of a layer's outputs does to the result, E[g²] times the rows of
+            outputs for each row of the result: errors of all rows add up; likewise.
         energies: what each rank of kernels of k x k keeps, see `Candidate.energies`, by unit and scheme.
         patches: what kernels of k x k read.
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
@@ -66,8 +66,7 @@ class Study:
     values: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    sensitivity: dict[str, float] = field(default_factory=dict)
-    rows: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
     energies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     patches: dict[str, PatchMoments] = field(default_factory=dict)
     power: dict[str, float] = field(default_factory=dict)
@@ -93,11 +92,8 @@ class Study:
         return self.disk is not None or held <= MAX_BYTES
 
     def cost(self, name: str) -> float:
-        """What the mean squared error of a layer's outputs does to the result; 1 where no gradient tells.
-
-        Errors of all rows add up: a large map has many, what is pooled one for each picture.
-        """
-        return self.sensitivity[name] * self.rows[name] if name in self.sensitivity else 1.0
+        """See `costs`; 1 where no gradient tells."""
+        return self.costs.get(name, 1.0)
 
     def damage(self, name: str) -> float | None:
         """What losing all that a layer gives would do to the result, were it small; None if unknown.
@@ -105,7 +101,7 @@ class Study:
         The squared relative error of the layer's outputs times this is twice the divergence of logits, a row,
         or the squared relative error of other results.
         """
-        if name not in self.sensitivity:
+        if name not in self.costs:
             return None
         power = self.values[name].square().sum() if name in self.values else self.power.get(name, 0.0)
         return self.cost(name) * float(power)
@@ -173,8 +169,7 @@ def study_layers(
     studies = [
         Study(
             weights=like.weights,
-            sensitivity=like.sensitivity,
-            rows=like.rows,
+            costs=like.costs,
             shares=like.shares,
             reached=reached,
             power=power,
@@ -222,14 +217,14 @@ def _study_gradients(
         disk=study.disk,
         squares=ties.heads | wide,
     )
-    gradients = found.means
-    study.rows.update(found.rows)
+    gradients, ties.given = found.means, found.rows
     for name in ties.views:
         if name in gradients:
             outer = gradients.pop(name)
             ties.gradients[name] = outer if name in ties.heads else damped(outer)
     for name in list(gradients):
-        outer, study.sensitivity[name] = weight_of_errors(gradients.pop(name))
+        outer, square = weight_of_errors(gradients.pop(name))
+        study.costs[name] = square * found.rows[name]
         study.weights[name] = study.put(outer.float().contiguous())
 
 
@@ -310,11 +305,13 @@ def _study_other(studies: Sequence[Study], target: Target, sums: KernelSums | Ta
 def _study_ties(study: Study, target: Target, sums: TableSums, ties: Ties) -> None:
     """Take what all layers that use a table want of it, not its own layer alone; studies share that."""
     name = target.name
-    gradient = study.sensitivity[name] * study.weights[name].double() if name in study.weights else None
+    gradient = None
+    if name in study.weights:
+        gradient = study.costs[name] / ties.given[name] * study.weights[name].double()
     study.shares[name], metric = ties.wanted(target, sums, gradient)
-    study.sensitivity[name] = float(metric.diagonal().mean())
-    study.rows[name] = max(study.rows.get(one, 0.0) for one in (name, *target.ties))
-    study.weights[name] = study.put((metric / study.sensitivity[name]).float())
+    square, rows = float(metric.diagonal().mean()), [ties.given.get(one, 0.0) for one in (name, *target.ties)]
+    study.costs[name] = square * (max(rows) or 1.0)
+    study.weights[name] = study.put((metric / square).float())
 
 
 def _study_stacks(

@@ -71,11 +71,13 @@ class Ties:
         views: of these layers, by name.
         gradients: by name, G of a layer that reads, not scaled, E[g_v²] of one that multiplies; missing where
             none arrive.
+        given: rows of outputs of the tables and of these layers, see `OutputGradients`.
     """
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         self.views: dict[str, LinearView] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.given: dict[str, float] = {}
         self._sums: dict[str, TableSums | RowSums] = {}
         for target in targets.values():
             for name, view in target.ties.items():

@@ -78,7 +78,7 @@ class _Program:
         uses: which of the layers, and which use of its weight, a node is.
         held: names of the parameters that hold constants.
         shown: what is told of a run, by name: the outputs, and what those that are choices were chosen by.
-        parts: of which a module gives those outputs that have several.
+        parts: of the outputs that have several; a module gives these in place of the whole.
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:

@@ -92,11 +92,13 @@ def _parts(output: ir.Value) -> list[Part]:
     return []
 
 
-def _stretches(value: ir.Value, axis: int) -> list[tuple[int, bool]] | None:
+def _stretches(value: ir.Value | None, axis: int) -> list[tuple[int, bool]] | None:
     """How many entries along an axis, one after the other, are chances or not; None if that is not known."""
+    if value is None:
+        return None
     node = value.producer()
     if node is not None and is_onnx(node, "Concat") and value.shape is not None:
-        joined = [None if one is None else _stretches(one, axis) for one in node.inputs]
+        joined = [_stretches(one, axis) for one in node.inputs]
         first = joined[0]
         if first is None or None in joined:
             return None
@@ -104,17 +106,13 @@ def _stretches(value: ir.Value, axis: int) -> list[tuple[int, bool]] | None:
             return [stretch for one in joined if one is not None for stretch in one]
         return first if all(one == first for one in joined) else None
     if node is not None and is_onnx(node, "Transpose") and "perm" in node.attributes:
-        return _stretches_of(node.inputs[0], node.attributes["perm"].as_ints()[axis])
+        return _stretches(node.inputs[0], node.attributes["perm"].as_ints()[axis])
     if node is not None and is_onnx(node, "Identity", "Cast"):
-        return _stretches_of(node.inputs[0], axis)
+        return _stretches(node.inputs[0], axis)
     if node is not None and is_onnx(node, "Reshape") and (before := _axis_before(node, axis)) is not None:
-        return _stretches_of(node.inputs[0], before)
+        return _stretches(node.inputs[0], before)
     size = _sizes(value).get(axis)
     return None if size is None else [(size, _is_chance(value))]
-
-
-def _stretches_of(value: ir.Value | None, axis: int) -> list[tuple[int, bool]] | None:
-    return None if value is None else _stretches(value, axis)
 
 
 def _axis_before(node: ir.Node, axis: int) -> int | None:

@@ -39,7 +39,7 @@ def nested(depth):
     return "[" * depth + "]" * depth
 
 
-STUDY = ("sensitivity", "power", "reached", "shared", "links", "ridge")
+STUDY = ("costs", "power", "reached", "shared", "links", "ridge")
 LAYER = ("type", "spec", "fitted")
 IN_STUDY = {
     **{f"{key} = {value}": put(key, value=value) for key in STUDY for value in WRONG},
@@ -67,7 +67,7 @@ IN_LAYER = {
 }
 # Of these the study is another one that could be; what it is not used for is not looked at.
 FITTING = {
-    "sensitivity = {'a': 3}",
+    "costs = {'a': 3}",
     "power = {'a': 3}",
     "reached = {'a': 3}",
     "shared = []",

@@ -74,7 +74,7 @@ def test_what_a_head_wants_is_what_its_scores_and_inputs_say():
     model, data = Decodes().eval(), texts(30)
     targets, study = studied(model, data)
     assert set(targets["embed"].ties) == {"other_embed", "embed_head"}
-    shares, metric = study.shares["embed"], study.sensitivity["embed"] * study.weights["embed"].double()
+    shares, metric = study.shares["embed"], study.costs["embed"] * study.weights["embed"].double()
     assert float(shares.sum()) == pytest.approx(1.0)
     with torch.no_grad():
         h = torch.cat([model.inner(ids) for ids in data])
