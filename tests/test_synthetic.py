@@ -236,6 +236,24 @@ def test_tokens_are_those_of_the_table_that_a_model_reads_them_with(positions):
     assert 50 <= int(seen.max()) < 60
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+def test_texts_fit_a_table_of_positions_that_does_not_count_padding(padding):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        pad_token_id=padding,
+    )
+    model = transformers.RobertaForMaskedLM(config).eval()
+    longest = first_of(made(model, 1, sample=False).calls[0]).shape[1]
+    assert longest + padding + 1 <= 40
+    pc.sketchify(model, ratio=0.5, min_params=256, allow_slower=True)  # an IndexError, where one was tried
+
+
 def test_images_may_be_no_squares_and_of_a_part_with_a_configuration_of_its_own():
     from transformers import (
         GPT2Config,

@@ -219,7 +219,7 @@ def _form_of(model: nn.Module, generator: Generator) -> Form:
     said, small = "", None
     for form in forms_of(model):
         with _SmallestMap(model) as smallest:
-            (call,) = _calls(model, form, [form.make(2, generator)])
+            (call,) = _calls(model, form, [_without_padding(model, form, form.make(2, generator))])
             refusal = _refusal(model, call)
         if refusal is not None:
             said = refusal
@@ -233,6 +233,15 @@ def _form_of(model: nn.Module, generator: Generator) -> Form:
     if said:
         raise DataError(f"inputs of {name} cannot be made up: it ran on none that were tried ({said})")
     raise DataError(f"inputs of {name} cannot be made up: what its forward takes is not known here")
+
+
+def _without_padding(model: nn.Module, form: Form, inputs: Tensor) -> Tensor:
+    """Inputs whose tokens are no padding: RoBERTa's positions count the others, and take as many from behind.
+
+    So a text that is as long as the table of positions fits if there is padding in it, and others do not.
+    """
+    padding = getattr(table_of_tokens(model), "padding_idx", None) if form.kind == "tokens" else None
+    return inputs if padding is None else inputs.where(inputs != padding, 1 if padding == 0 else padding - 1)
 
 
 class _SmallestMap(ExitStack):
