@@ -3,6 +3,7 @@
 accelerated   accelerate's own loop over a parallel model
 adapters      LoRA of PEFT on sketched layers, by the names of the dense ones, its start from what is left out
 conversions   Weights that transformers merges or splits, left apart in sketched layers
+converted_weights  What transformers makes of the tensors of a folder
 dense_state   State dicts of a dense model in a sketched one
 diffusion     `save_pretrained` and `from_pretrained` of diffusers, for models with sketched layers
 diffusion_mixin   Sketches as they are when diffusers saves them, and made of a config

@@ -423,7 +423,7 @@ def _write(
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from refused.items()
-        yield from weights.others(done.dropped)
+        yield from weights.others(model, done.dropped)
         for site in done.sites:
             yield from work.tensors(site)
 

@@ -3,7 +3,8 @@
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from panther_compile.errors import ModelSourceError
+from panther_compile.integrations.conversions import without_sketched
+from panther_compile.integrations.converted_weights import Converted, names_in_model
 from panther_compile.layers.own_weights import Lifted
 from panther_compile.names import dotted, owner_of
 from panther_compile.planning.own_weights import lifted_tensors
@@ -33,12 +35,15 @@ class StoredWeights:
         self._dtype = dtype if isinstance(dtype, torch.dtype) and not keeps_some else None
         try:
             self._files = self._read_files()
-            self._stored, self._made = _names_in_model(model, self._files)
+            shapes = {name: partial(self._shape_stored, name) for name in self._files}
+            self._stored, self._converted = names_in_model(model, shapes)
+            self._made = {name: one for one in self._converted for name in one.shapes}
             for pair in getattr(model, "all_tied_weights_keys", {}).items():  # stored under one of the names
                 for name, other in (pair, pair[::-1]):
                     if name not in self._stored and other in self._stored:
                         self._stored[name] = self._stored[other]
             self._lifted: dict[str, Lifted] = {}
+            self._last: tuple[Converted, dict[str, Tensor]] | None = None
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ModelSourceError(f"{folder} is no folder of safetensors files: {error}") from error
 
@@ -65,13 +70,19 @@ class StoredWeights:
         """Parameters of the folder's model that have another shape in the files, with both shapes."""
         found = []
         for name, parameter in model.named_parameters():
-            if name in self._stored:
-                stored = self._stored[name]
-                with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-                    shape = tuple(stream.get_slice(stored).get_shape())
-                if shape != tuple(parameter.shape):
-                    found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
+            if name in self._made:
+                shape = tuple(self._made[name].shapes[name])
+            elif name in self._stored:
+                shape = self._shape_stored(self._stored[name])
+            else:
+                continue
+            if shape != tuple(parameter.shape):
+                found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
         return found
+
+    def _shape_stored(self, stored: str) -> tuple[int, ...]:
+        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+            return tuple(stream.get_slice(stored).get_shape())
 
     def read_lifted(self, model: nn.Module) -> None:
         """Have tensors of layers that stand for parameters read from those; see `lift_own_weights`."""
@@ -79,12 +90,17 @@ class StoredWeights:
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
-        return self._dense(name) in self._stored
+        dense = self._dense(name)
+        return dense in self._stored or dense in self._made
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the model, mapped from its file."""
-        lifted, stored = self._lifted.get(name), self._stored[self._dense(name)]
-        if lifted is None or lifted.place is None:
+        """A tensor of the model, mapped from its file, or made of what is there."""
+        lifted, dense = self._lifted.get(name), self._dense(name)
+        stored = self._stored.get(dense, "")
+        if dense in self._made:
+            made = self._convert(self._made[dense])[dense]
+            found = made.clone() if lifted is None or lifted.place is None else made[lifted.place].clone()
+        elif lifted is None or lifted.place is None:
             found = self._read(stored)
         else:
             with safe_open(self._folder / self._files[stored], framework="pt") as stream:
@@ -111,16 +127,42 @@ class StoredWeights:
             if stored is not None and (stored.shape, stored.dtype) == (parameter.shape, parameter.dtype):
                 parameter.data = stored
 
-    def others(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors but those of some names, file by file, under the names that they have there."""
-        left_out = {self._stored[self._dense(name)] for name in names}
+    def others(self, model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors but those of some names, under the names that they have in the files.
+
+        What a converter of transformers would make of them, which touches a sketched layer, is made here, and
+        has the names of the model: it is left out when the folder is loaded, see `conversions.py`.
+
+        Args:
+            model: of the folder, with its sketched layers.
+            names: that are left out.
+        """
+        left_out = {self._stored[dense] for dense in map(self._dense, names) if dense in self._stored}
+        dropped = {dense for dense in map(self._dense, names) if dense in self._made}
         for name, lifted in self._lifted.items():  # matrices beside others of one parameter that are left out
             stored = self._stored.get(lifted.parameter)
-            if stored in left_out and name not in names:
-                yield f"{stored}{name.removeprefix(lifted.parameter)}", self.tensor(name)
+            if name not in names and (stored in left_out or lifted.parameter in dropped):
+                yield f"{stored or lifted.parameter}{name.removeprefix(lifted.parameter)}", self.tensor(name)
+        kept = without_sketched(model, get_model_conversion_mapping(model))
+        patterns = {tuple(one.source_patterns) for one in kept}
+        for converted in self._converted:
+            is_left = tuple(converted.converter.source_patterns) not in patterns
+            if not is_left and dropped.isdisjoint(converted.shapes):
+                continue
+            left_out |= converted.sources.keys()
+            for name in converted.shapes:
+                if name not in dropped:
+                    yield name, self.tensor(name)
         for stored in sorted(self._files, key=lambda name: (self._files[name], name)):
             if stored not in left_out:
                 yield stored, self._read(stored)
+
+    def _convert(self, converted: Converted) -> dict[str, Tensor]:
+        """What is made of some tensors; the last is kept, as layers ask for one after another."""
+        if self._last is None or self._last[0] is not converted:
+            self._last = None
+            self._last = converted, converted.made(self._read)
+        return self._last[1]
 
     def _read(self, stored: str) -> Tensor:
         with safe_open(self._folder / self._files[stored], framework="pt") as stream:
@@ -137,20 +179,3 @@ class StoredWeights:
             weight = self.tensor(dotted(name, part))
             setattr(*owner_of(made, part), nn.Parameter(weight, parameter.requires_grad))
         return made
-
-
-def _names_in_model(model: Any, stored: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Names in the files by those in the model; and those of what transformers makes of several tensors."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    own = model.state_dict()
-    found: dict[str, str] = {}
-    made: set[str] = set()
-    for name in stored:
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if converted is None:
-            found[renamed] = name
-        else:
-            made.add(renamed)
-    return found, made
