@@ -148,3 +148,34 @@ def test_heads_beside_lists_of_as_many_layers_are_no_routers():
     reasons = {line.name: line.reason for line in plan.layers}
     assert "router" not in reasons["classes"]
     assert "router" not in reasons["boxes.layers.2"]
+
+
+class HeadsApart(nn.Module):
+    """Attention as of XLNet, whose projections are parameters of (features, heads, features of a head)."""
+
+    def __init__(self, width=64, heads=4):
+        super().__init__()
+        self.q, self.v, self.o = (
+            nn.Parameter(torch.randn(width, heads, width // heads) / 8) for _ in range(3)
+        )
+
+    def forward(self, x):
+        q, v = (torch.einsum("bti,ihd->bhtd", x, weight) for weight in (self.q, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, q, v)
+        return torch.einsum("bhtd,ihd->bti", mixed, self.o)
+
+
+class ApartBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.up, self.down = HeadsApart(), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.down(self.up(x).relu())
+
+
+def test_layers_beside_projections_of_heads_are_no_routers():
+    torch.manual_seed(0)
+    plan = pc.plan_sketch(nn.Sequential(ApartBlock(), ApartBlock()), 0.5, **OPTIONS)
+    assert {"0.up", "0.down", "1.up", "1.down"} <= {line.name for line in plan.sketched}

@@ -281,8 +281,8 @@ def _left_alone_by_default(match: _Match, head: nn.Module | None, config: Sketch
 def _router(model: nn.Module, match: _Match, counts: Container[int], config: SketchConfig) -> str | None:
     if not match.owner.may_be_head or is_picked(config.include, match.selectable):
         return None
-    outputs = len(match.plain.weight)  # type: ignore[arg-type]
-    return ROUTER if outputs in counts and is_router(model, match.name, outputs) else None
+    outputs, inputs = match.plain.weight.shape[:2]  # type: ignore[union-attr, index]
+    return ROUTER if outputs in counts and is_router(model, match.name, outputs, inputs) else None
 
 
 def _part_of_adapter(match: _Match, adapters: Sequence[str]) -> str | None:
