@@ -851,3 +851,21 @@ def test_parts_that_are_computed_again_within_a_backward():
     assert not made[0][1]
     for other, _ in made[1:]:
         torch.testing.assert_close(other, made[0][0])
+
+
+class ChangesInPlace(nn.Sequential):
+    """Changes what its backward reads."""
+
+    def forward(self, x):
+        hidden = self[0](x).sigmoid()
+        out = self[1](hidden)
+        hidden.add_(1.0)
+        return out
+
+
+def test_a_model_without_a_gradient_is_refused():
+    model = ChangesInPlace(nn.Linear(32, 32), nn.Linear(32, 32))
+    small = pc.sketchify(model, 0.5, min_params=64, allow_slower=True, synthetic=False)
+    data = [torch.randn(4, 32) for _ in range(3)]
+    with pytest.raises(HealingError, match=r"the loss has no gradient: .*inplace"):
+        pc.heal(small, teacher=model, data=data, steps=2)

@@ -25,6 +25,7 @@ from panther_compile.config import Logits
 from panther_compile.errors import first_line
 from panther_compile.factorization.gram import gram
 from panther_compile.models.batches import Call, kept_positions, run_dense
+from panther_compile.models.derivatives import NO_GRADIENT
 from panther_compile.models.divided import divided_by_results
 from panther_compile.models.half_products import half_products
 from panther_compile.models.outputs import are_logits, named_tensors
@@ -108,7 +109,7 @@ def output_gradients(
                         )
                 except torch.OutOfMemoryError:
                     raise
-                except RuntimeError as error:  # an operator that has none, or a change in place
+                except NO_GRADIENT as error:
                     warnings.warn(
                         f"no gradient of the model's result ({first_line(error)}): errors of all outputs "
                         "count alike",

@@ -17,6 +17,7 @@ from panther_compile.errors import (
     HealingError,
     TeacherMismatchError,
     WeightError,
+    first_line,
 )
 from panther_compile.healing.best_state import BestState, numbers
 from panther_compile.healing.descent import Descent, Factor, factors_of
@@ -28,7 +29,7 @@ from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_
 from panther_compile.layers.base import SketchedLayer, check_factors, outermost, sketched_layers
 from panther_compile.layers.own_weights import own_biases
 from panther_compile.models.batches import Call, Data, device_of, record_calls
-from panther_compile.models.derivatives import differentiates
+from panther_compile.models.derivatives import NO_GRADIENT, differentiates
 from panther_compile.models.output_kind import check_output, recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
@@ -95,7 +96,8 @@ def heal(
     Raises:
         ConfigError, ConfigTypeError: an option is not what is wanted.
         DataError: the data holds fewer than two batches, or a model cannot run one.
-        HealingError: the teacher or the model gives NaN before the first step, or there is nothing to match.
+        HealingError: the teacher or the model gives NaN before the first step, or there is nothing to match,
+            or no gradient.
         NoTargetError: the model holds no sketched layer.
         TeacherMismatchError: the teacher is not the dense model that this one was made of.
         WeightError: a factor was quantized or sharded.
@@ -278,10 +280,19 @@ class _Healer:
         return {name: torch.stack(found[name]).mean() for name in order if name in found}
 
     def _gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradient of each parameter or None; empty if the loss reaches no sketched layer."""
+        """The gradient of each parameter or None; empty if the loss reaches no sketched layer.
+
+        Raises:
+            HealingError: there is none, as where an output is changed in place that its backward reads.
+        """
         if not loss.requires_grad:
             return ()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except NO_GRADIENT as error:
+            raise HealingError(f"the loss has no gradient: {first_line(error)}") from error
         return gradients if any(gradient is not None for gradient in gradients) else ()
 
     def _places(self) -> Iterator[int]:

@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from panther_compile.models.source import own_nodes
 
+NO_GRADIENT = RuntimeError, AssertionError
+"""What a backward ends in: an operator has none, a change in place, or a part that wants training mode."""
+
 
 def differentiates(model: nn.Module) -> bool:
     """Whether the text of a forward in the model asks for gradients of an input."""

@@ -125,6 +125,29 @@ def test_a_backward_that_fails_is_told_of():
         assert gradients(model, torch.randn(8, 6), logits=False) == {}
 
 
+class OfTraining(torch.autograd.Function):
+    """Goes backward in training mode alone, as reversible layers of Reformer do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("make sure to use `model.train()`")
+
+
+class GoesBackInTraining(nn.Sequential):
+    def forward(self, x):
+        return OfTraining.apply(super().forward(x))
+
+
+def test_a_backward_of_training_mode_is_told_of():
+    model = GoesBackInTraining(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    with pytest.warns(UserWarning, match="no gradient of the model's result .*model.train.* count alike"):
+        assert gradients(model, torch.randn(8, 6), logits=False) == {}
+
+
 @pytest.mark.parametrize("size", [3e-5, 1e2])
 def test_gradients_of_small_and_large_results_are_numbers_of_float16(size):
     """A gradient is the larger the smaller the result; float16 ends at 65,504, and below 6e-8."""
