@@ -166,7 +166,7 @@ class SketchPlan:
         allocation: how data had the budget divided, see `plan.Allocation`; empty without data.
         tried: distances of results on held-out data from the dense model's, by allocation; may be empty.
         seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
-        undecided: the trials whose difference was noise, so that the plain choice was kept; else empty.
+        undecided: the trials whose difference was noise, and what was taken or kept instead; else empty.
         cached: what a decoder keeps of a token, where that was the objective; else empty.
     """
 

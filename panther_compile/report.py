@@ -91,7 +91,7 @@ class SketchReport:
         route: how the layers were found.
         allocation: how data had the budget divided; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation tried.
-        undecided: the trials whose difference was noise, so that the plain choice was kept.
+        undecided: the trials whose difference was noise, and what was taken or kept instead.
         curve: of the search for the ratio, if there was one.
         seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
         others: numbers of matrices and kernels that are in no row, by the class of the module.

@@ -21,6 +21,13 @@ def test_within_noise_the_plain_choice_is_kept_and_said():
     assert why == "other is 0.025 closer, within noise (0.25): plain is kept"
 
 
+def test_what_is_closer_by_chance_does_not_hide_what_is_closer_indeed():
+    plain, lucky, closer = [1.0, 1.0, 1.0, 1.0], [0.1, 1.4, 0.5, 1.4], [0.9, 0.85, 0.9, 0.9]
+    name, why = pick({"plain": plain, "lucky": lucky, "closer": closer}, "plain")
+    assert name == "closer"
+    assert why == "lucky is 0.15 closer, within noise (0.33): closer is taken"
+
+
 def test_of_one_batch_two_per_cent_tell_nothing():
     assert pick({"plain": [1.0], "other": [0.99]}, "plain")[0] == "plain"
     assert pick({"plain": [1.0], "other": [0.9]}, "plain") == ("other", "")
