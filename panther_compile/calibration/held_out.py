@@ -14,7 +14,7 @@ from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.norms import fit_norm
 from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import Residuals
-from panther_compile.calibration.resume import Folder
+from panther_compile.calibration.resume import CalibrationFolder
 from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
@@ -65,7 +65,7 @@ class Studied:
     left_alone: Mapping[str, str]
     residuals: Residuals
     study: Study
-    folder: Folder | None
+    folder: CalibrationFolder | None
     cached: tuple[Cached, ...] = ()
     made_up: "Studied | None" = None
     repeated: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ def fit_plan(
     config: SketchConfig,
     plan: SketchPlan,
     calls: Sequence[Call],
-    folder: Folder | None,
+    folder: CalibrationFolder | None,
     *,
     stored: bool = True,
 ) -> tuple[LayerFit, dict[str, Norm], Side]:
