@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,17 @@ class StoredWeights:
 
     def misfits(self, model: nn.Module) -> list[str]:
         """Parameters of the folder's model that have another shape in the files, with both shapes."""
-        found = []
+        in_file = defaultdict[str, dict[str, tuple[str, Tensor]]](dict)
         for name, parameter in model.named_parameters():
-            if name in self._stored:
-                stored = self._stored[name]
-                with safe_open(self._folder / self._files[stored], framework="pt") as stream:
+            if stored := self._stored.get(name):
+                in_file[self._files[stored]][name] = stored, parameter
+        found = []
+        for file, named in in_file.items():
+            with safe_open(self._folder / file, framework="pt") as stream:
+                for name, (stored, parameter) in named.items():
                     shape = tuple(stream.get_slice(stored).get_shape())
-                if shape != tuple(parameter.shape):
-                    found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
+                    if shape != tuple(parameter.shape):
+                        found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
         return found
 
     def read_lifted(self, model: nn.Module) -> None:
