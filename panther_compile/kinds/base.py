@@ -8,9 +8,10 @@
     functionals                 functional calls of a graph that compute it
     onnx                        nodes of an ONNX file that compute it
 
-A kind of one weight derives from `Kind` and leaves `parts` and `assemble` as they are. A kind that is made of
-several weights, as attention is, derives from `CompositeKind` and gives its parts, which are layers of other
-kinds. `registry.py` lists the kinds; what a kind does not answer is said in reports.
+A kind of one weight derives from `Kind` and leaves `parts` and `assemble` as they are; its layers are called
+with one tensor. A kind that is made of several weights, as attention is, derives from `CompositeKind` and
+gives its parts, which are layers of other kinds. `registry.py` lists the kinds; what a kind does not answer
+is said in reports.
 """
 
 from abc import ABC, abstractmethod
