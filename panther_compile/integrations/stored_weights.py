@@ -64,17 +64,18 @@ class StoredWeights:
 
     def misfits(self, model: nn.Module) -> list[str]:
         """Parameters of the folder's model that have another shape in the files, with both shapes."""
-        in_file = defaultdict[str, dict[str, tuple[str, Tensor]]](dict)
-        for name, parameter in model.named_parameters():
-            if stored := self._stored.get(name):
-                in_file[self._files[stored]][name] = stored, parameter
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        in_file = defaultdict[str, list[str]](list)
+        for name in shapes:
+            if name in self._stored:
+                in_file[self._files[self._stored[name]]].append(name)
         found = []
-        for file, named in in_file.items():
+        for file, names in in_file.items():
             with safe_open(self._folder / file, framework="pt") as stream:
-                for name, (stored, parameter) in named.items():
-                    shape = tuple(stream.get_slice(stored).get_shape())
-                    if shape != tuple(parameter.shape):
-                        found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
+                for name in names:
+                    shape = tuple(stream.get_slice(self._stored[name]).get_shape())
+                    if shape != shapes[name]:
+                        found.append(f"{name} ({shape} in place of {shapes[name]})")
         return found
 
     def read_lifted(self, model: nn.Module) -> None:
