@@ -166,12 +166,12 @@ class SketchConfig:
 
     @property
     def logits(self) -> Logits:
-        """Which tensors of the model's results are logits."""
+        """Tensors of the model's results that are logits."""
         return logits_of(self.output)
 
 
 def logits_of(output: str | frozenset[str]) -> Logits:
-    """Which tensors of a result are logits, by the option `output`."""
+    """Tensors of a result that are logits, by the option `output`."""
     return OUTPUTS[output] if isinstance(output, str) else output
 
 

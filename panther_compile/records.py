@@ -132,7 +132,7 @@ class LayerPlan:
 
     @property
     def shared_text(self) -> str:
-        """With which weights it shares a factor, or is narrowed; empty if with none."""
+        """The weights with which it shares a factor, or is narrowed, in words; empty if there are none."""
         if self.choice is None:
             return ""
         others = [name for name in self.choice.sharing or self.choice.link if name != self.name]
@@ -363,7 +363,7 @@ class WholeTimes:
 
     @property
     def speedup(self) -> float:
-        """By the fastest calls; of both halves of the turns, as if measured twice, the smaller one."""
+        """The speedup by the fastest calls, the smaller of both halves of the turns, as if measured twice."""
         middle = len(self.dense) // 2
         halves = (slice(middle), slice(middle, None)) if middle else (slice(None),)
         return min(min(self.dense[half]) / min(self.sketched[half]) for half in halves)
@@ -401,7 +401,7 @@ class Closeness:
 
     @classmethod
     def of_other_shapes(cls) -> Self:
-        """That of outputs of another shape than the dense model's, all of them: as far as can be."""
+        """The closeness of outputs of another shape than the dense model's, all of them: as far as can be."""
         return cls("", "", 0.0, 1.0, None, "its results are of another shape, all of them")
 
     @property

@@ -133,7 +133,7 @@ class _Learning:
         return cls(factor, master, mean, torch.zeros_like(mean) if min(mean.shape) == 1 else None)
 
     def next_step(self, gradient: Tensor, taken: int) -> tuple[Tensor, Tensor]:
-        """Where to, over the scale of the factor and the rate, and what the loss would lose, were it linear.
+        """The step, over the scale of the factor and the rate, and what the loss would lose, were it linear.
 
         Args:
             gradient: of the factor.
@@ -212,7 +212,7 @@ class Descent:
             one.take(step, rate)
 
     def _clip(self, gradients: Sequence[Tensor]) -> float:
-        """By how much to scale gradients, so that no single batch outdoes the others."""
+        """The number to scale gradients by, so that no single batch outdoes the others."""
         norm = float(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]).norm())
         clip = min(1.0, CLIP * self._usual / norm) if self._usual and norm else 1.0
         self._usual += (clip * norm - self._usual) / min(self._taken, 20)

@@ -62,7 +62,7 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
     layers: list[Any]  # of the DynamicCache
 
     def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
-        """For an encoder-decoder, the pair."""
+        """Make a cache; for an encoder-decoder, the pair."""
         config = getattr(model, "config", None)
         if cls is LatentCache and not args and getattr(config, "is_encoder_decoder", False):
             return LatentEncoderDecoderCache(cls._part(model, True), cls._part(model, False))
@@ -208,7 +208,7 @@ class LatentCacheReport:
 
     @property
     def whole_bytes_per_token(self) -> int:
-        """Likewise in a `DynamicCache`."""
+        """Bytes per token in a `DynamicCache`."""
         return sum(line.whole_bytes for line in self.layers)
 
     def __str__(self) -> str:

@@ -132,7 +132,7 @@ class StoredWeights:
             return self._cast(stream.get_tensor(stored))
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        """As transformers would load it."""
+        """The tensor as transformers would load it."""
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def module(self, skeleton: nn.Module, name: str) -> nn.Module:

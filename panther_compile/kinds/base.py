@@ -176,15 +176,15 @@ class CompositeKind(Kind):
         """See `Kind.assemble`."""
 
     def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
-        """Its parts have units."""
+        """Refuse: its parts have units."""
         raise AssertionError("a composite kind is planned by its parts")
 
     def sketch(
         self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
     ) -> tuple[SketchedLayer, Fitted]:
-        """Its parts are sketched."""
+        """Refuse: its parts are sketched."""
         raise AssertionError("a composite kind is sketched by its parts")
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
-        """Its parts are made empty."""
+        """Refuse: its parts are made empty."""
         raise AssertionError("a composite kind is made of its parts")

@@ -192,7 +192,7 @@ def _dense(module: nn.Module) -> nn.Conv1d | nn.Conv3d:
 
 
 def _layer_type(conv: nn.Conv1d | nn.Conv3d) -> type[SketchedOnPlane]:
-    """That of its replacement."""
+    """The type of its replacement."""
     return SketchedConv1d if isinstance(conv, nn.Conv1d) else SketchedConv3d
 
 

@@ -243,7 +243,7 @@ def _check_alike(wanted: Mapping[str, Any], found: Mapping[str, Any], shapes: st
 
 
 def _relative_errors(wanted: Mapping[str, Any], found: Mapping[str, Any], shapes: str) -> dict[str, float]:
-    """Of each output that is a tensor in both files, on inputs of such shapes."""
+    """Relative errors of each output that is a tensor in both files, on inputs of such shapes."""
     return {
         name: _relative_error(f"output {name!r} for inputs {shapes}", other, one)
         for name, one, other in _tensor_pairs(wanted, found)
@@ -323,7 +323,7 @@ _CHANGES: tuple[Callable[[int], int], ...] = (
 
 
 def _dynamic_sizes(exported: ExportedProgram, tensors: list[Tensor]) -> dict[Any, tuple[int, int, int]]:
-    """For each symbol in the inputs' shapes, its value in the example, and its range."""
+    """The value in the example of each symbol in the inputs' shapes, and its range."""
     found: dict[Any, tuple[int, int, int]] = {}
     for expected, given in zip(_input_values(exported), tensors, strict=True):
         for size, known in zip(expected.shape, given.shape, strict=True):
@@ -399,7 +399,7 @@ def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[T
 
 
 def _of_draws(path: Path) -> str:
-    """In words, the nodes of a file that draw numbers; empty if none does."""
+    """Nodes of a file that draw numbers, in words; empty if none does."""
     nodes = ir.load(path).graph.all_nodes()
     drawing = sorted({node.op_type for node in nodes if is_onnx(node, *_DRAWING)})
     return f", and the model draws numbers, others in each run ({', '.join(drawing)})" if drawing else ""

@@ -330,7 +330,7 @@ def _group_of(func: Any, args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """On a GPU of torch's allocator in this step; else of the process, from its start."""
+    """Most bytes held: on a GPU by torch's allocator in this step; else by the process, from its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # Windows has none

@@ -99,7 +99,7 @@ class Options:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """As JSON takes it, to compare with other ranks."""
+        """The options as JSON takes them, to compare with other ranks."""
         return {key: value if _is_plain(value) else repr(value) for key, value in asdict(self).items()}
 
     def reshards(self, part: Partition) -> bool:

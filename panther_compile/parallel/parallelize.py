@@ -1,4 +1,4 @@
-"""From a partition to an engine: agree, lay out, broadcast, shard, wrap, schedule."""
+"""Make an engine of a partition: agree, lay out, broadcast, shard, wrap, schedule."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -216,7 +216,7 @@ def _check_held(part: Partition, places: Sequence[int]) -> None:
 
 
 def _loss_dtype(model: nn.Module) -> torch.dtype:
-    """In which losses and norms are added up: as wide as the widest parameter, at least float32."""
+    """The type in which losses and norms are added up: as wide as the widest parameter, at least float32."""
     is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32
 

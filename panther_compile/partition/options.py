@@ -105,7 +105,7 @@ class PlanOptions:
             raise MeshError(f"shard_size={self.shard_size} does not divide {over}")
 
     def strategies(self, mesh: Mesh, operations: int) -> Iterator[Strategy]:
-        """Those that a mesh and the user's choices leave.
+        """Strategies that a mesh and the user's choices leave.
 
         Args:
             mesh: that passes `check`.

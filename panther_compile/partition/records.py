@@ -33,7 +33,7 @@ class Mesh:
 
     @classmethod
     def read(cls, mesh: Mapping[str, int], devices: int | None = None) -> "Mesh":
-        """From {"dp": 2, "pp": 2}; axes not named are 1.
+        """Read {"dp": 2, "pp": 2}; axes not named are 1.
 
         Args:
             mesh: size of each axis.

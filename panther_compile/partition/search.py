@@ -214,7 +214,7 @@ def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candid
 def _bisect_budgets(
     graphs: Graphs, options: PlanOptions, most: Candidate, reached: float
 ) -> Iterator[Candidate]:
-    """Those that are expected to fit, on the way to the largest; none slower than what is reached."""
+    """Candidates that are expected to fit, on the way to the largest; none slower than what is reached."""
     fitting, over = 0, len(BUDGETS)
     while fitting < over and most.expected.per_second > reached:
         middle = (fitting + over) // 2
@@ -399,7 +399,7 @@ def _shard_stages(way: _Way, flow: FlowGraph, cuts: StageCuts, prices: Prices) -
 
 
 def _explain_memory(graphs: Graphs, options: PlanOptions, candidates: Sequence[Candidate]) -> str:
-    """Which stage of the leanest candidate does not fit, by how much, and what would help."""
+    """Say which stage of the leanest candidate does not fit, by how much, and what would help."""
     leanest = min(candidates, key=lambda one: one.expected.device_bytes)
     mesh, strategy = leanest.mesh, leanest.strategy
     lean_way = _Way.of(graphs, options, mesh, strategy)

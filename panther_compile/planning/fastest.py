@@ -1,4 +1,4 @@
-"""Where time counts: fewer layers until the whole model is faster, and never slower than the plain sketch."""
+"""Plans where time counts: fewer layers until the whole is faster, never slower than the plain sketch."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar

@@ -151,7 +151,7 @@ def _beyond_data(allocation: Allocation) -> Allocation:
 def _allowed(
     couplings: Sequence[CouplingLosses], timed: TimedSites | None, in_int8: bool
 ) -> list[CouplingLosses]:
-    """Where time counts, those that surely run faster, and where nothing has to be dense."""
+    """Couplings to be tried: where time counts, those that surely run faster, of no layer put back."""
     if timed is None and not in_int8:
         return list(couplings)
     returned = set() if timed is None else set(timed.returned)

@@ -69,7 +69,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class StageMap:
-    """Which nodes are in which pipeline stage.
+    """The pipeline stage of each node.
 
     Attributes:
         stage_of: stage of each node that belongs to one, by name, and of "output".
@@ -279,7 +279,7 @@ def _count_costs(
 
 
 def _follow_features(problem: Problem) -> None:
-    """From layer to layer: in how many blocks each is sharded, and how the nodes between run on shards."""
+    """Follow features from layer to layer: the blocks of each, and how the nodes between run on shards."""
     reached = _reach(problem)
     for node in problem.graph_module.graph.nodes:
         if node in problem.layers:

@@ -124,7 +124,7 @@ class Candidates:
         return np.where(ends_a_unit, 0.0, self.forward_bytes)
 
     def starts(self, end: int, limits: StageLimits) -> Indices:
-        """Where a stage within the limits may start that goes to one of the candidates: at proper subsets."""
+        """Starts of a stage within the limits that goes to one of the candidates: at proper subsets."""
         near = self.work[:end] >= self.work[end] - limits.seconds
         near &= self._least[:end] >= self._least[end] - limits.memory
         found = np.flatnonzero(near)
