@@ -13,11 +13,10 @@ from panther_compile.partition.graph.flow_graph import (
     add_work,
     held_bytes,
     loss_bytes,
-    tensor_size,
     weigh,
 )
 from panther_compile.partition.graph.hardware import Link
-from panther_compile.partition.graph.observe import Observed
+from panther_compile.partition.graph.observe import Observed, tensor_size
 from panther_compile.partition.shards.layers import ShardableLayer, find_shardable_layers
 from panther_compile.partition.shards.placements import Shard
 from panther_compile.partition.shards.rules import KnownRules, Rule, has_shape, shape
