@@ -33,7 +33,6 @@ from panther_compile.layers.conv_on_plane import (
     SketchedConv1d,
     SketchedConv3d,
     SketchedOnPlane,
-    geometry,
     on_plane,
 )
 from panther_compile.models.watched import Arrival, rows_of
@@ -162,8 +161,9 @@ class _OnPlaneKind(Kind):
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""
         dense = _dense(module)
-        return _layer_type(dense)(
-            **geometry(dense),
+        layer_type = _layer_type(dense)
+        return layer_type(
+            **layer_type.geometry(dense),
             rank=choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
             scheme=choice.scheme,
             device=device,

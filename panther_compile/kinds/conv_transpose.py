@@ -35,7 +35,6 @@ from panther_compile.layers.conv_transpose import (
     SketchedConvTranspose1d,
     SketchedConvTranspose2d,
     SketchedConvTranspose3d,
-    geometry,
 )
 from panther_compile.records import Choice, Fitted, Unit
 
@@ -178,7 +177,7 @@ class _ConvTransposeKind(Kind):
         """See `Kind.empty`."""
         dense: Any = module
         return self._layer_type(
-            **geometry(module),
+            **self._layer_type.geometry(module),
             rank=choice.ranks[0],
             scheme=choice.scheme,
             bias=dense.bias is not None,
