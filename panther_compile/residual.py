@@ -55,9 +55,9 @@ class ResidualRow:
 
     Attributes:
         name: fully qualified.
-        rank: of its branch; 0 if it has none.
-        branch_bytes: of the branch.
-        quantized_bytes: of the layer that it stands beside.
+        rank: rank of its branch; 0 if it has none.
+        branch_bytes: bytes of the branch.
+        quantized_bytes: bytes of the layer that it stands beside.
     """
 
     name: str
@@ -75,9 +75,9 @@ class ResidualReport:
         before: how close the outputs of the quantized model are to the dense model's, on held-out batches.
         after: the same with the branches; if that was no closer, they were left out.
         kept: whether branches were added.
-        dense_bytes: of the whole dense model.
-        quantized_bytes: of the whole quantized one.
-        stored_bytes: of what came of it.
+        dense_bytes: bytes of the whole dense model.
+        quantized_bytes: bytes of the whole quantized one.
+        stored_bytes: bytes of what came of it.
     """
 
     rows: tuple[ResidualRow, ...]

@@ -47,7 +47,7 @@ class KeptStudy:
     """What a study holds beside tensors, see `Study`.
 
     Attributes:
-        costs: likewise; so for the next four.
+        costs: see `Study`; so for the next four.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.

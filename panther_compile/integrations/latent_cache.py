@@ -178,8 +178,8 @@ class CachedLayer:
         layer: its number.
         keys: "latent" and the rank, with the layer that writes them; or why they are whole.
         values: likewise.
-        kept_bytes: of one token.
-        whole_bytes: of one token, were nothing left out.
+        kept_bytes: bytes of one token.
+        whole_bytes: bytes of one token, were nothing left out.
     """
 
     layer: str
@@ -194,8 +194,8 @@ class LatentCacheReport:
     """What a cache keeps.
 
     Attributes:
-        layers: that have seen a token.
-        angle_bytes: of one token, of the angles that all layers share.
+        layers: layers that have seen a token.
+        angle_bytes: bytes of one token for the angles that all layers share.
     """
 
     layers: tuple[CachedLayer, ...]

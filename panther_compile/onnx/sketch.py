@@ -76,7 +76,7 @@ class OnnxReport:
             relative to the dense model's (`onnx/verify.py` says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
         made_up: whether they were fitted to images, sounds or texts that were made up.
-        closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
+        closeness: how close the outputs are, on the data, or on inputs that were made up, or random ones.
         healed: what healing did, if it was asked for.
         folded: scales, shifts and activations of several nodes that went into the nodes beside them.
     """

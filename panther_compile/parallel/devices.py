@@ -22,9 +22,9 @@ class Devices:
         mesh: over all ranks, with the axes "dp", "pp" and "tp".
         device: of this rank.
         rank: of this process.
-        dp: its place along the axis.
-        pp: likewise.
-        tp: likewise.
+        dp: place of this rank along the axis.
+        pp: place along that axis.
+        tp: place along that axis.
         timeout: of every group.
     """
 
