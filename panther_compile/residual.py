@@ -39,7 +39,7 @@ from panther_compile.models.surroundings import undisturbed, without_fast_attent
 from panther_compile.models.watched import copy_sharing
 from panther_compile.names import dotted
 from panther_compile.planning.sites import check_module
-from panther_compile.records import Closeness, kept_attribute
+from panther_compile.records import Closeness, keep_attribute, kept_attribute
 from panther_compile.report import bytes_of, tensors_of
 from panther_compile.reporting.tables import counted, render_table, share
 
@@ -489,7 +489,7 @@ def _report(
 
 
 def _kept(model: Model, report: ResidualReport) -> Model:
-    vars(model)[RESIDUAL_ATTRIBUTE] = report
+    keep_attribute(model, RESIDUAL_ATTRIBUTE, report)
     return model
 
 
