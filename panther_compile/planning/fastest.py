@@ -12,7 +12,7 @@ from panther_compile.planning.timing import without_least
 from panther_compile.records import SketchPlan, WholeTimes
 
 
-class Made(Protocol):
+class CarriedOut(Protocol):
     """A plan carried out."""
 
     @property
@@ -24,7 +24,7 @@ class Made(Protocol):
         """What was carried out."""
 
 
-M = TypeVar("M", bound=Made)
+M = TypeVar("M", bound=CarriedOut)
 
 
 def fastest(found: TimedSites, fit: Callable[[Found], M]) -> tuple[M, WholeTimes | None]:
