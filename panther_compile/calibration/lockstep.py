@@ -45,7 +45,7 @@ class _Runner:
         value: the input of that layer.
         residual: what its output will be added to, if known.
         passed: what passed where the residuals of layers come from.
-        error: that ended it.
+        error: the error that ended it.
         last: name of the layer it paused at last.
     """
 

@@ -37,7 +37,7 @@ class Functional:
     Attributes:
         targets: the functions, `F.linear` and `torch.ops.aten.linear.default` for one.
         arguments: names of their arguments in order: "input", "weight", "bias", then options.
-        build: from the weight, whether there is a bias, and the options given, a layer on the meta device,
+        build: makes of the weight, whether there is a bias, and the options given a layer on the meta device,
             whose parameters are then replaced; None if no layer computes the call.
         bias_may_be_computed: whether a bias that is no parameter can be added behind the layer.
     """
@@ -54,7 +54,7 @@ class OnnxForm:
 
     Attributes:
         operators: op types.
-        dims: of the weight.
+        dims: number of the weight's dimensions.
         wanted: what such a weight is called in messages ("a matrix").
         build: from the weight as the kind keeps it and the attributes of the node, the layer without a bias,
             or the reason why there is none.
@@ -120,7 +120,7 @@ class Kind(ABC):
 
         Args:
             module: the dense one; gives everything but the parts, and is left as it is.
-            parts: by the suffixes of `parts`; not copied.
+            parts: layers by the suffixes of `parts`; not copied.
             config: the options; None for the arithmetic of the dense module.
         """
         return parts[""]

@@ -72,7 +72,7 @@ class SketchedConv2d(SketchedConvolution):
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         start: first channel of the pivot slice, 0 or I - r ("pivoted" only).
         device: where the factors are made.
-        dtype: of the factors, any floating dtype.
+        dtype: type of the factors, any floating dtype.
 
     Raises:
         ConfigError: the scheme is unknown.
@@ -244,7 +244,7 @@ class SketchedConv2d(SketchedConvolution):
                 "pivoted" where that fits, else "channel".
             method: see `panther_compile.factorization.factorize.factorize`.
             sketch: random test matrix of the randomized method.
-            seed: of that matrix.
+            seed: seed of that matrix.
 
         Raises:
             ConfigError, RankError: see the constructor; also where no rank stores so little.

@@ -35,7 +35,7 @@ class Options:
         mp_policy: for "fsdp".
         offload_policy: for "fsdp".
         find_unused_parameters: for "ddp".
-        activation_checkpointing: of `ACTIVATION_CHECKPOINTING`, or a budget.
+        activation_checkpointing: one of `ACTIVATION_CHECKPOINTING`, or a budget.
         sync_batchnorm: over the dp axis.
         broadcast: from rank 0.
     """

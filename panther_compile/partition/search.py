@@ -35,8 +35,8 @@ class Candidate:
 
     Attributes:
         mesh: of the devices.
-        strategy: for it.
-        expected: of both.
+        strategy: the strategy for it.
+        expected: what is expected of both.
     """
 
     mesh: Mesh
@@ -59,11 +59,11 @@ class _Way:
     """A way to divide a model.
 
     Attributes:
-        graphs: of the model, as a device of the mesh sees it, where several divide its sequences.
-        options: of the user.
+        graphs: what a device of the mesh sees of the model, where several divide its sequences.
+        options: those of the user.
         mesh: of the devices.
-        strategy: for it.
-        ring: of the devices that share tensors.
+        strategy: the strategy for it.
+        ring: the devices that share tensors.
     """
 
     graphs: Graphs
@@ -91,7 +91,7 @@ def search_meshes(
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         devices: to divide.
         progress: show progress bars; None shows them on a terminal.
 
@@ -116,7 +116,7 @@ def expect_meshes(
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         devices: to divide.
         progress: show a progress bar; None shows it on a terminal.
     """
@@ -194,7 +194,7 @@ def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candid
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         found: of all meshes and schedules, for every kind of checkpointing.
     """
     if options.recompute != AUTO:

@@ -64,8 +64,8 @@ class TimedSites(Found):
     """Sites with clocks: what a plan would sketch is timed, and stays dense where it does not pay.
 
     Attributes:
-        clock: of single layers.
-        whole: of the model.
+        clock: times single layers.
+        whole: times the model.
         returned: lines of units that stay dense for that, by their names.
     """
 

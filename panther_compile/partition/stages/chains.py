@@ -37,9 +37,9 @@ class StageRequest:
 
     Attributes:
         links: one between each stage and the next; there are len(links) + 1 stages.
-        in_flight: for each stage, the microbatches that it holds at once.
+        in_flight: microbatches that each stage holds at once.
         memory_bytes: the most that a stage may take; None for no limit.
-        spare_bytes: for each stage, what it may take beyond `memory_bytes`; empty if devices are alike.
+        spare_bytes: bytes that each stage may take beyond `memory_bytes`; empty if devices are alike.
         parts: how many devices a stage is on; each receives, keeps and sends one part of what crosses a cut.
         wanted: vertices that are shared out, at least one to a stage; empty if a stage may hold any.
     """
