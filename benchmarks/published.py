@@ -38,9 +38,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from panther_compile.errors import StageMemoryError
 from panther_compile.partition import Link, Partition
 from panther_compile.partition.graph.flow import FlowGraph
-from panther_compile.partition.graph.flow_graph import Costs, tensor_size
+from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graph.hardware import H100, Hardware
-from panther_compile.partition.graph.observe import Observed
+from panther_compile.partition.graph.observe import Observed, tensor_size
 from panther_compile.partition.graphs import Graphs, read_graphs, reweigh
 from panther_compile.partition.options import PlanOptions
 from panther_compile.partition.records import Mesh

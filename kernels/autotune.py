@@ -81,7 +81,7 @@ class Blocks:
 
     @property
     def constants(self) -> dict[str, int]:
-        """As keyword arguments of a launch."""
+        """Keyword arguments of a launch."""
         return {**self.sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -259,7 +259,7 @@ def _shared_limit_of(driver: Any, device: int) -> int:
 
 
 def compute_capability() -> int:
-    """That of the current CUDA device, 90 for 9.0; 0 for others, and under the interpreter."""
+    """Capability of the current CUDA device, 90 for 9.0; 0 for others, and under the interpreter."""
     if triton.knobs.runtime.interpret:
         return 0
     driver = triton.runtime.driver.active

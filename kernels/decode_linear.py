@@ -41,7 +41,7 @@ _SUM_COLUMNS = {1: 128, MAX_ROWS: 32}  # of z to a program, by rows
 
 @triton.jit
 def _sums(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where products are summed: for one row (K, N) of them, for more (ROWS, N)."""
+    """Zeros to add products to: for one row (K, N) of them, for more (ROWS, N)."""
     if ROWS == 1:
         return tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     else:

@@ -1,4 +1,4 @@
-"""Which implementation serves a shape on a GPU: a Triton kernel, or cuBLAS and cuDNN through torch.
+"""The implementation that serves a shape on a GPU: a Triton kernel, or cuBLAS and cuDNN through torch.
 
 "auto" takes a kernel where it was measured to win, in bfloat16 on an H100 and an H200
 (docs/benchmarks/kernels.md):

@@ -30,7 +30,7 @@ class Factors(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients of a linear operator are wanted, of all its layers alike."""
+    """Gradients of a linear operator that are wanted, of all its layers alike."""
 
     x: bool = True
     down: bool = True

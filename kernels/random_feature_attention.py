@@ -173,7 +173,7 @@ def _favor_scan_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """In place: T, and the sums of the chunks before, for every chunk; or those of all, in the first."""
+    """Write in place T, and the sums of the chunks before, for every chunk; or those of all, in the first."""
     head = tl.program_id(0).to(tl.int64)
     offs_v = tl.arange(0, BLOCK_V).to(tl.int64)
     offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -148,7 +148,7 @@ def _favor_reverse_scan_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """In place: sums of the chunks after each one, shifted to its T; or those of all, in the first."""
+    """Write in place the sums of the chunks after each, shifted to its T; or those of all, in the first."""
     head = tl.program_id(0).to(tl.int64)
     offs_v = tl.arange(0, BLOCK_V).to(tl.int64)
     offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -55,7 +55,7 @@ class SketchConfig:
             "int8" for `prepare_int8` and then="int8": ratio is of the predicted time of the linear layers'
             int8 products, not of numbers, features are left out rather than ranks, and others stay dense.
         inplace: change the model given, in place of a copy.
-        seed: of every random number drawn.
+        seed: seed of every random number drawn.
         progress: show a progress bar; None shows one on a terminal.
         device: where to factorize; each layer is given back where it was.
         output: what the model's result is, to those who compare: "logits", "features", "auto", to see for
@@ -166,12 +166,12 @@ class SketchConfig:
 
     @property
     def logits(self) -> Logits:
-        """Which tensors of the model's results are logits."""
+        """Tensors of the model's results that are logits."""
         return logits_of(self.output)
 
 
 def logits_of(output: str | frozenset[str]) -> Logits:
-    """Which tensors of a result are logits, by the option `output`."""
+    """Tensors of a result that are logits, by the option `output`."""
     return OUTPUTS[output] if isinstance(output, str) else output
 
 

@@ -24,12 +24,12 @@ class Unit:
 
     Attributes:
         name: the site's name, and a suffix where a site has several weights ("self_attn.q_proj").
-        shape: of the dense weight.
+        shape: that of the dense weight.
         dense_numbers: stored numbers when dense, bias included.
-        bias_numbers: those of them that no scheme touches.
+        bias_numbers: numbers among them that no scheme touches.
         candidates: schemes to choose from; empty if there is none.
         device: class of device it runs on; None for a look-up, which takes no time to speak of.
-        groups: of a convolution.
+        groups: number of a convolution's groups.
         stride: of a convolution.
         tied_numbers: biases of the other layers that use the weight; they stay, and are in no other count.
         cost_shape: of the matrix (O, I) or kernel (O, I / G, kh, kw) that it multiplies as, to predict its
@@ -82,8 +82,8 @@ class Choice:
     Attributes:
         scheme: name of the scheme.
         rank: in 1..max_rank of its candidate.
-        ranks: of its factors.
-        stored_numbers: of the weight and its bias; a factor that several share is the first one's.
+        ranks: ranks of its factors.
+        stored_numbers: numbers of the weight and its bias; a factor that several share is the first one's.
         error: relative error that is expected, of all that share the factor together; None if unknown.
         sharing: names of all the weights that share a factor, its own among them: the input factor of scheme
             "pivoted", the output factor of "pair"; else empty.
@@ -108,9 +108,9 @@ class LayerPlan:
     """One line of a plan: what is done to one weight, and why.
 
     Attributes:
-        name: of the weight: its layer, and a suffix where the layer has several.
+        name: name of the weight: its layer, and a suffix where the layer has several.
         kind: "Linear", "Conv2d", "MultiheadAttention", "Conv1D", "Embedding".
-        shape: of the dense weight.
+        shape: that of the dense weight.
         dense_numbers: stored numbers of the dense weight.
         choice: how it is sketched; None if it stays dense.
         reason: why it stays dense, or what decided the choice.
@@ -132,7 +132,7 @@ class LayerPlan:
 
     @property
     def shared_text(self) -> str:
-        """With which weights it shares a factor, or is narrowed; empty if with none."""
+        """The weights with which it shares a factor, or is narrowed, in words; empty if there are none."""
         if self.choice is None:
             return ""
         others = [name for name in self.choice.sharing or self.choice.link if name != self.name]
@@ -147,7 +147,7 @@ class Cached:
     """Keys, values, or both, that a decoder keeps of each token.
 
     Attributes:
-        names: of the weights that write them, several of one input; empty where none writes what is kept.
+        names: weights that write them, several of one input; empty where none writes what is kept.
         width: numbers of a token, of all heads.
     """
 
@@ -160,12 +160,12 @@ class SketchPlan:
     """What `sketchify` would do: one line for each weight, whether it is sketched or left alone.
 
     Attributes:
-        layers: in the order of the model.
+        layers: one line for each weight, in the order of the model.
         ratio: the ratio asked for, as text.
         route: how the layers were found: "module tree", "fx graph", ...
         allocation: how data had the budget divided, see `plan.Allocation`; empty without data.
         tried: distances of results on held-out data from the dense model's, by allocation; may be empty.
-        seconds: of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
+        seconds: time of a call of the whole model, "dense" and "sketched", where that was timed; else empty.
         undecided: the trials whose difference was noise, and what was taken or kept instead; else empty.
         cached: what a decoder keeps of a token, where that was the objective; else empty.
     """
@@ -310,8 +310,8 @@ class Fitted:
     """What came of one sketched weight.
 
     Attributes:
-        scheme: as stored.
-        ranks: of the factors.
+        scheme: the scheme by which it is stored.
+        ranks: ranks of the factors.
         method: how they were found: "svd", "randomized", "hooi", "calibrated".
         error: relative Frobenius error of the stored factors, estimated by Gaussian probes; None of a narrow
             layer, whose weights are not those of the dense one.
@@ -354,8 +354,8 @@ class WholeTimes:
     """Seconds that calls of a whole model take, dense and sketched by turns.
 
     Attributes:
-        dense: of each turn, in their order.
-        sketched: likewise.
+        dense: seconds of the dense model in each turn, in their order.
+        sketched: seconds of the sketched model, likewise.
     """
 
     dense: tuple[float, ...]
@@ -363,7 +363,7 @@ class WholeTimes:
 
     @property
     def speedup(self) -> float:
-        """By the fastest calls; of both halves of the turns, as if measured twice, the smaller one."""
+        """The speedup by the fastest calls, the smaller of both halves of the turns, as if measured twice."""
         middle = len(self.dense) // 2
         halves = (slice(middle), slice(middle, None)) if middle else (slice(None),)
         return min(min(self.dense[half]) / min(self.sketched[half]) for half in halves)
@@ -401,7 +401,7 @@ class Closeness:
 
     @classmethod
     def of_other_shapes(cls) -> Self:
-        """That of outputs of another shape than the dense model's, all of them: as far as can be."""
+        """The closeness of outputs of another shape than the dense model's, all of them: as far as can be."""
         return cls("", "", 0.0, 1.0, None, "its results are of another shape, all of them")
 
     @property

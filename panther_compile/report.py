@@ -39,7 +39,7 @@ class ReportRow:
         name: fully qualified.
         kind: class of the layer as it is now, or kind of the dense layer that was left alone.
         scheme: how the weight is stored, "dense" where it was left alone.
-        ranks: of the factors; empty if dense.
+        ranks: ranks of the factors; empty if dense.
         dense_numbers: stored numbers (parameters and buffers) of the dense layer.
         stored_numbers: stored numbers of the layer as it is now.
         dense_macs: multiply-adds per row (linear, attention) or output position (convolution), dense.
@@ -86,22 +86,22 @@ class SketchReport:
         stored_numbers: parameters and buffers of the whole model as it is now, shared ones once.
         replaced_dense_numbers: dense count of the replaced weights, and of those that the budget keeps whole
             or that were put back to dense since.
-        replaced_stored_numbers: their stored count now.
-        ratio_asked: as text; "-" where no record of it is left.
+        replaced_stored_numbers: stored count of the same now.
+        ratio_asked: the ratio in words; "-" where no record of it is left.
         route: how the layers were found.
         allocation: how data had the budget divided; empty without data.
         tried: how far results on held-out data were from the dense model's, by allocation tried.
         undecided: the trials whose difference was noise, and what was taken or kept instead.
-        curve: of the search for the ratio, if there was one.
-        seconds: of a call of the whole model, "dense" and "sketched", where sketchify timed it.
+        curve: the search for the ratio, if there was one.
+        seconds: time of a call of the whole model, "dense" and "sketched", where sketchify timed it.
         others: numbers of matrices and kernels that are in no row, by the class of the module.
         output: what the model's result was taken for, and why; empty without inputs.
-        plan: that was carried out, for `sketchify(sibling, plan=plan)`; None if no record is left.
-        closeness: of the outputs to the dense model's, when the model was made; None if no record tells.
-        dense_bytes: of `dense_numbers`, in the dtypes that the model has now.
-        stored_bytes: of `stored_numbers`; of a quantized tensor, all that it is made of.
-        dense_cache_bytes: of one token, that a decoder keeps in its cache; 0 unless that was the objective.
-        latent_cache_bytes: likewise in a `LatentCache`; the angles of rotary embeddings are not counted.
+        plan: the plan that was carried out, for `sketchify(sibling, plan=plan)`; None if no record is left.
+        closeness: how close outputs were to the dense model's at first; None if no record tells.
+        dense_bytes: bytes of `dense_numbers`, in the dtypes that the model has now.
+        stored_bytes: bytes of `stored_numbers`; of a quantized tensor, all that it is made of.
+        dense_cache_bytes: bytes of a token in a decoder's cache; 0 unless that was the objective.
+        latent_cache_bytes: bytes of a token in a `LatentCache`; angles of rotary embeddings are not counted.
     """
 
     rows: tuple[ReportRow, ...]
@@ -189,7 +189,7 @@ class SketchReport:
         """Draw what each sketched layer stores, its errors and its sensitivity (needs matplotlib).
 
         Args:
-            path: of the picture; its kind is that of the file name.
+            path: the picture; its kind is that of the file name.
         """
         rows = [row for row in self.sketched if row.dense_numbers]  # not what another row has counted
         stored = 1.0 if (found := stored_share(rows)) is None else found

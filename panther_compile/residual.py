@@ -39,7 +39,7 @@ from panther_compile.models.surroundings import undisturbed, without_fast_attent
 from panther_compile.models.watched import copy_sharing
 from panther_compile.names import dotted
 from panther_compile.planning.sites import check_module
-from panther_compile.records import Closeness, kept_attribute
+from panther_compile.records import Closeness, keep_attribute, kept_attribute
 from panther_compile.report import bytes_of, tensors_of
 from panther_compile.reporting.tables import counted, render_table, share
 
@@ -55,9 +55,9 @@ class ResidualRow:
 
     Attributes:
         name: fully qualified.
-        rank: of its branch; 0 if it has none.
-        branch_bytes: of the branch.
-        quantized_bytes: of the layer that it stands beside.
+        rank: rank of its branch; 0 if it has none.
+        branch_bytes: bytes of the branch.
+        quantized_bytes: bytes of the layer that it stands beside.
     """
 
     name: str
@@ -75,9 +75,9 @@ class ResidualReport:
         before: how close the outputs of the quantized model are to the dense model's, on held-out batches.
         after: the same with the branches; if that was no closer, they were left out.
         kept: whether branches were added.
-        dense_bytes: of the whole dense model.
-        quantized_bytes: of the whole quantized one.
-        stored_bytes: of what came of it.
+        dense_bytes: bytes of the whole dense model.
+        quantized_bytes: bytes of the whole quantized one.
+        stored_bytes: bytes of what came of it.
     """
 
     rows: tuple[ResidualRow, ...]
@@ -489,7 +489,7 @@ def _report(
 
 
 def _kept(model: Model, report: ResidualReport) -> Model:
-    vars(model)[RESIDUAL_ATTRIBUTE] = report
+    keep_attribute(model, RESIDUAL_ATTRIBUTE, report)
     return model
 
 

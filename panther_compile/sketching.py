@@ -83,13 +83,13 @@ class Made:
     """The replacements of the dense layers, and how they were made.
 
     Attributes:
-        new: by the dense layer.
-        plan: that was carried out.
+        new: sketched layers by the dense ones.
+        plan: the plan that was carried out.
         fitted: what came of each weight, by the name of its unit.
         unreached: units that no data reached.
         healed: what healing did.
         small: a copy of the model that holds them, if one was made to be evaluated.
-        curve: of the search for the ratio.
+        curve: the search for the ratio.
         note: why data that was given is not used; empty if it is.
         trials: see `Calibrated`.
     """

@@ -93,7 +93,7 @@ def _read(declared: Any, given: Any, where: str) -> Any:
 
 
 def _read_one_of(declared: tuple[Any, ...], given: Any, where: str) -> Any:
-    """As the first type that it is of; nothing is tried first: the error is about what else was wanted."""
+    """Read as the first type that it is of; None is tried first: the error is about what else was wanted."""
     for one in sorted(declared, key=lambda one: one is not type(None)):
         try:
             return _read(one, given, where)

@@ -75,7 +75,7 @@ def lift_parameters(graph_module: fx.GraphModule, example_inputs: Sequence[objec
 
 
 def liftable(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> Iterator[fx.Node | None]:
-    """For each input its placeholder if it is lifted, else None."""
+    """The placeholder of each input if it is lifted, else None."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, example_inputs, strict=True):
         own = isinstance(value, nn.Parameter) or "_buffers_" in str(node.target)

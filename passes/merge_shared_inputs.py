@@ -86,7 +86,7 @@ def _groups(graph_module: fx.GraphModule) -> Iterator[list[fx.Node]]:
 
 
 def _with_shared_factor(graph_module: fx.GraphModule, group: list[fx.Node]) -> list[list[fx.Node]]:
-    """Those of a group that share their first factor with another one, by factor."""
+    """Nodes of a group that share their first factor with another one, by factor."""
     shared: dict[int, list[fx.Node]] = defaultdict(list)
     for node in group:
         shared[_first_factor(_layer(graph_module, node))].append(node)

@@ -1,4 +1,4 @@
-"""Which nodes of a graph do more than return their result."""
+"""Nodes of a graph that do more than return their result."""
 
 import torch
 from torch import fx

@@ -129,3 +129,8 @@ def brute_force(flow, request, bound=float("inf")):
 
     place(0, {})
     return best
+
+
+def is_prefix(network, rows):
+    """Whether data flows forward only across the cut."""
+    return all(rows[need] for vertex, held in enumerate(rows) if held for need in network._needs[vertex])

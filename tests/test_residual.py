@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import panther_compile as pc
 from panther_compile.errors import (
@@ -250,6 +250,12 @@ def test_inplace_and_a_model_that_is_one_layer():
     model = nn.Sequential(dense)
     low = rounded(model)
     assert pc.add_residual(low, model, rank=2, data=[torch.randn(8, 16)] * 5, inplace=True) is low
+
+
+def test_a_copied_graph_keeps_its_report():
+    model = nn.Sequential(nn.Linear(24, 24))
+    better = pc.add_residual(fx.symbolic_trace(rounded(model)), model, rank=2)
+    assert pc.residual_report(copy.deepcopy(better)) == pc.residual_report(better)
 
 
 def test_layers_that_no_batch_reaches_stay(model):

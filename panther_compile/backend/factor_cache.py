@@ -33,7 +33,7 @@ register_optimizer_step_post_hook(_count_steps)
 
 
 class Snapshot:
-    """Which tensors, and which values; keeps none alive.
+    """Identities of tensors, and of their values; keeps none alive.
 
     A write in place raises the tensor's version, but for two: a step of a fused optimizer, so that steps are
     counted, and what a batch norm in training does to its statistics, so that vectors that are no parameters

@@ -140,7 +140,7 @@ class Settings:
         return cls(inner, passes, sketch)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        """By the inner backend."""
+        """Compile by the inner backend."""
         inner: Any = lookup_backend(self.inner)
         compiled: Compiled = inner(graph_module, example_inputs)
         return compiled

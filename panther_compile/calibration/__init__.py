@@ -17,7 +17,8 @@ branch_fit    low-rank branches fitted to what layers lack, layer by layer
 branch_sums   one branch from sums over rows
 layer_fit     one layer from what reached it: the callback of the lockstep
 norms         batch norms behind fitted layers, with statistics of what reaches them now
-resume        a folder that keeps what was done
+work_folder   a folder that keeps what was done
+resume        what is kept of calibration: the study, trials, fitted layers
 calibrate     all of it, for the sites of a plan
 choose        the plan: by cuts, and where they cannot tell by fits
 held_out      plans compared by the results on batches that nothing was learnt from

@@ -23,7 +23,7 @@ from panther_compile.calibration.held_out import (
 from panther_compile.calibration.inputs import LEAST
 from panther_compile.calibration.norms import find_norms
 from panther_compile.calibration.residuals import find_residuals
-from panther_compile.calibration.resume import Folder, identity_of
+from panther_compile.calibration.resume import CalibrationFolder, identity_of
 from panther_compile.calibration.study import Study, study_layers
 from panther_compile.config import SketchConfig
 from panther_compile.errors import ConfigError, some_names
@@ -83,10 +83,12 @@ def study_model(
     for name in look.hidden.intersection(targets):
         left_alone[name] = "it is called under torch.func (vmap, jvp, grad), where its input cannot be read"
     targets = {name: target for name, target in targets.items() if name not in look.hidden}
-    folder: Folder | None = None
+    folder: CalibrationFolder | None = None
     kept: Study | None = None
     if resume is not None:
-        folder = Folder(resume, identity_of(model, [site.name for site, _ in found.sites], config, calls))
+        folder = CalibrationFolder(
+            resume, identity_of(model, [site.name for site, _ in found.sites], config, calls)
+        )
         kept = folder.study(device_of(model) or torch.device("cpu"), disk)
     repeated = look.repeated.intersection(targets)
     freed = FreedMemory()

@@ -171,7 +171,7 @@ class _Looker:
         return couplings
 
     def _permuted(self, couplings: Sequence[Coupling]) -> list[Coupling]:
-        """Those whose reader is given permuted features when its writers permute theirs."""
+        """Couplings whose reader is given permuted features when its writers permute theirs."""
         orders = {
             coupling.reader: torch.randperm(coupling.width, generator=torch.Generator().manual_seed(0))
             for coupling in couplings
@@ -193,7 +193,7 @@ class _Looker:
         return self._dense.inputs[coupling.reader][0]
 
     def _seen(self, couplings: Sequence[Coupling]) -> list[Coupling]:
-        """Those that still compute the same when some features are not there, or heads are changed alike."""
+        """Couplings that compute the same where some features are missing, or heads are changed alike."""
         # Links that have a layer in common would expect one another's changes.
         apart = [
             coupling

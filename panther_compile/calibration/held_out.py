@@ -14,7 +14,7 @@ from panther_compile.calibration.lockstep import fit_in_lockstep
 from panther_compile.calibration.norms import fit_norm
 from panther_compile.calibration.repeated import see_repeated
 from panther_compile.calibration.residuals import Residuals
-from panther_compile.calibration.resume import Folder
+from panther_compile.calibration.resume import CalibrationFolder
 from panther_compile.calibration.shared_input import own_of_stack
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
@@ -44,11 +44,11 @@ class Studied:
         found: its sites.
         route: how the sites were found.
         calls: the data.
-        masks: of each batch, see `batches.kept_positions`.
+        masks: mask of each batch, see `batches.kept_positions`.
         targets: what data can fit.
         left_alone: why data fits no other weight, by the name of its unit.
-        residuals: where the outputs of layers are added to, see `find_residuals`.
-        study: of the batches in `learnt`.
+        residuals: places where outputs of layers are added, see `find_residuals`.
+        study: what the batches in `learnt` show.
         folder: where the work is kept as it is done, or None.
         cached: what the model keeps of a token, where that is the objective.
         made_up: the same of inputs that were made up, in whose favour few data may be left out.
@@ -65,7 +65,7 @@ class Studied:
     left_alone: Mapping[str, str]
     residuals: Residuals
     study: Study
-    folder: Folder | None
+    folder: CalibrationFolder | None
     cached: tuple[Cached, ...] = ()
     made_up: "Studied | None" = None
     repeated: frozenset[str] = frozenset()
@@ -92,9 +92,9 @@ class Calibrated:
     """What data made of a model at one ratio.
 
     Attributes:
-        plan: that was chosen.
+        plan: the plan that was chosen.
         ready: fitted layers, by the name of the unit.
-        norms: with the statistics of what reaches them now, by name.
+        norms: batch norms with the statistics of what reaches them now, by name.
         unreached: units that the plan sketches, and that no batch reached.
         note: why the layers are to be sketched from the weights alone; empty if they are fitted.
         trials: the fit to part of the data by which the plan was judged, if it was; it holds no results.
@@ -119,7 +119,7 @@ def fit_plan(
     config: SketchConfig,
     plan: SketchPlan,
     calls: Sequence[Call],
-    folder: Folder | None,
+    folder: CalibrationFolder | None,
     *,
     stored: bool = True,
 ) -> tuple[LayerFit, dict[str, Norm], Side]:

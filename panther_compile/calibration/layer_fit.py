@@ -12,7 +12,7 @@ from panther_compile.calibration.narrow import (
     narrow_rows,
 )
 from panther_compile.calibration.repeated import Repeated
-from panther_compile.calibration.resume import FittedLayer, Folder
+from panther_compile.calibration.resume import CalibrationFolder, FittedLayer
 from panther_compile.calibration.shared_input import cut_shared, fit_shared
 from panther_compile.calibration.study import Study
 from panther_compile.config import SketchConfig
@@ -59,7 +59,7 @@ class LayerFit:
         study: Study,
         masks: Sequence[Tensor | None],
         config: SketchConfig,
-        folder: Folder | None = None,
+        folder: CalibrationFolder | None = None,
         repeated: Repeated | None = None,
         *,
         stored: bool = True,

@@ -45,7 +45,7 @@ class _Runner:
         value: the input of that layer.
         residual: what its output will be added to, if known.
         passed: what passed where the residuals of layers come from.
-        error: that ended it.
+        error: the error that ended it.
         last: name of the layer it paused at last.
     """
 
@@ -218,7 +218,7 @@ def _both(one: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor] | N
 
 
 def _next_layer(waiting: Sequence[_Runner]) -> str:
-    """Where most of the waiting runners are; the first such layer if several are alike."""
+    """The layer where most of the waiting runners are; the first such if several are alike."""
     counts: dict[str, int] = {}
     for runner in waiting:
         assert runner.at is not None

@@ -155,7 +155,7 @@ class _Text:
         return [node for node in ast.walk(self.tree) if isinstance(node, _CONDITIONS)]
 
     def mentions(self, child: str) -> Iterator[ast.AST]:
-        """Where a child is read, but for its tensors."""
+        """Places where a child is read, but for its tensors."""
         return (node for node in ast.walk(self.tree) if self._child(node) == child)
 
     def _child(self, node: ast.AST) -> str | None:
@@ -185,7 +185,7 @@ class _Text:
         return [{node for one in group for node in ast.walk(one)} for group in groups]
 
     def end_of_call(self, mention: ast.AST) -> Place:
-        """Where the call of what is mentioned ends."""
+        """The place where the call of what is mentioned ends."""
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and node.func is mention]
         return max((_end(node) for node in calls), default=_end(mention))
 

@@ -1,4 +1,4 @@
-"""Where the output of a layer is added to what went around it.
+"""Places where the output of a layer is added to what went around it.
 
     s ──┬──► norm ──► ... ──► layer ──y──► + ──► v = y + s
         └──────────────────────────────────┘

@@ -5,40 +5,35 @@
     tried-<how>-<plan>.json     how a plan did on held-out data
     layers-<plan>/*.safetensors one file for each fitted layer
 
-Every file is written under another name and then put in place: it is there whole, or not at all. Ratios
-share a folder: they share the study, and each plan has its own layers.
+Ratios share a folder: they share the study, and each plan has its own layers.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from panther_compile.calibration.narrow import Between
 from panther_compile.calibration.study import Study
+from panther_compile.calibration.work_folder import WorkFolder, file_of_layer
 from panther_compile.config import SketchConfig
-from panther_compile.errors import CheckpointError, ResumeError
+from panther_compile.errors import CheckpointError
 from panther_compile.kinds.kernel_metric import PatchMoments
 from panther_compile.kinds.registry import described_layer
 from panther_compile.layers.base import SketchedLayer, copy_into, take_over
 from panther_compile.models.batches import Call
 from panther_compile.planning.coupled import Coupling, CouplingLosses
 from panther_compile.records import Fitted, SketchPlan
-from panther_compile.storage import UNFINISHED, checked_path, replace_file
 from panther_compile.tensors_on_disk import TensorsOnDisk
 from panther_compile.typed_json import read_record
 
 FORMAT = "panther_compile.calibration 8"
-MANIFEST = "calibration.json"
+MANIFEST, STUDY = "calibration.json", "study.safetensors"
 _SINGLE = ("values", "weights", "shares")  # of a study: a tensor of a name
 _PARTS = {"factors": 3, "links": 6, "patches": 4}  # several
 # Options that change no study and no layer of a given plan; the layers found stand for the selectors.
@@ -52,7 +47,7 @@ class KeptStudy:
     """What a study holds beside tensors, see `Study`.
 
     Attributes:
-        costs: likewise; so for the next four.
+        costs: see `Study`; so for the next four.
         power: of kernels.
         reached: rows of a unit.
         shared: sets of layers of one input.
@@ -84,7 +79,7 @@ class KeptTrial:
     distances: list[float]
 
 
-class Folder:
+class CalibrationFolder(WorkFolder):
     """Work on one model, data and options.
 
     Args:
@@ -97,36 +92,15 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], identity: Mapping[str, str]) -> None:
-        self.path = checked_path(path, "resume")
-        given = {"format": FORMAT, **identity}
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            is_empty = all(one.name.startswith(UNFINISHED) for one in self.path.iterdir())
-        except OSError as error:
-            raise ResumeError(f"resume={str(path)!r} is no folder that can be written: {error}") from error
-        kept = self._read_json(MANIFEST)
-        if kept is None:
-            if not is_empty:
-                raise ResumeError(
-                    f"resume={str(path)!r} holds files but no {MANIFEST}: wanted an empty or new folder, or "
-                    "one that an earlier call has worked in"
-                )
-            self._write(MANIFEST, lambda file: file.write_text(json.dumps(given, indent=1)))
-        elif kept != given:
-            different = [
-                f"\n  {key}: {kept.get(key, 'nothing')} there, {given.get(key, 'nothing')} here"
-                for key in sorted({*kept, *given})
-                if kept.get(key) != given.get(key)
-            ]
-            raise ResumeError(f"resume={str(path)!r} holds the work of another run{''.join(different)}")
+        super().__init__(path, MANIFEST, {"format": FORMAT, **identity})
 
     def study(self, device: torch.device, disk: TensorsOnDisk | None = None) -> Study | None:
         """The study kept here, None if there is none; mapped from its file where tensors are kept on disk."""
-        kept = self._read("study.safetensors", device, disk)
-        if kept is None:
+        record = self.read_record(STUDY)
+        if record is None:
             return None
-        tensors, record = kept
-        with _changed(self.path / "study.safetensors"):
+        tensors = self._copies(STUDY, device) if disk is None else disk.tensors(self.path / STUDY)
+        with self.refusing_changes(STUDY):
             found = read_record(KeptStudy, record, "the record")
             plain = {
                 field.name: getattr(found, field.name) for field in fields(found) if field.name != "links"
@@ -175,15 +149,15 @@ class Folder:
             tensors |= {f"links/{place}/{name}": part for place, part in enumerate(told_of)}
         record = {key.name: getattr(study, key.name) for key in fields(KeptStudy) if key.name != "links"}
         record["links"] = [(asdict(one.coupling), one.total) for one in study.losses.values()]
-        self._write_tensors("study.safetensors", tensors, record)
+        self.write_tensors(STUDY, tensors, record)
 
     def tried(self, plan: SketchPlan, how: str, batches: int) -> list[float] | None:
         """How a plan did on so many batches, its layers made in that way; None if it is not kept."""
         name = _trial_file(plan, how)
-        kept = self._read_json(name)
+        kept = self.read_json(name)
         if kept is None:
             return None
-        with _changed(self.path / name):
+        with self.refusing_changes(name):
             tried = read_record(KeptTrial, kept, "it").distances
             if len(tried) != batches:
                 raise CheckpointError(f"it has {len(tried)} distances, wanted {batches}")
@@ -191,19 +165,17 @@ class Folder:
 
     def keep_tried(self, plan: SketchPlan, how: str, distances: Sequence[float]) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
-        self._write(
-            _trial_file(plan, how), lambda file: file.write_text(json.dumps({"distances": list(distances)}))
-        )
+        self.write_json(_trial_file(plan, how), {"distances": list(distances)})
 
     def layer(self, plan: SketchPlan, name: str, dense: nn.Module) -> FittedLayer | None:
         """The layer that was fitted in the place of a dense one, None if it was not yet."""
         weight: Any = dense.weight
-        kept = self._read(_layer_file(plan, name), weight.device)
-        if kept is None:
+        file = _layer_file(plan, name)
+        record = self.read_record(file)
+        if record is None:
             return None
-        tensors, record = kept
-        file = self.path / _layer_file(plan, name)
-        with _changed(file):
+        tensors = self._copies(file, weight.device)
+        with self.refusing_changes(file):
             found = read_record(KeptLayer, record, "the record")
             layer = described_layer(found.type, found.spec, name, weight.dtype)
             stands_for: Any = layer.weight
@@ -224,59 +196,11 @@ class Folder:
     def keep_layer(self, plan: SketchPlan, name: str, layer: SketchedLayer, fitted: Fitted) -> None:
         """Keep it; raises ResumeError if it cannot be written."""
         record = {"type": type(layer).__name__, "spec": layer.sketch_spec(), "fitted": asdict(fitted)}
-        tensors = {key: held.detach() for key, held in layer.state_dict().items()}
-        self._write_tensors(_layer_file(plan, name), tensors, record)
+        self.write_tensors(_layer_file(plan, name), layer.state_dict(), record)
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:
-        file = self.path / name
-        try:
-            found = json.loads(file.read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
-        if not isinstance(found, dict):
-            raise ResumeError(f"{file} cannot be read, it was changed: it is a {type(found).__name__}")
-        return found
-
-    def _read(
-        self, name: str, device: torch.device, disk: TensorsOnDisk | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors of a file, and their record; None if there is no such file."""
-        file = self.path / name
-        if not file.exists():
-            return None
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as kept:
-                record = json.loads(kept.metadata()["told"])
-                if disk is not None:
-                    return disk.tensors(file), record
-                # Copies: what is read is mapped from the file.
-                return {key: kept.get_tensor(key).clone() for key in kept.keys()}, record  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ResumeError(f"{file} cannot be read, it was cut short or changed: {error}") from error
-
-    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        separate = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        metadata = {"told": json.dumps(record)}
-        self._write(name, lambda file: save_file(separate, file, metadata))
-
-    def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        place = self.path / name
-        try:
-            place.parent.mkdir(exist_ok=True)
-            replace_file(place, write)
-        except (OSError, SafetensorError) as error:
-            raise ResumeError(f"cannot write {place}: {error}") from error
-
-
-@contextmanager
-def _changed(file: Path) -> Iterator[None]:
-    """What a file says that no call has written is a ResumeError."""
-    try:
-        yield
-    except (CheckpointError, KeyError) as error:
-        raise ResumeError(f"{file} cannot be read, it was changed: {error}") from error
+    def _copies(self, file: str, device: torch.device) -> dict[str, Tensor]:
+        """The tensors of a file, in memory."""
+        return {key: tensor.clone() for key, tensor in self.read_tensors(file, device)}
 
 
 def identity_of(
@@ -355,7 +279,7 @@ def _key(plan: SketchPlan) -> str:
 
 
 def _layer_file(plan: SketchPlan, name: str) -> str:
-    return f"layers-{_key(plan)}/{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
+    return f"layers-{_key(plan)}/{file_of_layer(name)}"
 
 
 def _trial_file(plan: SketchPlan, how: str) -> str:

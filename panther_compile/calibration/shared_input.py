@@ -52,7 +52,7 @@ class InputGroups:
         self._first[name][batch] = self._seen.setdefault(id(x), (name, x))[0]
 
     def found(self, targets: Mapping[str, Target]) -> Iterator[list[tuple[str, ...]]]:
-        """For each group the sets of layers that may share an input factor: all, and two of up to four."""
+        """Sets of layers that may share an input factor, for each group: all, and two of up to four."""
         groups: dict[object, list[str]] = defaultdict(list)
         for name, first in self._first.items():
             target = targets[name]

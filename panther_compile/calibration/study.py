@@ -56,7 +56,7 @@ class Study:
         power: sum of the squared outputs of a row, E ‖W x‖², of kernels of k x k.
         shares: how much each row counts of a table that other layers use too (V,), float64.
         reached: units that the data reaches, and with how many rows.
-        shared: for each group of layers of one input, the sets of them that may share an input factor.
+        shared: sets of layers that may share an input factor, for each group of one input.
         ridge: on second moments, of their mean power.
         losses: what narrowing layers does that can be narrowed together, by the name of the coupling.
         between: what is between them, likewise.
@@ -144,7 +144,7 @@ def study_layers(
 
     Args:
         side: a copy of it that watches the targets.
-        targets: by name.
+        targets: weights to be fitted, by name.
         calls: the data.
         config: the options; the ratio does not matter.
         couplings: see `find_couplings`.

@@ -156,6 +156,6 @@ def _identity(table: Tensor) -> Tensor:
 
 
 def damped(metric: Tensor, share: float = SHARE_OF_G) -> Tensor:
-    """So much of a metric, mixed with the identity as the weights of errors of all layers are."""
+    """A share of a metric, mixed with the identity as the weights of errors of all layers are."""
     weight, mean = weight_of_errors(metric, share)
     return mean * weight

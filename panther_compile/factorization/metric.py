@@ -23,7 +23,7 @@ def unrooted(root: Tensor, x: Tensor) -> Tensor:
 
 
 def among(metric: Tensor, places: Tensor) -> Tensor:
-    """That of some outputs."""
+    """The metric among some outputs."""
     return metric[places] if metric.dim() == 1 else metric[places][:, places]
 
 

@@ -164,10 +164,10 @@ def ridge_on(covariance: Tensor, ridge: float) -> float:
 
 
 def thinned(rows: Tensor, most: int = MAX_ROWS) -> Tensor:
-    """At most so many rows, evenly spread."""
+    """Some of the rows, evenly spread, at most so many."""
     return rows if len(rows) <= most else rows[spread_places(len(rows), most).to(rows.device)]
 
 
 def spread_places(count: int, most: int) -> Tensor:
-    """At most so many of the places from 0 to `count` - 1, evenly spread."""
+    """Places from 0 to `count` - 1, evenly spread, at most so many."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()

@@ -116,7 +116,7 @@ def _known_rank(values: Tensor, dtype: torch.dtype) -> int:
 
 
 def _lack(values: Tensor, floor: Tensor) -> float:
-    """By how much singular values are to be raised."""
+    """Amounts by which singular values are to be raised."""
     return float(torch.linalg.norm((floor - values).clamp_min(0.0)))
 
 

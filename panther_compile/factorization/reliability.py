@@ -50,7 +50,7 @@ def reliable_part(change: Tensor, covariance: Tensor, halves: Sequence[tuple[Ten
 
 
 def combinations(weight: Tensor) -> Tensor:
-    """Those of the outputs of a weight (O, I) that are judged by (P, O): all, or few random ones of many."""
+    """Combinations (P, O) of the outputs of a weight (O, I) to judge it by: all, or few random ones."""
     outputs = len(weight)
     if outputs <= PROBES:
         return torch.eye(outputs, dtype=weight.dtype, device=weight.device)

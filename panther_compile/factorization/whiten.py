@@ -34,7 +34,7 @@ class Root:
 
 
 def root_of(matrix: Tensor) -> Root:
-    """By `lower_root`: no matrix is refused for being singular."""
+    """The root by `lower_root`: no matrix is refused for being singular."""
     factor = lower_root(matrix)
     identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     return Root(factor, torch.linalg.solve_triangular(factor, identity, upper=False))

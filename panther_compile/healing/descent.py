@@ -60,7 +60,11 @@ def factors_of(layers: Iterable[SketchedLayer], learnt: Iterable[nn.Parameter]) 
     found: dict[int, Factor] = {}
     pivoted: dict[int, list[SketchedLayer]] = {}  # by the input factor, which several may share
     for part in (part for layer in layers for part in layer.modules()):
-        if isinstance(part, SketchedLayer) and getattr(part, "scheme", None) == "pivoted" and _is_held(part):
+        if (
+            isinstance(part, SketchedLayer)
+            and getattr(part, "scheme", None) == "pivoted"
+            and _has_own_factors(part)
+        ):
             pivoted.setdefault(id(part.down.weight), []).append(part)  # type: ignore[union-attr]
     for parts in pivoted.values():
         for factor in _pivoted_factors(parts):
@@ -73,7 +77,7 @@ def factors_of(layers: Iterable[SketchedLayer], learnt: Iterable[nn.Parameter]) 
     return [f if f.scale else Factor(f.parameter, usual, f.left, f.right) for f in found.values()]
 
 
-def _is_held(layer: SketchedLayer) -> bool:
+def _has_own_factors(layer: SketchedLayer) -> bool:
     """Whether both factors are parameters; those that are pruned or parametrized are made of others."""
     weights = (layer.down.weight, layer.up.weight)  # type: ignore[union-attr]
     return all(isinstance(weight, nn.Parameter) for weight in weights)
@@ -133,7 +137,7 @@ class _Learning:
         return cls(factor, master, mean, torch.zeros_like(mean) if min(mean.shape) == 1 else None)
 
     def next_step(self, gradient: Tensor, taken: int) -> tuple[Tensor, Tensor]:
-        """Where to, over the scale of the factor and the rate, and what the loss would lose, were it linear.
+        """The step, over the scale of the factor and the rate, and what the loss would lose, were it linear.
 
         Args:
             gradient: of the factor.
@@ -212,7 +216,7 @@ class Descent:
             one.take(step, rate)
 
     def _clip(self, gradients: Sequence[Tensor]) -> float:
-        """By how much to scale gradients, so that no single batch outdoes the others."""
+        """The number to scale gradients by, so that no single batch outdoes the others."""
         norm = float(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]).norm())
         clip = min(1.0, CLIP * self._usual / norm) if self._usual and norm else 1.0
         self._usual += (clip * norm - self._usual) / min(self._taken, 20)

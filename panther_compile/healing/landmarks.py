@@ -42,7 +42,7 @@ def find_landmarks(small: nn.Module, teacher: nn.Module, calls: Sequence[Call]) 
 
 
 def _alike(small: nn.Module, teacher: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> set[str]:
-    """Those that give tensors of equal shapes, but for rows, in the first of the calls that reaches them."""
+    """Names that give tensors of equal shapes, but for rows, in the first of the calls that reaches them."""
     alike, waiting = set[str](), list(names)
     for call in calls:
         with torch.no_grad(), watched(small, waiting) as ours, watched(teacher, waiting) as theirs:
@@ -107,6 +107,6 @@ def shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
 
 
 def _thinned(names: Sequence[str]) -> list[str]:
-    """At most MOST of the names, evenly spread, the last one among them."""
+    """Some of the names, at most MOST, evenly spread, the last one among them."""
     count = min(MOST, len(names))
     return [names[(place + 1) * len(names) // count - 1] for place in range(count)]

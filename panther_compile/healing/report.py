@@ -18,9 +18,9 @@ class HealReport:
     """Losses on batches that were never trained on, before and after.
 
     Attributes:
-        before: at each landmark, and under "output" of the model's result.
+        before: losses at each landmark, and under "output" of the model's result.
         after: the same for the state that was kept.
-        steps: that were taken.
+        steps: number of steps that were taken.
         kept_step: after which of them the state was the best; 0 if none improved on the start, which is then
             what was kept.
         stopped: why healing ended.

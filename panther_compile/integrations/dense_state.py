@@ -138,7 +138,7 @@ def _weights(
 def _projections(
     layer: SketchedMultiheadAttention, name: str, state: Mapping[str, Tensor]
 ) -> dict[str, tuple[SketchedLayer, Tensor, Tensor | None]]:
-    """Likewise of the four projections of an attention; three may be stored as one."""
+    """The four projections of an attention, likewise; three may be stored as one."""
     width = layer.embed_dim
     together = f"{name}.in_proj_weight" in state
     found: dict[str, tuple[SketchedLayer, Tensor, Tensor | None]] = {}

@@ -12,17 +12,18 @@ What is written is what `save_pretrained` of the model that `sketchify` makes wo
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from panther_compile.calibration.work_folder import WorkFolder, file_of_layer
 from panther_compile.checkpoint import SavedLayer, empty_layers, layers_to_json, record_to_json
 from panther_compile.config import Selector, SketchConfig, SketchOptions
 from panther_compile.errors import (
@@ -30,7 +31,6 @@ from panther_compile.errors import (
     ConfigError,
     NoTargetError,
     PantherError,
-    ResumeError,
     check_sizes,
     check_whole,
 )
@@ -67,10 +67,11 @@ from panther_compile.planning.trace import read_graph
 from panther_compile.records import Fitted, LayerPlan, Site, SketchPlan, SketchRecord, keep_record
 from panther_compile.reporting.progress import with_progress
 from panther_compile.sketching import read_config
-from panther_compile.storage import UNFINISHED, checked_path, flush, replace_file, scratch_folder
+from panther_compile.storage import checked_path, flush, scratch_folder
 from panther_compile.typed_json import read_record
 
 _NOT_ASKED = ("progress", "device", "ratio", "include", "exclude")  # of a folder to resume from
+_MANIFEST, _PLAN = "sketch.json", "plan.json"  # of such a folder
 _ELSEWHERE = "its weights are stored under other names in the files"
 
 
@@ -167,9 +168,9 @@ def _sketch_unseen(
         check_sizes(given, weights.misfits(model))
         lift_own_weights(model)
         weights.read_lifted(model)
-        work = scratch / "work" if resume is None else checked_path(resume, "resume")
+        work = scratch / "work" if resume is None else resume
         found, route = _found(model, weights, config if plan is None else config_for(plan, config, model))
-        kept = _Work(work, _identity(given, config, plan, found))
+        kept = WorkFolder(work, _MANIFEST, _identity(given, config, plan, found))
         chosen = _planned(model, found, config, plan, route, kept)
         done = _sketched(found, chosen, config, kept)
         made.mkdir()
@@ -194,72 +195,6 @@ class StoredSite:
         return self.weights.module(self.site.module, self.site.name)
 
 
-class _Work:
-    """A folder with what has been done: the plan, and a file of factors for each layer."""
-
-    def __init__(self, folder: Path, identity: str) -> None:
-        self._folder = folder
-        mark = folder / "identity"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            is_empty = all(one.name.startswith(UNFINISHED) for one in folder.iterdir())
-            known = mark.read_bytes() if mark.exists() else None
-        except OSError as error:
-            raise ResumeError(f"resume={str(folder)!r} is no folder that can be used: {error}") from error
-        if known is None and not is_empty:
-            raise ResumeError(f"{folder} holds other files: wanted a folder of its own")
-        if known is not None and known != identity.encode():
-            raise ResumeError(f"{folder} is of another source, plan or options")
-        if known is None:
-            self._write(mark, lambda draft: draft.write_text(identity))
-
-    def plan(self) -> SketchPlan | None:
-        """The plan, if it is made."""
-        file = self._folder / "plan.json"
-        try:
-            return SketchPlan.from_json(file.read_text()) if file.exists() else None
-        except (ConfigError, OSError, UnicodeDecodeError) as error:
-            raise ResumeError(f"{file} was changed: {error}") from error
-
-    def keep_plan(self, plan: SketchPlan) -> None:
-        """Keep the plan."""
-        self._write(self._folder / "plan.json", lambda draft: draft.write_text(plan.to_json()))
-
-    def file(self, name: str) -> Path:
-        """The file of a layer's factors."""
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
-
-    def keep(self, name: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Keep the factors of a layer, whole or not at all."""
-        held = {key: value.detach().contiguous() for key, value in tensors.items()}
-        metadata = {"record": json.dumps(record)}
-        self._write(self.file(name), lambda draft: save_file(held, draft, metadata))
-
-    def record(self, name: str) -> dict[str, Any] | None:
-        """What was kept with the factors; None if there are none."""
-        if not self.file(name).exists():
-            return None
-        try:
-            with safe_open(self.file(name), framework="pt") as stream:
-                found: dict[str, Any] = json.loads(stream.metadata()["record"])
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ResumeError(f"{self.file(name)} was changed: {error}") from error
-        return found
-
-    def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The factors of a layer, by name."""
-        with safe_open(self.file(name), framework="pt") as stream:
-            for key in stream.keys():  # noqa: SIM118
-                yield key, stream.get_tensor(key)
-
-    def _write(self, file: Path, write: Callable[[Path], object]) -> None:
-        """Write a file, whole or not at all, also where another call works in the folder."""
-        try:
-            replace_file(file, write)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write {file}: {error}") from error
-
-
 def _check_options(config: SketchConfig, *, with_data: bool) -> None:
     """Raise ConfigError for what needs the model in memory, or without data, to run."""
     for option, given in (
@@ -273,7 +208,7 @@ def _check_options(config: SketchConfig, *, with_data: bool) -> None:
             )
 
 
-def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found: Found) -> str:
+def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found: Found) -> dict[str, str]:
     """What another source, plan or options would change; what selectors pick stands for them."""
     files = sorted(file for file in source.iterdir() if file.is_file())
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -286,8 +221,16 @@ def _identity(source: Path, config: SketchConfig, plan: SketchPlan | None, found
         return budget_of(site, config)
 
     ratios = [ratio for _, ratio in budgets], [(site.name, budget(site)) for site, _ in found.sites]
-    text = json.dumps([stamps, options, ratios, None if plan is None else plan.to_json()])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return {
+        "files": _digest(stamps),
+        "ratio, include and exclude": _digest(ratios),
+        "plan": "none" if plan is None else _digest(plan.to_json()),
+        **{f"option {name}": value for name, value in options.items()},
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _found(model: nn.Module, weights: StoredWeights, config: SketchConfig) -> tuple[Found, str]:
@@ -309,17 +252,25 @@ def _found(model: nn.Module, weights: StoredWeights, config: SketchConfig) -> tu
 
 
 def _planned(
-    model: nn.Module, found: Found, config: SketchConfig, recipe: SketchPlan | None, route: str, work: _Work
+    model: nn.Module,
+    found: Found,
+    config: SketchConfig,
+    recipe: SketchPlan | None,
+    route: str,
+    work: WorkFolder,
 ) -> SketchPlan:
     """The plan for the sites, kept."""
-    chosen = work.plan()
-    if chosen is None:
+    kept = work.read_json(_PLAN)
+    if kept is not None:
+        with work.refusing_changes(_PLAN):
+            chosen = read_record(SketchPlan, kept, "the plan")
+    else:
         check_weights(found, meta_allowed=True)
         if recipe is None:
             chosen = make_plan(found, config, route)
         else:
             chosen = follow(found, recipe, config, route, data=False)
-        work.keep_plan(chosen)
+        work.write_json(_PLAN, asdict(chosen))
     if not chosen.sketched:
         lines = "".join(f"\n  {line.name}: {line.reason}" for line in chosen.layers[:10])
         raise NoTargetError(f"nothing to sketch in {type(model).__name__}:{lines}")
@@ -345,17 +296,17 @@ class _Done:
     dropped: set[str]
 
 
-def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work) -> _Done:
+def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: WorkFolder) -> _Done:
     """Sketch every layer of the plan that is not done yet."""
     choices = plan.choices
     done = _Done([], {}, {}, [], set())
 
     def left(item: tuple[Site, Kind]) -> float:
-        return 0.0 if work.file(item[0].name).exists() else work_on(*item)
+        return 0.0 if work.has(file_of_layer(item[0].name)) else work_on(*item)
 
     for site, kind in with_progress(found.sites, left, desc="sketch", progress=config.progress):
-        record = work.record(site.name)
-        if record is None:
+        file = file_of_layer(site.name)
+        if not work.has(file):
             made = sketch_site(site, kind, choices, config)
             if made is None:
                 continue
@@ -364,22 +315,22 @@ def _sketched(found: Found, plan: SketchPlan, config: SketchConfig, work: _Work)
             for name, other in site.tied:
                 assert isinstance(layer, SketchedLayer)
                 placed[name] = kind.share(layer, cast(StoredSite, site).weights.module(other, name))
-            _keep(work, site.name, placed, fitted)
-            record = work.record(site.name) or {}
+            work.write_tensors(file, *_described(placed, fitted))
+        record = work.read_record(file)
+        assert record is not None  # it is there by now
         done.layers += record["layers"]
         done.aliases |= record["aliases"]
-        done.fitted |= {
-            name: read_record(Fitted, one, str(work.file(site.name)))
-            for name, one in record["fitted"].items()
-        }
+        done.fitted |= {name: read_record(Fitted, one, file) for name, one in record["fitted"].items()}
         done.sites.append(site.name)
         dense = [(site.name, cast(StoredSite, site).site.module), *site.tied]
         done.dropped |= {f"{name}.{part}" for name, module in dense for part, _ in module.named_parameters()}
     return done
 
 
-def _keep(work: _Work, name: str, placed: Mapping[str, nn.Module], fitted: Mapping[str, Fitted]) -> None:
-    """Keep the factors of a layer, and of those tied to it, with what says how to make them again."""
+def _described(
+    placed: Mapping[str, nn.Module], fitted: Mapping[str, Fitted]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The factors of a layer, and of those tied to it, and what says how to make them again."""
     layers: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     first: dict[int, str] = {}
@@ -398,7 +349,7 @@ def _keep(work: _Work, name: str, placed: Mapping[str, nn.Module], fitted: Mappi
         "aliases": aliases,
         "fitted": {unit: asdict(one) for unit, one in fitted.items()},
     }
-    work.keep(name, tensors, record)
+    return tensors, record
 
 
 def _write(
@@ -406,7 +357,7 @@ def _write(
     source: Path,
     model: Any,
     weights: StoredWeights,
-    work: _Work,
+    work: WorkFolder,
     done: _Done,
     record: SketchRecord,
 ) -> None:
@@ -425,7 +376,7 @@ def _write(
         yield from refused.items()
         yield from weights.others(model, done.dropped)
         for site in done.sites:
-            yield from work.tensors(site)
+            yield from work.read_tensors(file_of_layer(site))
 
     metadata = {"format": "pt", RECORD_KEY: json.dumps(record_to_json(record))}
     _write_shards(folder, tensors(), metadata)

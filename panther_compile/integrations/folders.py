@@ -44,12 +44,12 @@ def stored_model(folder: Path, *, dense: bool, **options: Any) -> nn.Module:
     """
     config, made = _architecture(folder, dense=dense)
     try:
-        model, told = made.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+        model, info = made.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
     # RuntimeError: weights of other sizes than the config says.
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise no_model(folder, error) from error
     if _is_dense(config):  # a quantizer of transformers sees to its own
-        check_whole(folder, told["missing_keys"])
+        check_whole(folder, info["missing_keys"])
     return cast(nn.Module, model.eval())
 
 

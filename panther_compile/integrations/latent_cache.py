@@ -62,7 +62,7 @@ class LatentCache(DynamicCache):  # type: ignore[misc]
     layers: list[Any]  # of the DynamicCache
 
     def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
-        """For an encoder-decoder, the pair."""
+        """Make a cache; for an encoder-decoder, the pair."""
         config = getattr(model, "config", None)
         if cls is LatentCache and not args and getattr(config, "is_encoder_decoder", False):
             return LatentEncoderDecoderCache(cls._part(model, True), cls._part(model, False))
@@ -178,8 +178,8 @@ class CachedLayer:
         layer: its number.
         keys: "latent" and the rank, with the layer that writes them; or why they are whole.
         values: likewise.
-        kept_bytes: of one token.
-        whole_bytes: of one token, were nothing left out.
+        kept_bytes: bytes of one token.
+        whole_bytes: bytes of one token, were nothing left out.
     """
 
     layer: str
@@ -194,8 +194,8 @@ class LatentCacheReport:
     """What a cache keeps.
 
     Attributes:
-        layers: that have seen a token.
-        angle_bytes: of one token, of the angles that all layers share.
+        layers: layers that have seen a token.
+        angle_bytes: bytes of one token for the angles that all layers share.
     """
 
     layers: tuple[CachedLayer, ...]
@@ -208,7 +208,7 @@ class LatentCacheReport:
 
     @property
     def whole_bytes_per_token(self) -> int:
-        """Likewise in a `DynamicCache`."""
+        """Bytes per token in a `DynamicCache`."""
         return sum(line.whole_bytes for line in self.layers)
 
     def __str__(self) -> str:

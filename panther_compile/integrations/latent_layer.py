@@ -286,7 +286,7 @@ class LatentLayer(CacheLayerMixin):  # type: ignore[misc]
     def _joint(
         self, outputs: Sequence[tuple[Source, Tensor]], ways: Sequence[_Way], values: Tensor, limit: float
     ) -> tuple[Turning | None, Span] | None:
-        """Where keys and values lie together, if they are made of the same z."""
+        """The span where keys and values lie together, if they are made of the same z."""
         for one, mine in outputs:
             for other, others in outputs:
                 if mine is others or input_factor(one.layer) != input_factor(other.layer):

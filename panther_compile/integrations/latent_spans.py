@@ -1,4 +1,4 @@
-"""Where keys and values lie: the spans of the sketched layers that may write them."""
+"""Places of keys and values: the spans of the sketched layers that may write them."""
 
 # B batch, H heads of keys and values, S tokens, D head dimension, O = H D, R rank
 import importlib
@@ -43,7 +43,7 @@ class Span:
         return found if self.offset is None else found + self.offset
 
     def part(self, rows: slice) -> "Span":
-        """Where some of the features lie."""
+        """Places of some of the features."""
         return Span(self.basis[rows], None if self.offset is None else self.offset[rows], self.name)
 
     def loss(self, x: Tensor) -> float:
@@ -75,7 +75,7 @@ class Source:
         return head_outputs(self.layer.out_features, heads, width)
 
     def span(self, rows: Tensor, like: Tensor) -> Span:
-        """Where some of the layer's outputs lie, as tensors like another."""
+        """Places of some of the layer's outputs, as tensors like another."""
         left, bias = output_factor(self.layer).detach().double(), self.layer.bias
         rows = rows.to(left.device)
         basis = torch.linalg.qr(left[rows])[0]
@@ -122,7 +122,7 @@ def is_thin(span: Span) -> bool:
 
 
 def joint_span(one: Source, mine: Tensor, other: Source, others: Tensor, like: Tensor) -> Span:
-    """Where the outputs of two layers with the same z lie together."""
+    """The span where the outputs of two layers with the same z lie together."""
     left = torch.cat(
         [output_factor(s.layer).detach().double().cpu()[rows] for s, rows in ((one, mine), (other, others))]
     )

@@ -150,7 +150,7 @@ class SketchedModelQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**state, **refused}, metadata
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Those that leave the tensors of sketched layers as they are; early transformers 5 give no model."""
+        """Conversions that leave tensors of sketched layers alone; early transformers 5 give no model."""
         kept = without_sketched(model[0], weight_conversions) if model else weight_conversions
         updated: list[Any] = super().update_weight_conversions(kept, *model)
         return updated

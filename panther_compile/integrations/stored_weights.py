@@ -3,7 +3,8 @@
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,27 @@ class StoredWeights:
 
     def misfits(self, model: nn.Module) -> list[str]:
         """Parameters of the folder's model that have another shape in the files, with both shapes."""
-        found = []
-        for name, parameter in model.named_parameters():
-            if name in self._made:
-                shape = tuple(self._made[name].shapes[name])
-            elif name in self._stored:
-                shape = self._shape_stored(self._stored[name])
-            else:
-                continue
-            if shape != tuple(parameter.shape):
-                found.append(f"{name} ({shape} in place of {tuple(parameter.shape)})")
+        wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        stored = {name: self._stored[name] for name in wanted if name in self._stored}
+        held = self._shapes_stored(stored.values())
+        shapes = {name: held[one] for name, one in stored.items()}
+        shapes |= {name: tuple(self._made[name].shapes[name]) for name in wanted if name in self._made}
+        found = [
+            f"{name} ({shapes[name]} in place of {shape})"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != shape
+        ]
+        return found
+
+    def _shapes_stored(self, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors as they are stored, with one opening of each file."""
+        in_file = defaultdict[str, list[str]](list)
+        for name in stored:
+            in_file[self._files[name]].append(name)
+        found: dict[str, tuple[int, ...]] = {}
+        for file, names in in_file.items():
+            with safe_open(self._folder / file, framework="pt") as stream:
+                found.update((name, tuple(stream.get_slice(name).get_shape())) for name in names)
         return found
 
     def _shape_stored(self, stored: str) -> tuple[int, ...]:
@@ -169,7 +181,7 @@ class StoredWeights:
             return self._cast(stream.get_tensor(stored))
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        """As transformers would load it."""
+        """The tensor as transformers would load it."""
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def module(self, skeleton: nn.Module, name: str) -> nn.Module:

@@ -13,6 +13,7 @@ conv1d_hf       Hugging Face's Conv1D (GPT-2), a linear layer whose weight is (I
 conv_calls      The plain convolution that a functional call or an ONNX node computes
 conv_uses       Whether a subclass of a convolution uses its weight in calls of torch's alone
 table_uses      Whether a subclass of an embedding looks its weight up as torch's alone does
+convolution     What the kinds of convolutions have in common
 conv_on_plane   nn.Conv1d and nn.Conv3d become SketchedConv1d and 3d
 conv_transpose  nn.ConvTranspose1d, 2d and 3d become SketchedConvTranspose1d, 2d and 3d
 windows         What single outputs of a convolution read, and single pixels

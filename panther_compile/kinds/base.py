@@ -8,9 +8,10 @@
     functionals                 functional calls of a graph that compute it
     onnx                        nodes of an ONNX file that compute it
 
-A kind of one weight derives from `Kind` and leaves `parts` and `assemble` as they are. A kind that is made of
-several weights, as attention is, derives from `CompositeKind` and gives its parts, which are layers of other
-kinds. `registry.py` lists the kinds; what a kind does not answer is said in reports.
+A kind of one weight derives from `Kind` and leaves `parts` and `assemble` as they are; its layers are called
+with one tensor. A kind that is made of several weights, as attention is, derives from `CompositeKind` and
+gives its parts, which are layers of other kinds. `registry.py` lists the kinds; what a kind does not answer
+is said in reports.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +37,7 @@ class Functional:
     Attributes:
         targets: the functions, `F.linear` and `torch.ops.aten.linear.default` for one.
         arguments: names of their arguments in order: "input", "weight", "bias", then options.
-        build: from the weight, whether there is a bias, and the options given, a layer on the meta device,
+        build: makes of the weight, whether there is a bias, and the options given a layer on the meta device,
             whose parameters are then replaced; None if no layer computes the call.
         bias_may_be_computed: whether a bias that is no parameter can be added behind the layer.
     """
@@ -53,7 +54,7 @@ class OnnxForm:
 
     Attributes:
         operators: op types.
-        dims: of the weight.
+        dims: number of the weight's dimensions.
         wanted: what such a weight is called in messages ("a matrix").
         build: from the weight as the kind keeps it and the attributes of the node, the layer without a bias,
             or the reason why there is none.
@@ -119,7 +120,7 @@ class Kind(ABC):
 
         Args:
             module: the dense one; gives everything but the parts, and is left as it is.
-            parts: by the suffixes of `parts`; not copied.
+            parts: layers by the suffixes of `parts`; not copied.
             config: the options; None for the arithmetic of the dense module.
         """
         return parts[""]
@@ -175,15 +176,15 @@ class CompositeKind(Kind):
         """See `Kind.assemble`."""
 
     def unit(self, name: str, module: nn.Module, *, energies: bool) -> Unit:
-        """Its parts have units."""
+        """Refuse: its parts have units."""
         raise AssertionError("a composite kind is planned by its parts")
 
     def sketch(
         self, name: str, module: nn.Module, choice: Choice, config: SketchConfig
     ) -> tuple[SketchedLayer, Fitted]:
-        """Its parts are sketched."""
+        """Refuse: its parts are sketched."""
         raise AssertionError("a composite kind is sketched by its parts")
 
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
-        """Its parts are made empty."""
+        """Refuse: its parts are made empty."""
         raise AssertionError("a composite kind is made of its parts")

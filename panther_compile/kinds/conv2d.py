@@ -14,15 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
-from panther_compile.factorization.conv2d import conv_candidates, is_depthwise
+from panther_compile.factorization.conv2d import conv_candidates
 from panther_compile.factorization.cost import device_class
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.base import Kind, OnnxForm
+from panther_compile.kinds.base import OnnxForm
 from panther_compile.kinds.conv_calls import functional, of_node
+from panther_compile.kinds.convolution import ConvolutionKind
 from panther_compile.kinds.fit_conv2d import cut_conv2d, fit_conv2d_to, fit_kernel
 from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
-from panther_compile.kinds.match import why_not_plain
-from panther_compile.kinds.plain_form import plain_form
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, fitted_record, numbers_of
 from panther_compile.kinds.windows import Convolution, rows_read
@@ -91,21 +90,11 @@ class Conv2dView(LinearView):
         return layer, error, rows_of(arrivals, self.channel_dim)
 
 
-class Conv2dKind(Kind):
+class Conv2dKind(ConvolutionKind):
     """See the module's docstring."""
 
     wanted = "nn.Conv2d"
     layers = (SketchedConv2d,)
-    why_no_ties = "convolutions that share a kernel stay dense"
-
-    def matches(self, module: nn.Module) -> str | None:
-        """Called "Conv2d"."""
-        return "Conv2d" if isinstance(module, nn.Conv2d) else None
-
-    def why_not(self, module: nn.Module) -> str | None:
-        """See `Kind.why_not`."""
-        assert isinstance(module, nn.Conv2d)
-        return why_not_convolution(module, nn.Conv2d)
 
     def view(self, module: nn.Module) -> Conv2dView:
         """See `Kind.view`."""
@@ -163,19 +152,6 @@ class Conv2dKind(Kind):
             device=device,
             dtype=module.weight.dtype,
         )
-
-
-def why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, base: type[nn.Module]) -> str | None:
-    """Why a convolution must be left alone, or None; see `why_not_plain` for the base."""
-    if is_depthwise(module.in_channels // module.groups, module.groups):
-        return "depthwise: each filter sees one channel, a low rank has nothing to share"
-    return why_not_plain(
-        plain_form(module),
-        base,
-        tensors=frozenset({"weight", "bias"}),
-        methods=("forward", "_conv_forward"),
-        sizes=(1, 1, 1),
-    )
 
 
 def fit_node(

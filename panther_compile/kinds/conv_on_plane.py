@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from panther_compile.config import SketchConfig
 from panther_compile.factorization.fit_matrix import FittedPair
-from panther_compile.kinds.base import Kind, OnnxForm
-from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, fit_node, why_not_convolution
+from panther_compile.kinds.base import OnnxForm
+from panther_compile.kinds.conv2d import Conv2dKind, Conv2dView, fit_node
 from panther_compile.kinds.conv_calls import functional, of_node
+from panther_compile.kinds.convolution import ConvolutionKind
 from panther_compile.kinds.fit_conv2d import fit_conv2d_to
 from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.view import LinearView
@@ -33,7 +34,6 @@ from panther_compile.layers.conv_on_plane import (
     SketchedConv1d,
     SketchedConv3d,
     SketchedOnPlane,
-    geometry,
     on_plane,
 )
 from panther_compile.models.watched import Arrival, rows_of
@@ -118,20 +118,10 @@ class OnPlaneView(LinearView):
         return _from_plane(layer, self.layer), error, rows_of(arrivals, self.channel_dim)
 
 
-class _OnPlaneKind(Kind):
+class _OnPlaneKind(ConvolutionKind):
     """See the module's docstring."""
 
-    why_no_ties = "convolutions that share a kernel stay dense"
-    _dense_type: ClassVar[type[nn.Conv1d | nn.Conv3d]]
     _speed: ClassVar[float] = 1.0  # see `Unit`
-
-    def matches(self, module: nn.Module) -> str | None:
-        """Called by the name of torch's class."""
-        return self._dense_type.__name__ if isinstance(module, self._dense_type) else None
-
-    def why_not(self, module: nn.Module) -> str | None:
-        """See `Kind.why_not`."""
-        return why_not_convolution(_dense(module), self._dense_type)
 
     def view(self, module: nn.Module) -> OnPlaneView:
         """See `Kind.view`."""
@@ -162,8 +152,9 @@ class _OnPlaneKind(Kind):
     def empty(self, module: nn.Module, choice: Choice, device: torch.device | str) -> SketchedLayer:
         """See `Kind.empty`."""
         dense = _dense(module)
-        return _layer_type(dense)(
-            **geometry(dense),
+        layer_type = _layer_type(dense)
+        return layer_type(
+            **layer_type.geometry(dense),
             rank=choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
             scheme=choice.scheme,
             device=device,
@@ -174,13 +165,13 @@ class _OnPlaneKind(Kind):
 class Conv1dKind(_OnPlaneKind):
     """See the module's docstring."""
 
-    wanted, _dense_type, layers = "nn.Conv1d", nn.Conv1d, (SketchedConv1d,)
+    wanted, layers = "nn.Conv1d", (SketchedConv1d,)
 
 
 class Conv3dKind(_OnPlaneKind):
     """See the module's docstring."""
 
-    wanted, _dense_type, layers = "nn.Conv3d", nn.Conv3d, (SketchedConv3d,)
+    wanted, layers = "nn.Conv3d", (SketchedConv3d,)
     # Of r3d_18's convolutions at half and nine tenths of their numbers "channel" ran at .7 to 1.07 of what
     # `cost.py` predicts, "tucker2" at .6 to .96, "spatial" at .54 to .83: one core of an AMD EPYC.
     _speed = 0.75
@@ -192,7 +183,7 @@ def _dense(module: nn.Module) -> nn.Conv1d | nn.Conv3d:
 
 
 def _layer_type(conv: nn.Conv1d | nn.Conv3d) -> type[SketchedOnPlane]:
-    """That of its replacement."""
+    """The type of its replacement."""
     return SketchedConv1d if isinstance(conv, nn.Conv1d) else SketchedConv3d
 
 

@@ -23,10 +23,9 @@ from panther_compile.factorization.factorize import singular_values
 from panther_compile.factorization.fit_matrix import FittedPair
 from panther_compile.factorization.moments import thinned
 from panther_compile.factorization.pivot import to_pivoted
-from panther_compile.kinds.base import Functional, Kind, OnnxForm
+from panther_compile.kinds.base import Functional, OnnxForm
 from panther_compile.kinds.conv_calls import each
-from panther_compile.kinds.match import why_not_plain
-from panther_compile.kinds.plain_form import plain_form
+from panther_compile.kinds.convolution import ConvolutionKind
 from panther_compile.kinds.view import LinearView
 from panther_compile.kinds.weights import can_compute_spectrum, fit_matrix, fitted_record, numbers_of
 from panther_compile.layers.base import SketchedLayer
@@ -35,7 +34,6 @@ from panther_compile.layers.conv_transpose import (
     SketchedConvTranspose1d,
     SketchedConvTranspose2d,
     SketchedConvTranspose3d,
-    geometry,
 )
 from panther_compile.records import Choice, Fitted, Unit
 
@@ -106,27 +104,11 @@ class ConvTransposeView(LinearView):
         return self._layer_type.from_stored(left, right, self._dense.bias, self.layer, start=found.start)
 
 
-class _ConvTransposeKind(Kind):
+class _ConvTransposeKind(ConvolutionKind):
     """See the module's docstring."""
 
-    why_no_ties = "convolutions that share a kernel stay dense"
+    methods = ("forward",)
     _layer_type: ClassVar[type[SketchedConvTranspose]]
-
-    @property
-    def _dense_type(self) -> type[nn.Module]:
-        return self._layer_type.dense_type
-
-    def matches(self, module: nn.Module) -> str | None:
-        """Called by the name of torch's class."""
-        return self._dense_type.__name__ if isinstance(module, self._dense_type) else None
-
-    def why_not(self, module: nn.Module) -> str | None:
-        """See `Kind.why_not`."""
-        dense: Any = module
-        if dense.groups > 1 and dense.in_channels == dense.groups:
-            return "depthwise: each filter sees one channel, a low rank has nothing to share"
-        tensors = frozenset({"weight", "bias"})
-        return why_not_plain(plain_form(module), self._dense_type, tensors=tensors, sizes=(1, 1, 1))
 
     def view(self, module: nn.Module) -> ConvTransposeView | str:
         """See `Kind.view`."""
@@ -178,7 +160,7 @@ class _ConvTransposeKind(Kind):
         """See `Kind.empty`."""
         dense: Any = module
         return self._layer_type(
-            **geometry(module),
+            **self._layer_type.geometry(module),
             rank=choice.ranks[0],
             scheme=choice.scheme,
             bias=dense.bias is not None,

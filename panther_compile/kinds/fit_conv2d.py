@@ -122,7 +122,7 @@ class _Outputs:
     arrivals: Sequence[Arrival]
 
     def of_each(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each arrival n outputs (n, O), without bias, and what the last factor reads (n, I', kh, kw)."""
+        """Outputs (n, O) of each arrival, without bias, and what the last factor reads (n, I', kh, kw)."""
         for arrival in self.arrivals:
             one = arrival.evened()
             pairs = zip(self._windows(one.x, most), self._windows(one.z, most), strict=True)

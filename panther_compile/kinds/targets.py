@@ -23,10 +23,10 @@ class Target:
     """One weight that data can fit.
 
     Attributes:
-        name: of its unit, as plans name it.
-        suffix: of the name, among the parts of the site; empty where the site is no composite.
-        site: that it belongs to.
-        layer: of one weight, the dense one; a part of a composite layer is made for it.
+        name: name of its unit, as plans have it.
+        suffix: end of the name, among the parts of the site; empty where the site is no composite.
+        site: the site that it belongs to.
+        layer: the dense one, of one weight; a part of a composite layer is made for it.
         view: what data sees of it.
         together: names of parts of the site that may share a factor, its own among them; each has inputs of
             its own. Empty where there are none.

@@ -98,10 +98,10 @@ class LinearView(ABC):
         """A kernel factorized in a metric, without a fit.
 
         Args:
-            name: of the unit, for its random numbers.
+            name: name of the unit, for its random numbers.
             choice: scheme and ranks.
             config: the options.
-            moments: of what reaches it.
+            moments: moments of what reaches it.
             gradient: weight of errors at the output features, or None.
         """
         raise AssertionError("a matrix is cut where its factors are known")
@@ -119,11 +119,11 @@ class LinearView(ABC):
         """Fit a layer that is no matrix; gives the relative error of its output, and on how many rows, too.
 
         Args:
-            name: of the unit, for its random numbers.
+            name: name of the unit, for its random numbers.
             choice: scheme and ranks.
             config: the options.
             arrivals: what reached the layer.
-            masks: of each of them, see `rows`.
+            masks: mask of each of them, see `rows`.
             gradient: weight of errors at the output features, float64, or None.
             ridge: on second moments, of their mean power.
         """

@@ -44,7 +44,7 @@ def windows_in_parts(conv: Convolution, x: Tensor, most: int) -> Iterator[Tensor
 
 
 def pixels(x: Tensor, axes: int, most: int = MAX_ROWS) -> Tensor:
-    """At most so many pixels of x (N, I, *) or (I, *) as rows (n, I), evenly spread."""
+    """Pixels of x (N, I, *) or (I, *) as rows (n, I), evenly spread, at most so many."""
     return torch.cat(list(_some(_with_batch(x, axes), axes, most)))
 
 

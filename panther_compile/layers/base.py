@@ -34,13 +34,13 @@ class SketchedLayer(nn.Module):
 
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
-        ranks: of the factors.
+        ranks: ranks of the factors.
         dense_type: the class of torch that it stands for, with sizes of the same names; `nn.Module` if none.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
         not_shown: names in `sketch_spec` that `print(model)` leaves out.
         dense_weight: what the dense layer calls its weight, or the first of several.
-        empty_shape: of the empty tensor that a file holds under that name; loaders may slice it.
+        empty_shape: shape of the empty tensor that a file holds under that name; loaders may slice it.
     """
 
     scheme: str
@@ -133,7 +133,7 @@ class SketchedLayer(nn.Module):
 
         Args:
             weight: the dense one, in the shape of this layer's `weight` or flattened to a matrix.
-            generator: of random probes, where the error is estimated.
+            generator: generator of random probes, where the error is estimated.
 
         Returns:
             None where other weights than the dense layer's do the same.

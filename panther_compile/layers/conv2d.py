@@ -45,16 +45,6 @@ from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
-_GEOMETRY = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "padding_mode",
-)
 # Along which axes, 0 height and 1 width, a factor has the dense kernel, stride, padding and dilation.
 _AXES: dict[str, dict[str, tuple[int, ...]]] = {
     "channel": {"down": (0, 1), "up": ()},
@@ -82,7 +72,7 @@ class SketchedConv2d(SketchedConvolution):
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         start: first channel of the pivot slice, 0 or I - r ("pivoted" only).
         device: where the factors are made.
-        dtype: of the factors, any floating dtype.
+        dtype: type of the factors, any floating dtype.
 
     Raises:
         ConfigError: the scheme is unknown.
@@ -216,7 +206,7 @@ class SketchedConv2d(SketchedConvolution):
         sharing = 1 if scheme == "basis" else like.groups
         ranks = tuple(kernel.shape[0] // sharing for kernel in kernels[:-1])
         new = cls(
-            **_geometry(like),
+            **cls.geometry(like),
             rank=ranks if scheme == "tucker2" else ranks[0],
             scheme=scheme,
             bias=like.bias is not None,
@@ -254,7 +244,7 @@ class SketchedConv2d(SketchedConvolution):
                 "pivoted" where that fits, else "channel".
             method: see `panther_compile.factorization.factorize.factorize`.
             sketch: random test matrix of the randomized method.
-            seed: of that matrix.
+            seed: seed of that matrix.
 
         Raises:
             ConfigError, RankError: see the constructor; also where no rank stores so little.
@@ -360,14 +350,6 @@ class SketchedConv2d(SketchedConvolution):
     def kernel_axes(self, factor: str) -> tuple[int, ...]:
         """The axes, 0 height and 1 width, along which a factor has the dense kernel, stride and padding."""
         return _AXES[self.scheme][factor]
-
-    def _geometry(self) -> dict[str, Any]:
-        return _geometry(self)
-
-
-def _geometry(layer: nn.Module) -> dict[str, Any]:
-    """What `nn.Conv2d` and `SketchedConv2d` are built with, bias aside."""
-    return {name: getattr(layer, name) for name in _GEOMETRY}
 
 
 def _fitting(weight: Tensor, groups: int, scheme: str, what: str, *, energies: bool) -> tuple[Candidate, ...]:

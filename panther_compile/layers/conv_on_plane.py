@@ -26,8 +26,6 @@ from panther_compile.layers.base import copy_into, take_over
 from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
 from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
 
-_GEOMETRY = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
-
 
 class _SketchedOnPlane(SketchedConvolution):
     """A low-rank replacement of a convolution of one or three axes, for x (N, I, *) or (I, *).
@@ -144,7 +142,7 @@ class _SketchedOnPlane(SketchedConvolution):
         """
         weight: Any = like.weight
         new = cls(
-            **geometry(like),
+            **cls.geometry(like),
             rank=plane.rank,
             scheme=plane.scheme,
             start=plane.start,
@@ -189,8 +187,14 @@ class _SketchedOnPlane(SketchedConvolution):
         long = {"channel": "down", "basis": "down", "tucker2": "core"}
         return axes if long.get(self.scheme) == factor else ()
 
-    def _geometry(self) -> dict[str, Any]:
-        return geometry(self)
+    @classmethod
+    def geometry(cls, layer: nn.Module) -> dict[str, Any]:
+        """See its base; numbers, where torch keeps tuples of one, and whether there is a bias."""
+        found = {
+            name: value[0] if isinstance(value, tuple) and len(value) == 1 else value
+            for name, value in super().geometry(layer).items()
+        }
+        return found | {"bias": layer.bias is not None}
 
 
 class SketchedConv1d(_SketchedOnPlane):
@@ -214,16 +218,3 @@ SketchedOnPlane = SketchedConv1d | SketchedConv3d
 def on_plane(sizes: tuple[int, ...]) -> tuple[int, int]:
     """Sizes along the axes of a kernel as (height, width) of the plane."""
     return sizes[0], math.prod(sizes[1:])
-
-
-def geometry(layer: nn.Module) -> dict[str, Any]:
-    """What the dense layers and these are built with: numbers, where torch keeps tuples of one."""
-    found: dict[str, Any] = {}
-    for name in _GEOMETRY:
-        value: Any = getattr(layer, name)
-        found[name] = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-    return found | {
-        "groups": layer.groups,
-        "padding_mode": layer.padding_mode,
-        "bias": layer.bias is not None,
-    }

@@ -20,16 +20,6 @@ from panther_compile.layers.base import check_rank, copy_into, take_over
 from panther_compile.layers.convolution import SketchedConvolution
 
 TRANSPOSED_SCHEMES = ("channel", "pivoted")
-_GEOMETRY = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "output_padding",
-    "groups",
-    "dilation",
-)
 
 
 class _SketchedConvTranspose(SketchedConvolution):
@@ -59,6 +49,16 @@ class _SketchedConvTranspose(SketchedConvolution):
     """
 
     rank_first = True
+    geometry_names = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "output_padding",
+        "groups",
+        "dilation",
+    )
     rank: int
     _pixel_type: ClassVar[type[nn.Module]]
     _axes: ClassVar[int]
@@ -134,7 +134,7 @@ class _SketchedConvTranspose(SketchedConvolution):
         groups, _, rank = left.shape
         dense: Any = like
         new = cls(
-            **geometry(like),
+            **cls.geometry(like),
             rank=rank,
             scheme="channel" if start is None else "pivoted",
             bias=bias is not None,
@@ -181,9 +181,6 @@ class _SketchedConvTranspose(SketchedConvolution):
     def _weight_shape(self) -> tuple[int, ...]:
         return (self.in_channels, self.out_channels // self.groups, *self.up.kernel_size)
 
-    def _geometry(self) -> dict[str, Any]:
-        return geometry(self)
-
 
 class SketchedConvTranspose1d(_SketchedConvTranspose):
     """A low-rank replacement of `nn.ConvTranspose1d`, for x (N, I, L) or (I, L); see its base."""
@@ -204,8 +201,3 @@ class SketchedConvTranspose3d(_SketchedConvTranspose):
 
 
 SketchedConvTranspose = SketchedConvTranspose1d | SketchedConvTranspose2d | SketchedConvTranspose3d
-
-
-def geometry(layer: nn.Module) -> dict[str, Any]:
-    """What transposed convolutions are built with, bias aside."""
-    return {name: getattr(layer, name) for name in _GEOMETRY}

@@ -1,7 +1,6 @@
 """SketchedConvolution: what the sketched convolutions, transposed ones too, have in common."""
 
 import math
-from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +34,20 @@ class SketchedConvolution(SketchedLayer):
         ranks: of the factors.
         start: first channel of the pivot slice ("pivoted" only).
         dense_type: torch's class of the dense layer.
+        geometry_names: of the arguments that torch's class is made with, bias aside.
     """
 
     dense_type: ClassVar[type[nn.Module]]
+    geometry_names: ClassVar[tuple[str, ...]] = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "padding_mode",
+    )
     in_channels: int
     out_channels: int
     kernel_size: tuple[int, ...]
@@ -65,9 +75,10 @@ class SketchedConvolution(SketchedLayer):
         kernels = tuple(weight.unsqueeze(-1).flatten(3) for weight in weights)
         return multiply_out(kernels, self.groups, self.scheme).reshape(self._weight_shape())
 
-    @abstractmethod
-    def _geometry(self) -> dict[str, Any]:
-        """What the dense layer is built with, bias aside."""
+    @classmethod
+    def geometry(cls, layer: nn.Module) -> dict[str, Any]:
+        """The arguments that a dense layer is made with, or one of these, bias aside."""
+        return {name: getattr(layer, name) for name in cls.geometry_names}
 
     @property
     def weight(self) -> Tensor:
@@ -90,7 +101,7 @@ class SketchedConvolution(SketchedLayer):
     def to_dense(self) -> nn.Module:
         """The ordinary layer with the factors multiplied out."""
         like = self.up.weight
-        options = self._geometry() | {"bias": self.bias is not None}
+        options = self.geometry(self) | {"bias": self.bias is not None}
         dense: Any = nn.utils.skip_init(self.dense_type, **options, device=like.device, dtype=like.dtype)
         copy_into(dense.weight, self._product(torch.float64))
         if self.bias is not None:
@@ -118,7 +129,7 @@ class SketchedConvolution(SketchedLayer):
     def sketch_spec(self) -> Spec:
         """See `SketchedLayer.sketch_spec`."""
         spec = {
-            **self._geometry(),
+            **self.geometry(self),
             "rank": self.rank,
             "scheme": self.scheme,
             "bias": self.bias is not None,
@@ -161,7 +172,7 @@ def padded(conv: nn.Module, x: Tensor) -> Tensor:
 
 def convolved(layer: SketchedConvolution, x: Tensor, kernel: Tensor) -> Tensor:
     """What a layer that stands for a convolution makes of x by a dense kernel, as the dense layer would."""
-    geometry = layer._geometry()
+    geometry = layer.geometry(layer)
     options = {name: geometry[name] for name in ("stride", "padding", "dilation", "groups")}
     if geometry["padding_mode"] != "zeros":
         x, options["padding"] = padded(layer.down, x), 0

@@ -98,7 +98,7 @@ class Factor(StandsForWeight):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameter is."""
+        """The device of the parameter."""
         return self.like().device
 
     def size(self, dim: int | None = None) -> Any:

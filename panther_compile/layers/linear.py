@@ -46,7 +46,7 @@ class SketchedLinear(LinearReplacement):
         form: "pair" or "pivoted".
         start: first column of the pivot slice, 0 or I - r (pivoted form only).
         device: where the factors are made.
-        dtype: of the factors, any floating dtype.
+        dtype: type of the factors, any floating dtype.
 
     Raises:
         RankError: rank is outside 1..min(I, O), or not below I in the pivoted form.
@@ -103,8 +103,8 @@ class SketchedLinear(LinearReplacement):
             right: `(r, I)`, float32 or float64.
             bias: `(O,)` or None.
             form: "auto" takes the pivoted form wherever it stores less: below full rank.
-            dtype: of the layer's parameters.
-            device: of the layer's parameters; default is that of `left`.
+            dtype: type of the layer's parameters.
+            device: device of the layer's parameters; default is that of `left`.
             residual: Frobenius distance from left @ right to the weight that it approximates; the pivoted
                 form may differ from left @ right by a fraction of it (pivot.py).
 
@@ -141,9 +141,9 @@ class SketchedLinear(LinearReplacement):
             left: `(O, r)`.
             down: `(r, I)`, or `(r, I - r)` in the pivoted form.
             bias: `(O,)` or None.
-            start: of the pivot slice; None for a plain pair.
-            dtype: of the layer's parameters.
-            device: likewise.
+            start: first column of the pivot slice; None for a plain pair.
+            dtype: type of the layer's parameters.
+            device: device of the same.
         """
         (out_features, rank), width = left.shape, down.shape[1]
         layer = cls(
@@ -185,7 +185,7 @@ class SketchedLinear(LinearReplacement):
             form: see `from_factors`.
             method: see `panther_compile.factorization.factorize.factorize`.
             sketch: random test matrix of the randomized method.
-            seed: of that matrix.
+            seed: seed of that matrix.
 
         Raises:
             ConfigError, RankError: see above.

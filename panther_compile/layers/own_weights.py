@@ -33,7 +33,7 @@ _DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 @dataclass(frozen=True, slots=True)
 class Lifted:
-    """Where the tensor of a layer that stands for a parameter is in the dense model.
+    """The place in the dense model of the tensor of a layer that stands for a parameter.
 
     Attributes:
         parameter: the name of the parameter.
@@ -67,7 +67,7 @@ class OwnWeight(StandsForWeight, nn.Module):
 
     @abstractmethod
     def tensors(self, parameter: str) -> dict[str, Lifted]:
-        """Where the tensors of its layers are in the dense model, by their names in this one.
+        """Places in the dense model of the tensors of its layers, by their names in this one.
 
         Args:
             parameter: the name of what it stands for.
@@ -110,7 +110,7 @@ class OwnWeight(StandsForWeight, nn.Module):
         """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a tensor: the forward asks it. Who moves or casts a model does so with the modules around."""
+        """See `Tensor.to`: the forward asks it. What moves a model does so with the modules around."""
         return self.factor().to(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
@@ -143,7 +143,7 @@ class Matrices(OwnWeight):
 
     @property
     def layers(self) -> list[Any]:
-        """In the order of the matrices."""
+        """Layers in the order of the matrices."""
         return list(self._modules.values())
 
     def factor(self) -> Factor:

@@ -9,13 +9,13 @@ from panther_compile.layers.narrow import NarrowLinear
 
 
 class LayerOfParts(SketchedLayer):
-    """Its parts are linear layers, each a child of its own name."""
+    """A layer whose parts are linear layers, each a child of its own name."""
 
     scheme = "parts"
 
     @property
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those of the sketched parts."""
+        """Ranks of the sketched parts."""
         return tuple(part.rank for part in self.children() if isinstance(part, SketchedLinear))
 
 

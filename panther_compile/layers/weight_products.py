@@ -274,7 +274,7 @@ def _each(value: Any, axes: int) -> tuple[int, ...]:
 
 
 def _pads(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """As `F.pad` takes them: before and behind, from the last axis on."""
+    """Sizes as `F.pad` takes them: before and behind, from the last axis on."""
     if padding == "same":
         total = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
         pairs = [(one // 2, one - one // 2) for one in total]

@@ -27,7 +27,7 @@ _SMALLEST, _LARGEST = 1e-6, 25.0
 
 
 def batch_norms(model: nn.Module) -> list[Norm]:
-    """Those that keep statistics."""
+    """Norms that keep statistics."""
     return [one for one in model.modules() if isinstance(one, Norm) and one.running_mean is not None]
 
 
@@ -88,7 +88,7 @@ class Misfit:
         self._times: int | None = None
 
     def __call__(self, call: Call) -> Tensor:
-        """It is a number; one that needs no input where no norm is called."""
+        """Run the model and give one number; one that needs no input where no norm is called."""
         parts: list[Tensor] = []
 
         def see(norm: nn.Module, given: Tensor) -> None:

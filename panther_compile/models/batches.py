@@ -308,7 +308,7 @@ def record_calls(model: nn.Module, data: Data) -> list[Call]:
 
 
 def kept_positions(model: nn.Module, call: Call) -> Tensor | None:
-    """Which positions (batch, length) of a call are no padding, as its mask says; None without a mask.
+    """Positions (batch, length) of a call that are no padding, as its mask says; None without a mask.
 
     Of an encoder and a decoder that is given as many positions, those that either has: rows of the one cannot
     be told from rows of the other.
@@ -341,7 +341,7 @@ def kept_by_either(kept: Tensor, given: Mapping[str, Tensor], decodes: bool = Fa
 
 
 def kept_by(mask: Tensor, *, hides: bool = False) -> Tensor:
-    """Which positions a mask keeps: those where it is positive.
+    """Positions that a mask keeps: those where it is positive.
 
     Args:
         mask: of any shape; floating numbers may be those that are added to logits, very negative at what
@@ -465,7 +465,7 @@ def _bound(model: nn.Module, call: Call) -> dict[str, Any]:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Where the tensors of a model are, by the first of them; None if it has none."""
+    """The device of a model's tensors, by the first of them; None if it has none."""
     tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
     return None if tensor is None else tensor.device
 

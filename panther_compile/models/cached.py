@@ -1,4 +1,4 @@
-"""Which layers write the keys and values that a decoder keeps of each token.
+"""Layers that write the keys and values that a decoder keeps of each token.
 
 Found by looking, whatever the model's code is: one batch runs with its cache on, and what the cache then
 holds is compared with what the layers gave.

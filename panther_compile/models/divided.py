@@ -14,7 +14,7 @@ _NEAR = 1e-3  # of the largest number of a result: the same products in another 
 
 
 def divided(model: nn.Module, calls: Sequence[Call], wanted: int) -> list[Call]:
-    """At least so many calls, if samples allow: the first dimension of all tensors is divided.
+    """Calls, at least so many if samples allow: the first dimension of all tensors is divided.
 
     A call is left whole where a tensor has another first dimension, or where the results of the parts are
     not those of the whole, which is tried on the first call of each form.
@@ -104,7 +104,7 @@ def _samples_of(call: Call) -> int:
 
 
 def _form_of(call: Call) -> object:
-    """Where it has tensors, and what else it is given: flags and numbers may choose another way."""
+    """Places of its tensors, and what else it is given: flags and numbers may choose another way."""
     return call.form, [one if isinstance(one, bool | int | float | str) else type(one) for one in call.leaves]
 
 

@@ -26,7 +26,7 @@ _ALONG = {
 
 
 class InRange(TorchFunctionMode):
-    """Where a function of torch looks up what a tensor does not have, IndexError is raised in its place."""
+    """Raise IndexError where a function of torch looks up what a tensor does not have."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

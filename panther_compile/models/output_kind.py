@@ -55,7 +55,7 @@ class OutputKind:
 
     @property
     def logits(self) -> Logits:
-        """Which tensors of results are logits."""
+        """Tensors of results that are logits."""
         return logits_of(self.output)
 
     @property

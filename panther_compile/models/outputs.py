@@ -25,7 +25,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
     """Every floating tensor of a result with the key it is under, depth first; of a complex one its parts.
 
     Mappings (a Hugging Face `ModelOutput` is one), sequences and dataclasses are walked; caches and other
@@ -33,7 +33,7 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     What is in place n of a sequence without a name is under the key "[n]". Empty, sparse and nested tensors,
     and those that a transform of `torch.func` holds, are passed over.
     """
-    return ((key, one) for key, one in all_named_tensors(output, name) if one.numel())
+    return ((key, one) for key, one in all_named_tensors(output) if one.numel())
 
 
 def all_named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -68,7 +68,7 @@ class Follower(Watched):
     """Calls a layer tied to a watched one; once that is replaced, a layer that shares its factors.
 
     Args:
-        name: its own.
+        name: name of the layer.
         layer: the dense one.
         leader: what watches the other layer.
         share: makes a replacement from that of the other layer, for the dense one.
@@ -124,7 +124,7 @@ class Arrival:
     """What reached a layer with one batch: x in the dense model, z in the sketched one.
 
     Attributes:
-        batch: its place in the data.
+        batch: place of the batch in the data.
         x: the layer's input in the dense model.
         z: likewise, in the sketched one.
         residuals: what the layer's output is added to, in the dense model and in the sketched one, if known.

@@ -65,7 +65,7 @@ class Vocabulary:
         return torch.cat([before, self.words[drawn], after], 1)
 
     def batches(self, count: int, size: int, length: int, generator: Generator) -> list[Tensor]:
-        """So many batches of texts, of lengths drawn evenly from an eighth of the longest on."""
+        """Batches of texts, of lengths drawn evenly from an eighth of the longest on."""
         least = max(round(length * _SHORTEST), len(self.before) + len(self.after) + 1)
         lengths = torch.randint(min(least, length), length + 1, (count,), generator=generator)
         return [self.texts(size, int(one), generator) for one in lengths]
@@ -109,7 +109,7 @@ def read_vocabulary(tokenizer: Any, vectors: Tensor) -> Vocabulary | None:
 
 
 def _sharpness(chances: Tensor, directions: Tensor) -> float:
-    """That at which texts are about something, neither about all nor of one word; by bisection."""
+    """The sharpness at which texts are about something, neither about all nor of one word; by bisection."""
     usual = chances.log()
     rare = chances.sqrt().cumsum(0)
     topics = torch.searchsorted(rare, (torch.arange(_TOPICS, dtype=torch.float32) + 0.5) / _TOPICS * rare[-1])

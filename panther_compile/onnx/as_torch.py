@@ -144,7 +144,7 @@ class OnnxModule(nn.Module):
         return found
 
     def centre(self, feeds: Sequence[Feed]) -> None:
-        """From now on give parts that are no chances about their means, as boxes are mostly where they look.
+        """Have parts that are no chances given about their means, as boxes are mostly where they look.
 
         Those of too few samples to know the means of, or of sizes that differ, stay as they are.
         """

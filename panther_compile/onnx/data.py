@@ -127,7 +127,7 @@ class ObservedModel:
             self._feed(feed, feed.place, copy=False)
 
     def run(self, feeds: Sequence[Feed], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """For each batch the arrays of some values, inputs of the model among them or not.
+        """Arrays of some values, for each batch, inputs of the model among them or not.
 
         Of values in a branch that is not taken they have no entries.
 

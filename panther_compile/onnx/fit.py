@@ -75,7 +75,7 @@ class Runs:
     sketched: ObservedModel | None = None
 
     def __call__(self, values: Sequence[ir.Value]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """For each batch the values by name, in the dense model and in the sketched one."""
+        """Values by name, for each batch, in the dense model and in the sketched one."""
         names = list(dict.fromkeys(str(value.name) for value in values))
         dense = self.dense.run(self.feeds, names)
         if self.sketched is None:

@@ -60,7 +60,7 @@ class _Affine:
         return self.last.outputs[0]
 
     def with_next(self) -> "_Affine":
-        """With the node behind it, where that alone reads it and is another such."""
+        """It and the node behind it as one, where that alone reads it and is another such."""
         other = _affine(self.output.consumers()[0]) if is_read_once(self.output) else None
         if other is None:
             return self

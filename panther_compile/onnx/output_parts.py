@@ -116,7 +116,7 @@ def _stretches(value: ir.Value | None, axis: int) -> list[tuple[int, bool]] | No
 
 
 def _axis_before(node: ir.Node, axis: int) -> int | None:
-    """Which axis of what a Reshape reads becomes one of its result: the second stays, or the last does."""
+    """The axis of what a Reshape reads that becomes one of its result: the second stays, or the last does."""
     before, after = node.inputs[0], node.outputs[0]
     if before is None or before.shape is None or after.shape is None:
         return None

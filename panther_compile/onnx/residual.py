@@ -253,7 +253,7 @@ def _lacking(product: Product, twin: Product) -> Tensor:
 def _arrays(
     model: ir.Model, values: Sequence[ir.Value], feeds: Sequence[Feed], folder: Path
 ) -> Sequence[Mapping[str, Tensor]]:
-    """For each batch the values by name."""
+    """Values by name, for each batch."""
     names = list(dict.fromkeys(str(value.name) for value in values))
     runs = ObservedModel(model, values, folder).run(feeds, names)
     return [{name: torch.from_numpy(array) for name, array in found.items()} for found in runs]

@@ -76,7 +76,7 @@ class OnnxReport:
             relative to the dense model's (`onnx/verify.py` says how); empty if that was not asked for.
         has_data: whether weights were fitted to data.
         made_up: whether they were fitted to images, sounds or texts that were made up.
-        closeness: of the outputs, on the data, or on inputs that were made up, or random ones.
+        closeness: how close the outputs are, on the data, or on inputs that were made up, or random ones.
         healed: what healing did, if it was asked for.
         folded: scales, shifts and activations of several nodes that went into the nodes beside them.
     """
@@ -248,10 +248,7 @@ def _sketched(
     model = read_model(source)
     check_apart(target, model)
     before = stored_bytes(model, source)
-    read_past_identities(model)
-    fold_made_weights(model)
-    fuse_gelu(model)
-    folded = fuse_hard_swish(model) + fold_scales(model)
+    folded = _simplified(model)
     if then == "int8":
         check_can_round(model)
         model = for_int8(model, source.parent)
@@ -264,32 +261,22 @@ def _sketched(
     if not plan.sketched and not (config.keeps_all and (folded or then != "none")):
         wanted = "wanted a MatMul, Gemm or Conv with a constant weight"
         raise NoTargetError(f"nothing to sketch in {source}: {wanted}{reasons_text(plan)}")
-    done = FittedToData(plan, {}, ())
-    feeds: Sequence[Feed] = ()
     task = DataFit(model, sites, config, target.parent, form)
-    made_up = _made_up(model, config, source.parent, target.parent) if data is None else None
-    fits_made_up = made_up is not None and bool(plan.sketched) and is_worth_it(sites.found)
-    if made_up is not None:
-        learnt, feeds = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
-        if fits_made_up:
-            done = task.fit(learnt, made_up=True)
-    elif data is not None and not plan.sketched:  # int8 alone
-        feeds = ObservedModel(model, (), target.parent).feeds(data)
-    elif data is not None:
-        done = task.fit(data, sequential=sequential)
-        feeds = done.feeds
-    plan, fitted = done.plan, dict(done.fitted)
+    if data is None:
+        fit = _fit_to_made_up(task, plan, source.parent)
+    else:
+        fit = _fit_to_data(task, plan, data, sequential=sequential)
+    plan, fitted = fit.done.plan, dict(fit.done.fitted)
     rest = {name: choice for name, choice in plan.choices.items() if name not in fitted}
-    note = NEVER_REACHED if data is not None or fits_made_up else ""
+    note = NEVER_REACHED if data is not None or fit.made_up else ""
     others = rewrite(model, sites, rest, config, FittedWeights())
     fitted |= {name: replace(record, note=note) for name, record in others.items()}
     compared: list[Compared] = []
-    what = FITTED_TO if made_up is None else made_up.what
-    seen = feeds if data is not None else ()
 
     def check(draft: Path) -> None:
-        compared.append(compare_files(source, draft, last_at_the_end(seen) if seen else feeds, what))
+        compared.append(compare_files(source, draft, fit.judged_on, fit.what))
 
+    seen = () if data is None else fit.done.feeds
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)
     report = OnnxReport(
@@ -299,14 +286,70 @@ def _sketched(
         after,
         output_errors={},
         has_data=data is not None,
-        made_up=fits_made_up,
-        healed=done.healed,
+        made_up=fit.made_up,
+        healed=fit.done.healed,
         folded=folded,
     )
     if not compared:
         return report
     (found,) = compared
     return replace(report, output_errors=found.errors, closeness=found.closeness)
+
+
+def _simplified(model: ir.Model) -> int:
+    """Have fewer nodes compute the same, by weights that can be sketched; counts what went into those."""
+    read_past_identities(model)
+    fold_made_weights(model)
+    fuse_gelu(model)
+    return fuse_hard_swish(model) + fold_scales(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What came of the weights, and what the files are compared on.
+
+    Attributes:
+        done: some weights may be left to be sketched.
+        judged_on: batches; random ones if there are none.
+        what: they are, in words.
+        made_up: whether weights were fitted to inputs that were made up.
+    """
+
+    done: FittedToData
+    judged_on: Sequence[Feed] = ()
+    what: str = FITTED_TO
+    made_up: bool = False
+
+
+def _fit_to_data(task: DataFit, plan: SketchPlan, data: OnnxData, *, sequential: bool) -> _Fit:
+    if plan.sketched:
+        done = task.fit(data, sequential=sequential)
+    else:  # int8 alone
+        done = FittedToData(plan, {}, ObservedModel(task.model, (), task.folder).feeds(data))
+    return _Fit(done, last_at_the_end(done.feeds) if done.feeds else ())
+
+
+def _fit_to_made_up(task: DataFit, plan: SketchPlan, beside: Path) -> _Fit:
+    """See `_made_up`; none, or of few weights, leave all to be sketched."""
+    done = FittedToData(plan, {}, ())
+    made_up = _made_up(task.model, task.config, beside, task.folder)
+    if made_up is None:
+        return _Fit(done)
+    learnt, judged_on = made_up.feeds[:-JUDGED], made_up.feeds[-JUDGED:]
+    is_fitted = bool(plan.sketched) and is_worth_it(task.sites.found)
+    if is_fitted:
+        done = task.fit(learnt, made_up=True)
+    return _Fit(done, judged_on, made_up.what, is_fitted)
+
+
+def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:
+    """Inputs that are made up where there is no data, if the model is one that it can be done for."""
+    if not config.synthetic:
+        return None
+    try:
+        return made_up_inputs(model, ObservedModel(model, (), folder), config.seed, beside)
+    except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
+        return None
 
 
 def _in_pairs(plan: SketchPlan, sites: OnnxFound, config: SketchConfig, *, kernels: bool) -> SketchPlan:
@@ -318,16 +361,6 @@ def _in_pairs(plan: SketchPlan, sites: OnnxFound, config: SketchConfig, *, kerne
         budget = as_pairs(replace(plan, layers=own), config.round_rank_to, kernels=kernels, ratio=ratio)
         pairs |= {line.name: line for line in budget.layers}
     return replace(plan, layers=tuple(pairs.get(line.name, line) for line in plan.layers))
-
-
-def _made_up(model: ir.Model, config: SketchConfig, beside: Path, folder: Path) -> MadeUp | None:
-    """Inputs that are made up where there is no data, if the model is one that it can be done for."""
-    if not config.synthetic:
-        return None
-    try:
-        return made_up_inputs(model, ObservedModel(model, (), folder), config.seed, beside)
-    except OnnxMismatchError:  # ONNX Runtime cannot load it, which `verify` may ask for
-        return None
 
 
 def _config(ratio: float | Mapping[Selector, float], options: Mapping[str, Any]) -> SketchConfig:

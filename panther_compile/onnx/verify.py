@@ -122,10 +122,9 @@ def compare_files(
                 f"ONNX Runtime cannot run the sketched model on inputs {shapes}: {first_line(error)}"
             ) from error
         wanted, found = (dict(zip(names, one, strict=True)) for one in (outputs, others))
-        errors = _relative_errors(wanted, found, shapes)  # refuses other shapes, which have no such parts
-        if parts:
-            wanted, found = in_parts(wanted, parts), in_parts(found, parts)
-            errors = _relative_errors(wanted, found, shapes)
+        _check_alike(wanted, found, shapes)  # others have no such parts
+        wanted, found = in_parts(wanted, parts), in_parts(found, parts)
+        errors = _relative_errors(wanted, found, shapes)
         results.see(output_pairs(wanted, found), kept_in(feed))
     inputs = f"{counted(min(len(feeds), MOST_CALLS), 'batch')} of {what}" if feeds else "random inputs"
     return Compared(errors, results.closeness(inputs.replace("1 batches", "1 batch")))
@@ -144,11 +143,9 @@ def _runs(
 def output_pairs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[Pair]:
     """The floating outputs, by name, of two runs on the same inputs, paired to be compared."""
     return [
-        _pair(name, mine, found[name])
-        for name, mine in wanted.items()
-        if isinstance(mine, np.ndarray)
-        and isinstance(found[name], np.ndarray)
-        and np.issubdtype(mine.dtype, np.floating)
+        _pair(name, one, other)
+        for name, one, other in _tensor_pairs(wanted, found)
+        if np.issubdtype(one.dtype, np.floating)
     ]
 
 
@@ -235,19 +232,32 @@ _DTYPES: dict[str, Any] = {
 }
 
 
+def _check_alike(wanted: Mapping[str, Any], found: Mapping[str, Any], shapes: str) -> None:
+    """Raise OnnxMismatchError if an output, on inputs of such shapes, is of another shape or type."""
+    for name, one, other in _tensor_pairs(wanted, found):
+        if other.shape != one.shape or other.dtype != one.dtype:
+            raise OnnxMismatchError(
+                f"output {name!r} for inputs {shapes} is {other.dtype} {other.shape} in the sketched model, "
+                f"{one.dtype} {one.shape} in the source"
+            )
+
+
 def _relative_errors(wanted: Mapping[str, Any], found: Mapping[str, Any], shapes: str) -> dict[str, float]:
-    """Of each output that is a tensor in both files, on inputs of such shapes."""
+    """Relative errors of each output that is a tensor in both files, on inputs of such shapes."""
     return {
-        name: _relative_error(f"output {name!r} for inputs {shapes}", found[name], one)
-        for name, one in wanted.items()
-        if isinstance(one, np.ndarray) and isinstance(found[name], np.ndarray)
+        name: _relative_error(f"output {name!r} for inputs {shapes}", other, one)
+        for name, one, other in _tensor_pairs(wanted, found)
     }
 
 
+def _tensor_pairs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The outputs that are tensors in both files, by name."""
+    for name, one in wanted.items():
+        if isinstance(one, np.ndarray) and isinstance(found[name], np.ndarray):
+            yield name, one, found[name]
+
+
 def _relative_error(what: str, found: Any, wanted: Any) -> float:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        given, asked = (f"{one.dtype} {one.shape}" for one in (found, wanted))
-        raise OnnxMismatchError(f"{what} is {given} in the sketched model, {asked} in the source")
     if not np.issubdtype(wanted.dtype, np.floating):
         return float(np.mean(found != wanted)) if wanted.size else 0.0
     finite = np.isfinite(wanted)
@@ -313,7 +323,7 @@ _CHANGES: tuple[Callable[[int], int], ...] = (
 
 
 def _dynamic_sizes(exported: ExportedProgram, tensors: list[Tensor]) -> dict[Any, tuple[int, int, int]]:
-    """For each symbol in the inputs' shapes, its value in the example, and its range."""
+    """The value in the example of each symbol in the inputs' shapes, and its range."""
     found: dict[Any, tuple[int, int, int]] = {}
     for expected, given in zip(_input_values(exported), tensors, strict=True):
         for size, known in zip(expected.shape, given.shape, strict=True):
@@ -389,7 +399,7 @@ def _compare(session: ort.InferenceSession, inputs: list[Tensor], wanted: list[T
 
 
 def _of_draws(path: Path) -> str:
-    """In words, the nodes of a file that draw numbers; empty if none does."""
+    """Nodes of a file that draw numbers, in words; empty if none does."""
     nodes = ir.load(path).graph.all_nodes()
     drawing = sorted({node.op_type for node in nodes if is_onnx(node, *_DRAWING)})
     return f", and the model draws numbers, others in each run ({', '.join(drawing)})" if drawing else ""

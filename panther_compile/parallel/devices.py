@@ -22,9 +22,9 @@ class Devices:
         mesh: over all ranks, with the axes "dp", "pp" and "tp".
         device: of this rank.
         rank: of this process.
-        dp: its place along the axis.
-        pp: likewise.
-        tp: likewise.
+        dp: place of this rank along the axis.
+        pp: place along that axis.
+        tp: place along that axis.
         timeout: of every group.
     """
 
@@ -101,7 +101,7 @@ def lay_out(shape: Mesh, device: torch.device, timeout: timedelta) -> Devices:
 
 
 def _make_mesh(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """With the options of the user's process group: torch's own would wait for half an hour."""
+    """Make a mesh with the options of the user's process group: torch's own would wait for half an hour."""
     options = dist.distributed_c10d._get_default_group()._get_backend(device).options
     return init_device_mesh(
         device.type, sizes, mesh_dim_names=names, backend_override=dict.fromkeys(names, options)

@@ -144,7 +144,7 @@ class ParallelEngine(nn.Module):
 
     @property
     def microbatches(self) -> int:
-        """Into which `step` divides a batch."""
+        """Number of microbatches into which `step` divides a batch."""
         return self.task.microbatches
 
     @property

@@ -53,8 +53,8 @@ def bus_factor(kind: str, ranks: int) -> float:
     """Share of a collective's bytes that cross the slowest link, as nccl-tests count them.
 
     Args:
-        kind: as "all_reduce".
-        ranks: that take part.
+        kind: what is done, as "all_reduce".
+        ranks: number of ranks that take part.
     """
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -66,14 +66,14 @@ class Communication:
     """Collectives of one kind that a rank took part in.
 
     Attributes:
-        axis: of the mesh, "dp", "pp" or "tp"; "all" of groups along several.
+        axis: axis of the mesh, "dp", "pp" or "tp"; "all" of groups along several.
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send" or
             "recv".
-        ranks: of the group.
-        calls: in a step.
-        bytes: of the whole tensors, in a step.
-        seconds: from start to end, in a step, waiting for other ranks included; None where the backend does
-            not tell the profiler.
+        ranks: number of ranks in the group.
+        calls: number of calls in a step.
+        bytes: bytes of the whole tensors, in a step.
+        seconds: time from start to end, in a step, waiting for other ranks included; None where the backend
+            does not tell the profiler.
     """
 
     axis: str
@@ -130,7 +130,7 @@ class TrainingMetrics:
         Args:
             engine: of `parallelize_model`.
             part: that it was made from.
-            tokens: of a step, over all replicas.
+            tokens: number of tokens of a step, over all replicas.
             peak_flops: of one device, as its maker gives them in the precision that is trained in, for the
                 share of it that is used (MFU).
             every: steps from one that is watched to the next.
@@ -330,7 +330,7 @@ def _group_of(func: Any, args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """On a GPU of torch's allocator in this step; else of the process, from its start."""
+    """Most bytes held: on a GPU by torch's allocator in this step; else by the process, from its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # Windows has none

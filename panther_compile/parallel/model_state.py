@@ -52,7 +52,7 @@ class Holder(Protocol):
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
-        """By index."""
+        """Stages by index."""
 
     @property
     def layouts(self) -> Mapping[str, Shard]:
@@ -158,7 +158,7 @@ def load_state(holder: Holder, state: Mapping[str, Tensor]) -> None:
 
 
 def _check_names(holder: Holder, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """As strict as `nn.Module.load_state_dict`; a state of this rank alone has no names of other stages.
+    """Check as `nn.Module.load_state_dict` does; a state of this rank alone has no names of other stages.
 
     Raises:
         CheckpointMismatchError: a name is none of the model's, or is missing.

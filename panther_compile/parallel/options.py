@@ -35,7 +35,7 @@ class Options:
         mp_policy: for "fsdp".
         offload_policy: for "fsdp".
         find_unused_parameters: for "ddp".
-        activation_checkpointing: of `ACTIVATION_CHECKPOINTING`, or a budget.
+        activation_checkpointing: one of `ACTIVATION_CHECKPOINTING`, or a budget.
         sync_batchnorm: over the dp axis.
         broadcast: from rank 0.
     """
@@ -99,7 +99,7 @@ class Options:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """As JSON takes it, to compare with other ranks."""
+        """The options as JSON takes them, to compare with other ranks."""
         return {key: value if _is_plain(value) else repr(value) for key, value in asdict(self).items()}
 
     def reshards(self, part: Partition) -> bool:

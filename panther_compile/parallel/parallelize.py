@@ -1,4 +1,4 @@
-"""From a partition to an engine: agree, lay out, broadcast, shard, wrap, schedule."""
+"""Make an engine of a partition: agree, lay out, broadcast, shard, wrap, schedule."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -137,7 +137,7 @@ def parallelize_model(
         options.check(part, mixing)
         places = place_stages(len(part.stages), part.mesh.pp, zigzag=options.schedule == "zbv")
         if loss_fn is not None:
-            _check_held(part, places)
+            _check_parameters(part, places)
         if sync_batchnorm:
             check_batch_norms(model, graphs, is_own=trains_own_modules(part))
         _check_tensors(model, staged)
@@ -201,7 +201,7 @@ def _check_tensors(model: nn.Module, staged: StagedModel) -> None:
                 )
 
 
-def _check_held(part: Partition, places: Sequence[int]) -> None:
+def _check_parameters(part: Partition, places: Sequence[int]) -> None:
     """Every device has a parameter, without which no optimizer of torch can be made."""
     without = set(places) - {
         place for place, stage in zip(places, part.stages, strict=True) if stage.parameters
@@ -216,7 +216,7 @@ def _check_held(part: Partition, places: Sequence[int]) -> None:
 
 
 def _loss_dtype(model: nn.Module) -> torch.dtype:
-    """In which losses and norms are added up: as wide as the widest parameter, at least float32."""
+    """The type in which losses and norms are added up: as wide as the widest parameter, at least float32."""
     is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32
 

@@ -54,7 +54,7 @@ class Piece:
     whole: tuple[int, ...]
 
     def copied(self) -> "Piece":
-        """With a copy of the tensor on the CPU."""
+        """The piece with a copy of its tensor on the CPU."""
         return Piece(self.offsets, self.tensor.to("cpu", copy=True), self.whole)
 
 

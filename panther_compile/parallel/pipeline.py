@@ -196,7 +196,7 @@ class Pipeline:
         return _SEVERAL[self._name](made, **options)  # type: ignore[arg-type]
 
     def _pipeline_stage(self, specs: Sequence[tuple[TensorSpec, ...]], index: int) -> PipelineStage:
-        """With shapes given: torch would find them by running the stage on memory that holds anything."""
+        """Make a stage of given shapes: torch would find them by running it on memory that holds anything."""
         # Without gradients of inputs there is nothing to do first: the backward is not divided.
         whole = None if any(spec.requires_grad for spec in specs[index]) or not index else _nothing_left
         made = _Stage(
@@ -305,14 +305,14 @@ class Pipeline:
         return received
 
     def _send(self, index: int, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
-        """With the tensors, which must live until they are sent."""
+        """Send tensors; gives them too, as they must live until they are sent."""
         group, _, receiver = self._link(index)
         sent = [(dist.isend(tensor, group=group, group_dst=receiver), tensor) for tensor in tensors]
         return [(work, tensor) for work, tensor in sent if work is not None]
 
 
 def _nothing_left() -> Callable[[], None]:
-    """For torch's schedules: the whole backward ran with the gradients of inputs."""
+    """A callback for torch's schedules: the whole backward ran with the gradients of inputs."""
     return lambda: None
 
 

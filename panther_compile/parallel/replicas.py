@@ -69,8 +69,8 @@ def check_uniform(root: nn.Module, units: Sequence[nn.Module]) -> None:
         if numbers:
             problem = f"{some_names(numbers)} has no dimension to be sharded along: give it the shape (1,)"
         elif len(dtypes) > 1:
-            told = [f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items()]
-            problem = f"parameters that are gathered together have several dtypes ({', '.join(told)})"
+            listed = [f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items()]
+            problem = f"parameters that are gathered together have several dtypes ({', '.join(listed)})"
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     problem = next((one for one in found if one is not None), None)

@@ -299,7 +299,7 @@ def _recompile(graph: fx.GraphModule) -> None:
 
 
 def _held_by(graph: fx.GraphModule, held: Iterable[tuple[str, _Held]]) -> Iterator[tuple[str, _Held]]:
-    """Without what the units of a graph hold."""
+    """Tensors without those that the units of a graph hold."""
     inside = tuple(f"{name}." for name in unit_names(graph))
     yield from ((name, tensor) for name, tensor in held if not name.startswith(inside))
 

@@ -298,7 +298,7 @@ class _Rewriter:
         return self._graph.call_function(node.target, args)  # type: ignore[arg-type]
 
     def _product(self, layer: ShardableLayer, x: fx.Node, weight: fx.Node) -> fx.Node:
-        """Their product, without a bias."""
+        """The product of both, without a bias."""
         target = aten.matmul.default if layer.out_dim == 1 else aten.linear.default
         return self._graph.call_function(target, (x, weight))
 

@@ -160,7 +160,7 @@ def _model_tensors(engine: ParallelEngine) -> dict[str, tuple[str, list[Tensor]]
 
 
 def _stored_key(key: str, name: str, stored: Iterable[str]) -> str:
-    """Where a tensor is in a checkpoint: a replica that was not saved is like the first."""
+    """The key of a tensor in a checkpoint: a replica that was not saved is like the first."""
     return key if key in stored else MODEL + name
 
 

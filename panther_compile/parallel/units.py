@@ -161,5 +161,5 @@ def _reads(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, set[int]]:
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of the parameters under a module."""
+    """Bytes of the parameters under a module."""
     return sum(parameter.nbytes for parameter in module.parameters())

@@ -144,7 +144,7 @@ class Graphs:
 
     @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """Where units end in each flow graph."""
+        """Ends of units in each flow graph."""
         return tuple(map(self.divide, self.flows.values()))
 
     def recomputed_flows(self, ring: Ring, prices: Prices, kind: str | float) -> tuple[_Recomputed, ...]:

@@ -27,9 +27,9 @@ class Strategy:
     """What is chosen for a mesh.
 
     Attributes:
-        sharding: of states, over the replicas.
-        recompute: of `units.RECOMPUTE`, or a budget.
-        schedule: its name.
+        sharding: how states are divided over the replicas.
+        recompute: one of `units.RECOMPUTE`, or a budget.
+        schedule: name of the schedule.
         stages_per_device: 1 unless interleaved.
     """
 
@@ -45,17 +45,17 @@ class PlanOptions:
 
     Attributes:
         hardware: of the cluster; the slowest of `places`, where there are such.
-        memory_bytes: of each device; of the smallest, where they differ.
+        memory_bytes: memory of each device; of the smallest, where they differ.
         places: the hardware of each place along the pipeline, where it differs.
-        spare_bytes: that the device of each of them has beyond `memory_bytes`.
-        microbatches: of a step, through each replica; None for four for each device of the pipeline.
+        spare_bytes: bytes that the device of each of them has beyond `memory_bytes`.
+        microbatches: number in a step, through each replica; None for four for each device of the pipeline.
         global_batch: samples of a step over all replicas, in place of microbatches.
-        samples: of a microbatch.
-        schedule: its name, or "auto".
+        samples: number in a microbatch.
+        schedule: name of the schedule, or "auto".
         stages_per_device: for "interleaved"; None for 2, or for what is faster with "auto".
         training: whether there is a backward.
-        recompute: of `units.RECOMPUTE`, a budget, or "auto".
-        data_parallel: of `replicas.DATA_PARALLEL`, or "auto".
+        recompute: one of `units.RECOMPUTE`, a budget, or "auto".
+        data_parallel: one of `replicas.DATA_PARALLEL`, or "auto".
         shard_size: replicas that share states; None for what is faster.
         master_weights: whether float32 copies of the parameters are among the states.
         context_parallel: sizes of cp to compare, where devices are divided.
@@ -105,7 +105,7 @@ class PlanOptions:
             raise MeshError(f"shard_size={self.shard_size} does not divide {over}")
 
     def strategies(self, mesh: Mesh, operations: int) -> Iterator[Strategy]:
-        """Those that a mesh and the user's choices leave.
+        """Strategies that a mesh and the user's choices leave.
 
         Args:
             mesh: that passes `check`.

@@ -33,11 +33,11 @@ class Mesh:
 
     @classmethod
     def read(cls, mesh: Mapping[str, int], devices: int | None = None) -> "Mesh":
-        """From {"dp": 2, "pp": 2}; axes not named are 1.
+        """Read {"dp": 2, "pp": 2}; axes not named are 1.
 
         Args:
             mesh: size of each axis.
-            devices: that it must multiply to, if given.
+            devices: the number that it must multiply to, if given.
         """
         if not isinstance(mesh, Mapping):
             raise ConfigTypeError(
@@ -80,8 +80,8 @@ class TensorSpec:
     """A tensor that enters or leaves a stage, of one microbatch.
 
     Attributes:
-        name: of the graph node that makes it.
-        shape: of the tensor.
+        name: the graph node that makes it.
+        shape: that of the tensor.
         dtype: "float32", "int64", ...
         requires_grad: whether a gradient comes back for it.
         made_in: stage that makes it; None for an input of the model.
@@ -115,8 +115,8 @@ class SharedParameter:
 
     Attributes:
         name: the user's.
-        stages: that hold it, with the same values.
-        gradient_bytes: to be summed over those stages before each optimizer step.
+        stages: stages that hold it, with the same values.
+        gradient_bytes: bytes to be summed over those stages before each optimizer step.
     """
 
     name: str
@@ -129,11 +129,11 @@ class Collective:
     """Communication between the devices that share a stage, for one microbatch.
 
     Attributes:
-        stage: it happens in.
+        stage: the stage that it happens in.
         tensor: graph node, or parameter, that is summed or gathered; words for several in one message.
         kind: "all_reduce", "all_gather" or "reduce_scatter".
         phase: "forward", or "backward" where the tensor's gradient is meant.
-        bytes: of the whole tensor.
+        bytes: bytes of the whole tensor.
     """
 
     stage: int
@@ -148,13 +148,13 @@ class ShardedLayer:
     """A layer that is divided over the tp axis.
 
     Attributes:
-        name: of the layer.
+        name: name of the layer.
         kind: "column", "row", "vocabulary"; of other operations with parameters "sharded", or "sequence" if
             they run on shards of the sequence.
-        node: of the graph.
+        node: the node of the graph.
         parameters: axis that each is sharded along; None for those that every device holds.
         blocks: parts of that axis that are sharded each, as queries, keys and values stored together.
-        collectives: that bring its operands and result where they are needed.
+        collectives: collectives that bring its operands and result where they are needed.
     """
 
     name: str
@@ -173,8 +173,8 @@ class StageMemory:
         states: parameters, gradients and optimizer states that this replica holds.
         activations: kept for the backward, of all microbatches in flight.
         buffers: what the stage receives and sends.
-        recomputed: of the unit that is computed again.
-        gathered: of units whose parameters, or gradients, are whole for a while.
+        recomputed: bytes of the unit that is computed again.
+        gathered: bytes of units whose parameters, or gradients, are whole for a while.
     """
 
     states: int
@@ -196,22 +196,22 @@ class Stage:
     Attributes:
         index: along the model.
         device: along the pp axis.
-        forward_seconds: of the operations, and of collectives between the stage's devices.
-        backward_seconds: likewise, recomputation included.
-        receive_seconds: from the stage before, and gradients from the stage after.
-        send_seconds: to the stage after, and gradients to the stage before.
-        parameter_bytes: of parameters and buffers, whole over the replicas.
-        gradient_bytes: likewise of their gradients.
-        optimizer_bytes: likewise of their optimizer states, master weights included.
+        forward_seconds: time of the operations, and of collectives between the stage's devices.
+        backward_seconds: time of the same in the backward, recomputation included.
+        receive_seconds: time of what comes from the stage before, and gradients from the stage after.
+        send_seconds: time of what goes to the stage after, and gradients to the stage before.
+        parameter_bytes: bytes of parameters and buffers, whole over the replicas.
+        gradient_bytes: bytes of their gradients, likewise.
+        optimizer_bytes: bytes of their optimizer states, likewise, master weights included.
         activation_bytes: saved for the backward.
         in_flight: microbatches held at once, at most.
-        memory: of a device at its peak.
+        memory: memory of a device at its peak.
         received_bytes: activations from the stage before.
         sent_bytes: activations to the stage after.
         gradient_sent_bytes: gradients to the stage before.
         parameters: names, the user's.
         buffers: names, the user's.
-        nodes: of the graph, in order.
+        nodes: nodes of the graph, in order.
         inputs: tensors, in the order of the stage's arguments.
         outputs: tensors, in the order of what the stage returns.
     """

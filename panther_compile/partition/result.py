@@ -35,14 +35,14 @@ class Partition:
     Attributes:
         model: class of the model.
         mesh: devices.
-        hardware: they are; the slowest of `places`, where there are such.
+        hardware: the devices; the slowest of `places`, where there are such.
         schedule: "gpipe", "1f1b" or "interleaved".
         recompute: activation checkpointing, "none", "selective", "full" or a budget.
         data_parallel: how the replicas share states.
-        microbatches: of a step, through each replica.
+        microbatches: their number in a step, through each replica.
         stages: along the model; device d of the pp axis holds stages d, pp + d, ...
         shared: parameters that several stages hold.
-        timeline: of one step, simulated.
+        timeline: one step, simulated.
         exact: whether no better stages exist under the predicted costs.
         candidates: cuts that were compared.
         places: the hardware of each place along the pipeline, where it differs.

@@ -35,8 +35,8 @@ class Candidate:
 
     Attributes:
         mesh: of the devices.
-        strategy: for it.
-        expected: of both.
+        strategy: the strategy for it.
+        expected: what is expected of both.
     """
 
     mesh: Mesh
@@ -54,6 +54,36 @@ class Candidate:
         return self.expected.room >= 1, self.expected.per_second
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way to divide a model.
+
+    Attributes:
+        graphs: what a device of the mesh sees of the model, where several divide its sequences.
+        options: those of the user.
+        mesh: of the devices.
+        strategy: the strategy for it.
+        ring: the devices that share tensors.
+    """
+
+    graphs: Graphs
+    options: PlanOptions
+    mesh: Mesh
+    strategy: Strategy
+    ring: Ring
+
+    @classmethod
+    def of(cls, graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> "_Way":
+        """The way of a mesh and a strategy, of graphs as the whole mesh sees them."""
+        ring = Ring(mesh.tp, options.shared_link(mesh))
+        return cls(_of_mesh(graphs, options, mesh), options, mesh, strategy, ring)
+
+    @property
+    def prices(self) -> Sequence[Prices]:
+        """The prices of memory to be tried."""
+        return self.graphs.prices(self.mesh.tp)
+
+
 def search_meshes(
     graphs: Graphs, options: PlanOptions, devices: int, *, progress: bool | None = None
 ) -> Partition:
@@ -61,7 +91,7 @@ def search_meshes(
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         devices: to divide.
         progress: show progress bars; None shows them on a terminal.
 
@@ -86,7 +116,7 @@ def expect_meshes(
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         devices: to divide.
         progress: show a progress bar; None shows it on a terminal.
     """
@@ -145,13 +175,11 @@ def _expect(graphs: Graphs, options: PlanOptions, mesh: Mesh) -> Iterator[Candid
 
 def _expect_one(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> Candidate:
     """What is expected of a strategy, at the first price of memory at which it fits."""
-    graphs = _of_mesh(graphs, options, mesh)
-    ring = Ring(mesh.tp, options.shared_link(mesh))
-    tried = graphs.prices(mesh.tp)
-    for prices in dict.fromkeys((tried[0], tried[-1])):
-        plan = _plan(graphs, options, mesh, strategy, ring, prices)[0]
-        pipeline = options.pipeline(mesh, strategy)
-        expected = graphs.outline.expect(plan.flow, pipeline, plan.whole_bytes, len(plan.units))
+    way = _Way.of(graphs, options, mesh, strategy)
+    pipeline = options.pipeline(mesh, strategy)
+    for prices in dict.fromkeys((way.prices[0], way.prices[-1])):
+        plan = _plans(way, prices)[0]
+        expected = way.graphs.outline.expect(plan.flow, pipeline, plan.whole_bytes, len(plan.units))
         if expected.room >= 1:
             break
     return Candidate(mesh, strategy, expected)
@@ -166,7 +194,7 @@ def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candid
 
     Args:
         graphs: of `read_graphs`.
-        options: of the user.
+        options: those of the user.
         found: of all meshes and schedules, for every kind of checkpointing.
     """
     if options.recompute != AUTO:
@@ -186,7 +214,7 @@ def _expect_budgets(graphs: Graphs, options: PlanOptions, found: Sequence[Candid
 def _bisect_budgets(
     graphs: Graphs, options: PlanOptions, most: Candidate, reached: float
 ) -> Iterator[Candidate]:
-    """Those that are expected to fit, on the way to the largest; none slower than what is reached."""
+    """Candidates that are expected to fit, on the way to the largest; none slower than what is reached."""
     fitting, over = 0, len(BUDGETS)
     while fitting < over and most.expected.per_second > reached:
         middle = (fitting + over) // 2
@@ -259,107 +287,89 @@ def _with_smaller_budget(graphs: Graphs, options: PlanOptions, over: Candidate) 
 
 def _partition(graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy) -> Partition | None:
     """The best partition for one mesh and strategy; None if none was found that fits into the memory."""
-    graphs = _of_mesh(graphs, options, mesh)
-    found = (_fit(graphs, options, mesh, strategy, prices) for prices in graphs.prices(mesh.tp))
+    way = _Way.of(graphs, options, mesh, strategy)
+    found = (_fit(way, prices) for prices in way.prices)
     return next((partition for partition in found if partition is not None), None)
 
 
-def _plan(
-    graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, ring: Ring, prices: Prices
-) -> list[DevicePlan]:
+def _plans(way: _Way, prices: Prices) -> list[DevicePlan]:
     """The flow graphs of a device, before stages are known, with what the strategy makes of them."""
-    flows = graphs.shared_flows(ring, prices, strategy.recompute, strategy.sharding)
+    flows = way.graphs.shared_flows(way.ring, prices, way.strategy.recompute, way.strategy.sharding)
     return [
-        _device_plan(options, mesh, strategy, flow, units, recomputed, gathered)
-        for (flow, recomputed, gathered), units in zip(flows, graphs.units, strict=True)
+        _device_plan(way, flow, units, recomputed, gathered)
+        for (flow, recomputed, gathered), units in zip(flows, way.graphs.units, strict=True)
     ]
 
 
 def _device_plan(
-    options: PlanOptions,
-    mesh: Mesh,
-    strategy: Strategy,
-    flow: FlowGraph,
-    units: tuple[int, ...],
-    recomputed: int,
-    gathered: int,
+    way: _Way, flow: FlowGraph, units: tuple[int, ...], recomputed: int, gathered: int
 ) -> DevicePlan:
     gathered += flow.gathered_bytes
     whole = recomputed + gathered
-    if mesh.pp == 1:  # the loss is gone before any unit is whole or computed again
+    if way.mesh.pp == 1:  # the loss is gone before any unit is whole or computed again
         whole = max(0, whole - flow.total.loss_bytes)
-    request = options.request(mesh, strategy, whole)
-    return DevicePlan(strategy, flow, request, units, recomputed, gathered, whole)
+    request = way.options.request(way.mesh, way.strategy, whole)
+    return DevicePlan(way.strategy, flow, request, units, recomputed, gathered, whole)
 
 
-def _fit(
-    graphs: Graphs, options: PlanOptions, mesh: Mesh, strategy: Strategy, prices: Prices
-) -> Partition | None:
+def _fit(way: _Way, prices: Prices) -> Partition | None:
     """The best partition whose shards are chosen at some prices of memory; None if it does not fit.
 
     One in which a device has no parameter to train, as where what is tied is kept together, is taken where
     there is no other.
     """
-    stages = mesh.pp * strategy.stages_per_device
-    ring = Ring(mesh.tp, options.shared_link(mesh))
-    plans = _plan(graphs, options, mesh, strategy, ring, prices)
+    stages = way.mesh.pp * way.strategy.stages_per_device
+    plans = _plans(way, prices)
     divisible = [
         (whole, plan)
-        for whole, plan in zip(graphs.flows.values(), plans, strict=True)
+        for whole, plan in zip(way.graphs.flows.values(), plans, strict=True)
         if len(plan.flow.work) >= stages
     ]
     if not divisible:
         largest = max(len(plan.flow.work) for plan in plans)
-        hint = "" if "shared" in graphs.flows else "; tied='shared' divides more"
+        hint = "" if "shared" in way.graphs.flows else "; tied='shared' divides more"
         raise StageCountError(
-            f"{stages} stages are asked for (pp {mesh.pp} x {strategy.stages_per_device} a device), and the "
-            f"graph of {graphs.name} has {largest} operations to divide between them{hint}"
+            f"{stages} stages are asked for (pp {way.mesh.pp} x {way.strategy.stages_per_device} a device), "
+            f"and the graph of {way.graphs.name} has {largest} operations to divide between them{hint}"
         )
-    found = (_cut(graphs, options, mesh, whole, plan, ring, prices) for whole, plan in divisible)
+    found = (_cut(way, whole, plan, prices) for whole, plan in divisible)
     fitting = [partition for partition in found if partition is not None]
     return min(
         fitting,
-        key=lambda one: (options.training and one.has_idle_optimizers, one.step_seconds),
+        key=lambda one: (way.options.training and one.has_idle_optimizers, one.step_seconds),
         default=None,
     )
 
 
-def _cut(
-    graphs: Graphs,
-    options: PlanOptions,
-    mesh: Mesh,
-    whole: FlowGraph,
-    plan: DevicePlan,
-    ring: Ring,
-    prices: Prices,
-) -> Partition | None:
+def _cut(way: _Way, whole: FlowGraph, plan: DevicePlan, prices: Prices) -> Partition | None:
     """The fastest partition of a flow graph that fits; None if none was found."""
+    options, mesh = way.options, way.mesh
     spare = options.spare_bytes or (0,) * mesh.pp
     for request in _requests(plan):
         cuts = choose_cuts(plan.flow, request)
         if cuts is None:
             continue
-        if options.training and (wanted := _that_use_parameters(graphs, plan.flow, cuts, mesh)):
+        if options.training and (wanted := _that_use_parameters(way, plan.flow, cuts)):
             cuts = choose_cuts(plan.flow, replace(request, wanted=wanted)) or cuts
         cut, sharding = plan, None
         if mesh.tp > 1:
-            flow, sharding = _shard_stages(graphs, whole, cuts, ring, prices)
+            flow, sharding = _shard_stages(way, whole, cuts, prices)
             flow, recomputed = recompute_units(flow, plan.units, plan.strategy.recompute)
             flow, gathered = share_states(flow, plan.strategy.sharding, plan.units)
-            cut = _device_plan(options, mesh, plan.strategy, flow, plan.units, recomputed, gathered)
-        partition = assemble(graphs, cut, cuts, options, mesh, sharding)
+            cut = _device_plan(way, flow, plan.units, recomputed, gathered)
+        partition = assemble(way.graphs, cut, cuts, options, mesh, sharding)
         room = (options.memory_bytes + one for one in spare)
         if all(held <= most for held, most in zip(partition.held_bytes, room, strict=True)):
             return partition
     return None
 
 
-def _that_use_parameters(graphs: Graphs, flow: FlowGraph, cuts: StageCuts, mesh: Mesh) -> frozenset[str]:
+def _that_use_parameters(way: _Way, flow: FlowGraph, cuts: StageCuts) -> frozenset[str]:
     """The vertices that use a parameter, if a device would have none to make an optimizer of; else none."""
-    held = [one for one in flow.holdings if is_parameter(graphs.captured, one.name)]
+    held = [one for one in flow.holdings if is_parameter(way.graphs.captured, one.name)]
     users = frozenset(vertex for one in held for vertex in one.vertices)
     stage_of, _ = stages_of(flow, cuts)
-    return users if len({stage_of[vertex] % mesh.pp for vertex in users}) < mesh.pp else frozenset()
+    return users if len({stage_of[vertex] % way.mesh.pp for vertex in users}) < way.mesh.pp else frozenset()
 
 
 def _requests(plan: DevicePlan) -> Iterator[StageRequest]:
@@ -372,12 +382,10 @@ def _requests(plan: DevicePlan) -> Iterator[StageRequest]:
     yield plan.request
 
 
-def _shard_stages(
-    graphs: Graphs, flow: FlowGraph, cuts: StageCuts, ring: Ring, prices: Prices
-) -> tuple[FlowGraph, Sharding]:
+def _shard_stages(way: _Way, flow: FlowGraph, cuts: StageCuts, prices: Prices) -> tuple[FlowGraph, Sharding]:
     """The shards once the stages are known, which hand each other whole tensors."""
     _, stage_of = stages_of(flow, cuts)
-    problem, plan = graphs.shard(ring, prices, stage_of)
+    problem, plan = way.graphs.shard(way.ring, prices, stage_of)
     placed = place_collectives(problem, plan)
     sharding = Sharding(
         plan=plan,
@@ -391,23 +399,22 @@ def _shard_stages(
 
 
 def _explain_memory(graphs: Graphs, options: PlanOptions, candidates: Sequence[Candidate]) -> str:
-    """Which stage of the leanest candidate does not fit, by how much, and what would help."""
+    """Say which stage of the leanest candidate does not fit, by how much, and what would help."""
     leanest = min(candidates, key=lambda one: one.expected.device_bytes)
     mesh, strategy = leanest.mesh, leanest.strategy
-    graphs = _of_mesh(graphs, options, mesh)
-    ring, prices = Ring(mesh.tp, options.shared_link(mesh)), graphs.prices(mesh.tp)[-1]
+    lean_way = _Way.of(graphs, options, mesh, strategy)
+    prices = lean_way.prices[-1]
     limit = options.memory_bytes / strategy.stages_per_device
 
-    def needed(mesh: Mesh, strategy: Strategy, options: PlanOptions) -> tuple[float, int, int]:
+    def needed(way: _Way) -> tuple[float, int, int]:
         """Bytes of the largest stage, its number, and the number of stages; inf if they cannot be cut."""
-        plans = _plan(graphs, options, mesh, strategy, ring, prices)
-        plan = max(plans, key=lambda one: len(one.flow.work))
+        plan = max(_plans(way, prices), key=lambda one: len(one.flow.work))
         if plan.request.count > len(plan.flow.work):
             return inf, 0, plan.request.count
         smallest, stage = least_memory(plan.flow, plan.request)
-        return smallest + plan.whole_bytes / strategy.stages_per_device, stage, plan.request.count
+        return smallest + plan.whole_bytes / way.strategy.stages_per_device, stage, plan.request.count
 
-    smallest, stage, count = needed(mesh, strategy, options)
+    smallest, stage, count = needed(lean_way)
     lines = [
         f"{graphs.name} does not fit: cut into {count} stages as leanly as can be, stage {stage} takes "
         f"{smallest / 2**30:.3g} GiB, {(smallest - limit) / 2**30:.3g} GiB more than the "
@@ -416,12 +423,12 @@ def _explain_memory(graphs: Graphs, options: PlanOptions, candidates: Sequence[C
     if mesh.replicas > 1:
         lines[0] += f" ({strategy.sharding})"
     if strategy.recompute != "full" and options.training:
-        lean, _, _ = needed(mesh, replace(strategy, recompute="full"), options)
+        lean, _, _ = needed(replace(lean_way, strategy=replace(strategy, recompute="full")))
         fits = "which fits" if lean <= limit else "which is still too much"
         lines.append(f"  recompute=True would take {lean / 2**30:.3g} GiB, {fits}")
     for factor in () if options.places else (2, 4, 8):
         more = replace(mesh, pp=mesh.pp * factor)
-        lean, _, _ = needed(more, strategy, replace(options, microbatches=None))
+        lean, _, _ = needed(replace(lean_way, mesh=more, options=replace(options, microbatches=None)))
         if lean <= limit:
             lines.append(f"  pp={more.pp} would take {lean / 2**30:.3g} GiB a device, which fits")
             break

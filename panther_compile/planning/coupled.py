@@ -28,9 +28,9 @@ class Coupling:
     """Layers that write features which one other layer reads, and nothing else does.
 
     Attributes:
-        writers: of the features: one layer, or two whose features are multiplied one by one.
-        reader: of them.
-        heads: that the reader's features are divided into; 1 where features pass one by one.
+        writers: layers that write the features: one, or two whose features are multiplied one by one.
+        reader: the layer that reads them.
+        heads: number of heads that the reader's features are divided into; 1 where features pass one by one.
         shared: heads of the reader for each head of the writer (grouped-query attention).
         width: features of a head, or all of them.
         padded: whether what is between needs the dense widths.
@@ -102,7 +102,7 @@ class NarrowWay:
 
     Attributes:
         kept: features of each head.
-        ranks: of each layer; None is not factorized.
+        ranks: rank of each layer; None is not factorized.
         numbers: stored, the reader's bias left out.
         loss: see `CouplingLosses`.
     """
@@ -118,11 +118,11 @@ class CouplingCandidate(Candidate):
 
     Args:
         losses: of the coupling.
-        shapes: of the dense weights (O, I), the writers' first.
+        shapes: those of the dense weights (O, I), the writers' first.
         bias: whether the writers have biases, which are narrowed too.
         step: ranks, and widths that are narrower, are multiples of this, if given.
         slow: whether also layers are factorized that are slower for that; None: none are factorized.
-        device: that they run on.
+        device: the device that they run on.
     """
 
     scheme = SCHEME

@@ -1,4 +1,4 @@
-"""Where time counts: fewer layers until the whole model is faster, and never slower than the plain sketch."""
+"""Plans where time counts: fewer layers until the whole is faster, never slower than the plain sketch."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
@@ -12,7 +12,7 @@ from panther_compile.planning.timing import without_least
 from panther_compile.records import SketchPlan, WholeTimes
 
 
-class Made(Protocol):
+class CarriedOut(Protocol):
     """A plan carried out."""
 
     @property
@@ -24,7 +24,7 @@ class Made(Protocol):
         """What was carried out."""
 
 
-M = TypeVar("M", bound=Made)
+M = TypeVar("M", bound=CarriedOut)
 
 
 def fastest(found: TimedSites, fit: Callable[[Found], M]) -> tuple[M, WholeTimes | None]:

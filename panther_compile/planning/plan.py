@@ -64,8 +64,8 @@ class TimedSites(Found):
     """Sites with clocks: what a plan would sketch is timed, and stays dense where it does not pay.
 
     Attributes:
-        clock: of single layers.
-        whole: of the model.
+        clock: times single layers.
+        whole: times the model.
         returned: lines of units that stay dense for that, by their names.
     """
 
@@ -151,7 +151,7 @@ def _beyond_data(allocation: Allocation) -> Allocation:
 def _allowed(
     couplings: Sequence[CouplingLosses], timed: TimedSites | None, in_int8: bool
 ) -> list[CouplingLosses]:
-    """Where time counts, those that surely run faster, and where nothing has to be dense."""
+    """Couplings to be tried: where time counts, those that surely run faster, of no layer put back."""
     if timed is None and not in_int8:
         return list(couplings)
     returned = set() if timed is None else set(timed.returned)
@@ -295,16 +295,7 @@ def plan_units(
     chosen = _fill(options, chosen, budget)
     enough = math.ceil(budget - TOLERANCE * budget / ratio)
     if round_rank_to is None and _spent(options, chosen) < enough:
-        finer = all_options(FINEST)
-        # First without the kernels of k x k, which run in blocks of 16 channels.
-        in_blocks = [any(cost.rank_step(c) == cost.TILE for c in unit.candidates) for unit, _ in sketched]
-        mixed = [o if tiled else fine for o, fine, tiled in zip(options, finer, in_blocks, strict=True)]
-        numbers = [int(o.numbers[i]) for o, i in zip(options, chosen, strict=True)]
-        for options in (mixed, finer):
-            start = [_at(option, spent) for option, spent in zip(options, numbers, strict=True)]
-            chosen = _fill(options, start, budget, enough)
-            if _spent(options, chosen) >= enough:
-                break
+        options, chosen = _refined(options, all_options(FINEST), chosen, budget, enough)
     if whole and all(place == len(one.ways) - 1 for one, place in zip(options, chosen, strict=True)):
         options = [with_dense(option, allocation) for option in options]
         chosen = _fill(options, chosen, budget)
@@ -314,6 +305,24 @@ def plan_units(
         line = _line(option.unit, option.kind, way, why)
         lines[option.unit.name] = replace(line, whole=way is None)
     return tuple(lines[unit.name] for unit, _ in units)
+
+
+def _refined(
+    options: list[Options], finer: list[Options], chosen: list[int], budget: int, enough: int
+) -> tuple[list[Options], list[int]]:
+    """Options of finer ranks, and the choice among them that spends what coarse ranks have left.
+
+    First without the kernels of k x k, which run in blocks of 16 channels.
+    """
+    numbers = [int(option.numbers[place]) for option, place in zip(options, chosen, strict=True)]
+    in_blocks = [any(cost.rank_step(c) == cost.TILE for c in one.unit.candidates) for one in options]
+    mixed = [o if tiled else fine for o, fine, tiled in zip(options, finer, in_blocks, strict=True)]
+    for options in (mixed, finer):
+        start = [_at(option, spent) for option, spent in zip(options, numbers, strict=True)]
+        chosen = _fill(options, start, budget, enough)
+        if _spent(options, chosen) >= enough:
+            break
+    return options, chosen
 
 
 def _lagrange(options: list[Options], budget: int) -> list[int]:

@@ -129,7 +129,7 @@ def _skipped(line: LayerPlan, given: LayerPlan | None) -> LayerPlan:
 
 
 def _together(site: Site, kind: Kind) -> dict[str, frozenset[str]]:
-    """For each weight of a site the weights that may share a factor with it, whatever their inputs."""
+    """Weights that may share a factor with each weight of a site, whatever their inputs."""
     sets = [frozenset(unit_name(site, one) for one in suffixes) for suffixes in kind.may_share(site.module)]
     return {name: names for names in sets for name in names}
 

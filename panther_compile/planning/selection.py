@@ -1,4 +1,4 @@
-"""Which of the layers that could be sketched the options select: by name, type, function or size."""
+"""Layers that the options select among those that could be sketched: by name, type, function or size."""
 
 from collections.abc import Mapping, Sequence
 

@@ -357,7 +357,7 @@ def _sizes(module: nn.Module) -> tuple[object, ...]:
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
-    """Which modules hold each parameter: by the parameter's id."""
+    """Modules that hold each parameter, by the parameter's id."""
     users = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

@@ -113,7 +113,7 @@ def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
     for fits in (0, 1, layers - 1):
         folder = tmp_path / str(fits)
         with monkeypatch.context() as patch:
-            saved = resume.Folder.keep_layer
+            saved = resume.CalibrationFolder.keep_layer
             kept = []
 
             def keep_or_raise(self, plan, unit, *rest, kept=kept, fits=fits, saved=saved):
@@ -122,7 +122,7 @@ def test_every_cut_comes_to_the_same_result(name, tmp_path, monkeypatch):
                 kept.append(unit)
                 saved(self, plan, unit, *rest)
 
-            patch.setattr(resume.Folder, "keep_layer", keep_or_raise)
+            patch.setattr(resume.CalibrationFolder, "keep_layer", keep_or_raise)
             with pytest.raises(CutError):
                 pc.sketchify(model, 0.4, data=data, resume=folder, **NARROW)
         with monkeypatch.context() as patch:

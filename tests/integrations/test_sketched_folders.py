@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import panther_compile as pc
-from panther_compile.calibration import calibrate
-from panther_compile.calibration.resume import Folder
+from panther_compile.calibration import calibrate, work_folder
+from panther_compile.calibration.resume import CalibrationFolder
 from panther_compile.cli import main
 from panther_compile.errors import CheckpointError, ConfigError, ModelSourceError, ResumeError, WeightError
 from panther_compile.integrations import folder_by_weights
@@ -132,7 +132,7 @@ def test_with_data_the_same_as_in_memory(name, folder, tmp_path):
 def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
     source, work = folder("llama"), tmp_path / "work"
     wanted = pc.sketchify(loaded(source, llama()), 0.5, data=texts(), **OPTIONS)
-    keep, kept = Folder.keep_layer, []
+    keep, kept = CalibrationFolder.keep_layer, []
 
     def stops(self, plan, name, *rest):
         if len(kept) == 5:
@@ -140,7 +140,7 @@ def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
         kept.append(name)
         keep(self, plan, name, *rest)
 
-    monkeypatch.setattr(Folder, "keep_layer", stops)
+    monkeypatch.setattr(CalibrationFolder, "keep_layer", stops)
     with pytest.raises(KeyboardInterrupt):
         pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), resume=work, **OPTIONS)
     assert not (tmp_path / "small").exists()
@@ -149,7 +149,7 @@ def test_with_data_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
         kept.append(name)
         keep(self, plan, name, *rest)
 
-    monkeypatch.setattr(Folder, "keep_layer", goes_on)
+    monkeypatch.setattr(CalibrationFolder, "keep_layer", goes_on)
     monkeypatch.setattr(calibrate, "study_layers", None)  # must not be called again
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, data=texts(), resume=work, **OPTIONS)
     assert len(kept) == len(set(kept)) == len(pc.sketch_report(wanted).plan.sketched)
@@ -250,7 +250,7 @@ def test_resumed_where_it_stopped(folder, tmp_path, monkeypatch):
     assert len(seen) == len(set(seen))
     small, whole = (loaded(tmp_path / name, llama()).state_dict() for name in ("small", "whole"))
     assert all(torch.equal(small[key], value) for key, value in whole.items())
-    with pytest.raises(ResumeError, match="of another source, plan or options"):
+    with pytest.raises(ResumeError, match="holds the work of another run\n  ratio, include and exclude: "):
         pc.sketchify_checkpoint(source, tmp_path / "other", 0.4, resume=work, **OPTIONS)
 
 
@@ -271,7 +271,9 @@ def test_resumed_with_functions_as_selectors(folder, tmp_path):
     pc.sketchify_checkpoint(source, tmp_path / "again", resume=work, **kept[1])
     other = kept[1] | {"include": lambda module, name: "mlp" in name}
     for options in (other, kept[1] | {"ratio": {"*": 0.7}}):
-        with pytest.raises(ResumeError, match="of another source, plan or options"):
+        with pytest.raises(
+            ResumeError, match="holds the work of another run\n  ratio, include and exclude: "
+        ):
             pc.sketchify_checkpoint(source, tmp_path / "other", resume=work, **options)
 
 
@@ -386,9 +388,9 @@ def test_weights_are_of_the_dtype_that_the_folder_names_and_ties_are_found(folde
 
 def test_a_folder_with_other_files_is_not_resumed_into(folder, tmp_path):
     source = folder("llama")
-    with pytest.raises(ResumeError, match="holds other files"):
+    with pytest.raises(ResumeError, match=r"holds files but no sketch\.json"):
         pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=source, **OPTIONS)
-    assert not (source / "identity").exists()
+    assert not (source / "sketch.json").exists()
 
 
 def test_places_that_cannot_be_written(folder, tmp_path):
@@ -399,7 +401,7 @@ def test_places_that_cannot_be_written(folder, tmp_path):
         pc.sketchify_checkpoint(source, file / "small", 0.5, **OPTIONS)
     with pytest.raises(ConfigError, match="exists: a new folder is written"):
         pc.sketchify_checkpoint(source, tmp_path / "link", 0.5, **OPTIONS)
-    with pytest.raises(ResumeError, match="is no folder that can be used"):
+    with pytest.raises(ResumeError, match="is no folder that can be written"):
         pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=file, **OPTIONS)
     assert not (tmp_path / "small").exists()
 
@@ -433,7 +435,7 @@ def test_a_call_that_is_killed_at_once_is_resumed(folder, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_by_weights, "replace_file", killed)
+        patch.setattr(work_folder, "replace_file", killed)
         with pytest.raises(KeyboardInterrupt):
             pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)
     pc.sketchify_checkpoint(source, tmp_path / "small", 0.5, resume=work, **OPTIONS)

@@ -109,6 +109,7 @@ def compiled(model, x, layer_types):
     torch._dynamo.reset()
     model = copy.deepcopy(model).eval()
     small = pc.sketchify(model, 0.6, **OPTIONS)
+    sketched_layers(small, layer_types)
     options = {"inner": "eager", **OPTIONS}
     with torch.no_grad():
         wanted = small(x)

@@ -336,7 +336,7 @@ class _BoundaryTracer(SketchTracer):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporter's own account of a failure, which the error repeats."""
+    """Silence the exporter's own account of a failure, which the error repeats."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -467,7 +467,7 @@ def _plain(tree: Any) -> Any:
 def _explain(
     model: nn.Module, failures: Mapping[str, BaseException | None], boundaries: Sequence[str]
 ) -> str:
-    """Which construct no route can read, and what to do about it."""
+    """The construct that no route can read, and what to do about it."""
     asked = f" with boundaries={list(boundaries)}" if boundaries else ""
     lines = [f"no graph of {type(model).__name__} can be read{asked}:"]
     for route, error in failures.items():

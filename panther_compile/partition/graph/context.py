@@ -23,8 +23,7 @@ from torch import Tensor, fx, nn
 from panther_compile.errors import MeshError
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
-from panther_compile.partition.graph.flow_graph import tensor_size
-from panther_compile.partition.graph.observe import ATTENTION, Observed, Operation
+from panther_compile.partition.graph.observe import ATTENTION, Observed, Operation, tensor_size
 
 
 def count_positions(captured: Captured, devices: int) -> int:

@@ -20,12 +20,12 @@ class Value:
     """A tensor on its way from one vertex to others.
 
     Attributes:
-        name: of the graph node that makes it.
+        name: the graph node that makes it.
         producer: vertex, or SOURCE.
         consumers: vertices, and SINK for an output of the model.
-        bytes: of one microbatch, sent forward.
+        bytes: bytes of one microbatch, sent forward.
         gradient_bytes: sent backward; 0 where no gradient flows.
-        kept_bytes: on one device, where it lies there in shards between being sent; None if all of it.
+        kept_bytes: bytes on one device, where it lies there in shards between being sent; None if all of it.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Holding:
 
     Attributes:
         name: the user's.
-        bytes: of the tensor itself.
-        trained_bytes: of its gradient and its optimizer states.
-        gradient_bytes: of its gradient alone; what stages that share it must reduce.
-        vertices: that use it.
-        resident_bytes: of all this what a replica holds, where replicas share it; None for all.
+        bytes: bytes of the tensor itself.
+        trained_bytes: bytes of its gradient and its optimizer states.
+        gradient_bytes: bytes of its gradient alone; what stages that share it must reduce.
+        vertices: vertices that use it.
+        resident_bytes: bytes of all this that a replica holds, where replicas share it; None for all.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Result:
     """What an operation gives, which activation checkpointing within a budget may keep.
 
     Attributes:
-        seconds: that the operation takes.
-        bytes: of its result.
+        seconds: time that the operation takes.
+        bytes: bytes of its result.
     """
 
     seconds: float
@@ -85,14 +85,14 @@ class Work:
     """What a vertex costs, for one microbatch.
 
     Attributes:
-        forward_seconds: of its operations.
+        forward_seconds: time of its operations.
         backward_seconds: recomputation not included.
         saved_bytes: kept from the forward for the backward.
-        selective_bytes: of results that selective checkpointing keeps.
-        selective_seconds: of the forward that it runs again.
-        loss_bytes: of what is saved, the part that the loss of the model keeps, which is not computed again.
-        results: of its operations, those that can be kept.
-        gathered_bytes: from devices that divide a sequence, and gradients of it, there while it runs.
+        selective_bytes: bytes of results that selective checkpointing keeps.
+        selective_seconds: time of the forward that it runs again.
+        loss_bytes: the part of what is saved that the loss of the model keeps, which is not computed again.
+        results: those of its operations that can be kept.
+        gathered_bytes: bytes from devices that divide a sequence, and gradients of it, there while it runs.
     """
 
     forward_seconds: float = 0.0
@@ -115,7 +115,7 @@ class FlowGraph:
     """Work, values and holdings of a model.
 
     Attributes:
-        work: of every vertex, in an order that respects the edges.
+        work: what every vertex does, in an order that respects the edges.
         values: what the vertices hand one another.
         holdings: parameters and buffers.
         members: graph nodes of each vertex, in their order.

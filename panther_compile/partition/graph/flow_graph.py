@@ -24,7 +24,7 @@ from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
 from panther_compile.partition.graph.hardware import ALONE, Context, Hardware, Rate
 from panther_compile.partition.graph.measure import Measured
-from panther_compile.partition.graph.observe import Observed, Operation
+from panther_compile.partition.graph.observe import Observed, Operation, tensor_size
 
 # Bytes of state that an optimizer keeps for each trained number, in float32.
 OPTIMIZER_BYTES = {"adam": 8, "momentum": 4, "sgd": 0}
@@ -391,11 +391,6 @@ def held_bytes(tensor: Tensor, costs: Costs) -> tuple[int, int]:
 def gradient_size(tensor: Tensor, costs: Costs) -> int:
     """Bytes of the gradient of a trained parameter, as it is summed."""
     return _MASTER_BYTES * tensor.numel() if _has_master(tensor, costs) else tensor_size(tensor)
-
-
-def tensor_size(tensor: Tensor) -> int:
-    """Bytes of a tensor."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _has_master(tensor: Tensor, costs: Costs) -> bool:

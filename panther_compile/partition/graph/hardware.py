@@ -23,8 +23,8 @@ class Link:
     """One class of links between devices.
 
     Attributes:
-        bytes_per_second: in one direction, of one device.
-        latency_seconds: of a message, however short.
+        bytes_per_second: rate in one direction, of one device.
+        latency_seconds: time of a message, however short.
     """
 
     bytes_per_second: float
@@ -48,7 +48,7 @@ class Context:
     """Devices that divide the sequences of a replica (context parallelism), in a ring.
 
     Attributes:
-        devices: their number.
+        devices: number of them.
         link: between them.
     """
 
@@ -68,11 +68,11 @@ class Rate:
     """What one kind of operation takes on one device; of `measure_hardware`.
 
     Attributes:
-        kind: of `observe.KINDS`.
+        kind: one of `observe.KINDS`.
         phase: "forward" or "backward".
         launch_seconds: however small it is.
-        seconds_per_mac: of its multiply-adds.
-        seconds_per_byte: that it reads and writes.
+        seconds_per_mac: time of each of its multiply-adds.
+        seconds_per_byte: time of each byte that it reads and writes.
     """
 
     kind: str
@@ -87,19 +87,19 @@ class Hardware:
     """A cluster of equal devices, several to a node.
 
     Attributes:
-        name: for the report.
-        flops_per_second: of large matrix products in the precision that is trained in, as reached.
-        memory_bytes_per_second: for activations and weights, as reached.
-        memory_bytes: of one device.
+        name: what the report calls it.
+        flops_per_second: rate of large matrix products in the precision that is trained in, as reached.
+        memory_bytes_per_second: rate for activations and weights, as reached.
+        memory_bytes: memory of one device.
         intra_node: links between devices of one node.
         inter_node: links between nodes.
         devices_per_node: devices that share the fast links.
         launch_seconds: fixed time of one operation.
-        weight_bytes_per_second: for weights, where they come faster than activations (from a cache).
-        rates: of kinds of operations, in place of a roofline of the numbers above, where measured.
+        weight_bytes_per_second: rate for weights, where they come faster than activations (from a cache).
+        rates: rates of kinds of operations, in place of a roofline of the numbers above, where measured.
         overlap: whether a device computes while the replicas' gradients and parameters are sent.
-        fp8_flops_per_second: of large matrix products in eight bits, as reached; None where there are none.
-        attention_flops_per_second: of fused attention, as reached; None for that of products.
+        fp8_flops_per_second: rate of large products in eight bits, as reached; None where there are none.
+        attention_flops_per_second: rate of fused attention, as reached; None for that of products.
     """
 
     name: str

@@ -202,13 +202,13 @@ class _Observer(fx.Interpreter):
             # Whatever path torch takes here, a GPU runs one kernel: scores never reach memory.
             queries, keys = (self.env[one] for one in n.args[:2] if isinstance(one, fx.Node))
             macs = _attention_macs(queries, keys, made[0]) / (2 if _is_causal(n) else 1)
-            note.products = [Product(macs, sum(map(_bytes, (*used, *made))), 0)]
-            kept = None if _drops_out(n) else sum(map(_bytes, made))
+            note.products = [Product(macs, sum(map(tensor_size, (*used, *made))), 0)]
+            kept = None if _drops_out(n) else sum(map(tensor_size, made))
             moved = note.products[0].activations
             note.operations = [Operation("attention", macs, moved, kept, result_bytes=kept or 0)]
             held = (*used[:3], *made) if note.gradients else ()
-            note.saved_bytes = sum(map(_bytes, held))
-            note.saves = {storage(tensor): _bytes(tensor) for tensor in held}
+            note.saved_bytes = sum(map(tensor_size, held))
+            note.saves = {storage(tensor): tensor_size(tensor) for tensor in held}
         return result
 
     def fetch_attr(self, target: str) -> Any:
@@ -278,13 +278,13 @@ class _Operations(TorchDispatchMode):
                 isinstance(tensor, torch.nn.Parameter) or storage(tensor) in self._observer.parameters
                 for tensor in inputs
             ]
-            moved = [_bytes(tensor) for tensor in inputs]
+            moved = [tensor_size(tensor) for tensor in inputs]
             weights = sum(size for size, held in zip(moved, is_held, strict=True) if held)
-            activations = sum(moved) - weights + sum(_bytes(tensor) for tensor in outputs)
+            activations = sum(moved) - weights + sum(tensor_size(tensor) for tensor in outputs)
             note.products.append(Product(flops / 2, activations, weights))
             kept = self._keep(func, args, kwargs, outputs)
             is_kept = outputs and not func._schema.is_mutable and is_same_again(func, args, kwargs)
-            result_bytes = sum(map(_bytes, outputs)) if is_kept else 0
+            result_bytes = sum(map(tensor_size, outputs)) if is_kept else 0
             note.operations.append(
                 Operation(_kind(func, args), flops / 2, activations + weights, kept, weights, result_bytes)
             )
@@ -294,7 +294,7 @@ class _Operations(TorchDispatchMode):
         """Bytes that selective checkpointing keeps of a result: none of what is written into a kept one."""
         if is_narrowing(func, args, kwargs):
             self._kept |= storages(made)
-            return sum(map(_bytes, made))
+            return sum(map(tensor_size, made))
         return 0 if written_storages(func, args, kwargs) & self._kept else None
 
 
@@ -404,7 +404,8 @@ def _kind(func: Any, args: tuple[Any, ...]) -> str:
     return "pointwise" if torch.Tag.pointwise in func.tags else "other"
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_size(tensor: Tensor) -> int:
+    """Bytes of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 

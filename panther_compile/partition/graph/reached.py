@@ -1,4 +1,4 @@
-"""Which parameters of a model no backward from its outputs reaches: what only detached tensors depend on."""
+"""Parameters of a model that no backward from its outputs reaches: what only detached tensors depend on."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

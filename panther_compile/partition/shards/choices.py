@@ -283,7 +283,7 @@ class Choices:
                 self._pay(seconds, self.labels.follower(statements))
 
     def _ways_to_make(self, node: fx.Node, stage: int) -> dict[str, tuple[Shard, Statement]]:
-        """By each label in which a tensor may be made in shards in a stage: its shards, and that it is."""
+        """Shards in which a tensor may be made in a stage, and that it is, by label."""
         key = tensor_key(node)
         variable = self._stored_as.get(key) if node in self._parameters else self._made.get(node.name)
         if variable is None or self.problem.comes_from_another(node, stage):

@@ -84,6 +84,6 @@ def explain_whole(problem: Problem, plan: ShardingPlan) -> tuple[tuple[str, str]
 
 
 def _layer_name(problem: Problem, node: fx.Node) -> str:
-    """That of its first parameter, without the last part if this is `weight`."""
+    """The name of its first parameter, without the last part if this is `weight`."""
     weights = [one for one in node.all_input_nodes if problem.is_parameter(one)]
     return tensor_key(weights[0]).removesuffix(".weight") if weights else node.name

@@ -197,7 +197,7 @@ def _simplify(
 
 
 def _balance(clauses: Mapping[tuple[Literal, ...], int], count: int) -> list[bool] | None:
-    """Which choices to turn round so that every clause of two has literals of both signs; None if none do."""
+    """Choices to turn round so that every clause of two has literals of both signs; None if none do."""
     neighbours: list[list[tuple[int, bool]]] = [[] for _ in range(count)]
     for literals in clauses:
         if len(literals) == 2:

@@ -1,4 +1,4 @@
-"""Which tensors and layers are sharded over the tp axis: the labelling of least cost of `choices`.
+"""Tensors and layers that are sharded over the tp axis: the labelling of least cost of `choices`.
 
 Three ways to find it, in this order:
 

@@ -13,11 +13,10 @@ from panther_compile.partition.graph.flow_graph import (
     add_work,
     held_bytes,
     loss_bytes,
-    tensor_size,
     weigh,
 )
 from panther_compile.partition.graph.hardware import Link
-from panther_compile.partition.graph.observe import Observed
+from panther_compile.partition.graph.observe import Observed, tensor_size
 from panther_compile.partition.shards.layers import ShardableLayer, find_shardable_layers
 from panther_compile.partition.shards.placements import Shard
 from panther_compile.partition.shards.rules import KnownRules, Rule, has_shape, shape
@@ -69,7 +68,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class StageMap:
-    """Which nodes are in which pipeline stage.
+    """The pipeline stage of each node.
 
     Attributes:
         stage_of: stage of each node that belongs to one, by name, and of "output".
@@ -279,7 +278,7 @@ def _count_costs(
 
 
 def _follow_features(problem: Problem) -> None:
-    """From layer to layer: in how many blocks each is sharded, and how the nodes between run on shards."""
+    """Follow features from layer to layer: the blocks of each, and how the nodes between run on shards."""
     reached = _reach(problem)
     for node in problem.graph_module.graph.nodes:
         if node in problem.layers:

@@ -1,4 +1,4 @@
-"""Where the positions of a sequence lie in each tensor, and which operations run on shards of them.
+"""Places of a sequence's positions in each tensor, and operations that run on shards of them.
 
 Layers and norms end in features; the axis before the features is one of positions, and where that does not
 divide by the devices, the one before it. From there it is followed through the graph:
@@ -75,7 +75,7 @@ def find_positions(
 
 
 def _follow(found: Positions, node: fx.Node, tp: int, known: KnownRules) -> None:
-    """From operands to a result; a norm may be where positions are seen first."""
+    """Follow positions from operands to a result; a norm may be where positions are seen first."""
     sources = [operand for operand in node.all_input_nodes if operand in found.axes]
     packet = getattr(node.target, "overloadpacket", None)
     if not sources and packet in _NORMS:

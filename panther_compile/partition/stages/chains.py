@@ -37,9 +37,9 @@ class StageRequest:
 
     Attributes:
         links: one between each stage and the next; there are len(links) + 1 stages.
-        in_flight: for each stage, the microbatches that it holds at once.
+        in_flight: microbatches that each stage holds at once.
         memory_bytes: the most that a stage may take; None for no limit.
-        spare_bytes: for each stage, what it may take beyond `memory_bytes`; empty if devices are alike.
+        spare_bytes: bytes that each stage may take beyond `memory_bytes`; empty if devices are alike.
         parts: how many devices a stage is on; each receives, keeps and sends one part of what crosses a cut.
         wanted: vertices that are shared out, at least one to a stage; empty if a stage may hold any.
     """
@@ -124,7 +124,7 @@ class Candidates:
         return np.where(ends_a_unit, 0.0, self.forward_bytes)
 
     def starts(self, end: int, limits: StageLimits) -> Indices:
-        """Where a stage within the limits may start that goes to one of the candidates: at proper subsets."""
+        """Starts of a stage within the limits that goes to one of the candidates: at proper subsets."""
         near = self.work[:end] >= self.work[end] - limits.seconds
         near &= self._least[:end] >= self._least[end] - limits.memory
         found = np.flatnonzero(near)

@@ -81,10 +81,6 @@ class CutNetwork:
         """The prefix that holds every vertex."""
         return np.ones(len(self), dtype=bool)
 
-    def is_prefix(self, rows: Prefix) -> bool:
-        """Whether data flows forward only across the cut."""
-        return all(rows[need] for vertex in np.flatnonzero(rows) for need in self._needs[vertex])
-
     def crossing_bytes(
         self, prefixes: Prefix, *, nested: bool = False
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

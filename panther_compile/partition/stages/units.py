@@ -26,7 +26,7 @@ _choose_kept = lru_cache(maxsize=4096)(choose_kept)  # units of blocks that repe
 
 
 def find_units(flow: FlowGraph) -> tuple[int, ...]:
-    """Where units end, as numbers of vertices from the front; the last is the number of all."""
+    """Ends of units, as numbers of vertices from the front; the last is the number of all."""
     network = CutNetwork(flow)
     alive, _ = network.crossing_bytes(network.order_prefixes(), nested=True)
     sizes = [work.saved_bytes - work.loss_bytes for work in flow.work.values()]
