@@ -172,7 +172,8 @@ CONSTANTS = {
 
 
 def test_a_weight_that_is_an_output_stays(tmp_path):
-    source = conv(tmp_path / "in.onnx", [node("Mul", ["y0", "s"], ["y1"]), node("Relu", ["y1"], ["y"])], s=ONE)
+    scaled = [node("Mul", ["y0", "s"], ["y1"]), node("Relu", ["y1"], ["y"])]
+    source = conv(tmp_path / "in.onnx", scaled, s=ONE)
     model = onnx.load(source)
     held = next(one for one in model.graph.initializer if one.name == "W")
     model.graph.output.append(helper.make_tensor_value_info("W", held.data_type, held.dims))
