@@ -418,6 +418,8 @@ class Closeness:
             "" if self.agreement is None else f", the same first choice in {self.agreement:.0%} of the rows"
         )
         far = f"{self.kind} {self.distance:.2g}{unit} from the dense model's"
+        if self.kind == "KL" and self.grade == "destroyed" and self.distance < self.share:  # little, of less
+            far += f", whose answers differ by {self.distance / self.share:.2g} among themselves"
         return f"outputs: {self.grade}: {far}{same}, on {self.inputs}"
 
 

@@ -13,6 +13,7 @@ from panther_compile.errors import SketchQualityWarning
 from panther_compile.healing.report import HealReport
 from panther_compile.models.batches import Call
 from panther_compile.models.outputs import distance, is_finite, shown
+from panther_compile.records import Closeness
 
 
 class Counting(nn.Module):
@@ -114,6 +115,20 @@ def compare_pairs(wanted, found):
     sums = OutputSums()
     sums.see([(False, wanted, found)])
     return sums.closeness("noise")
+
+
+def test_a_small_divergence_that_destroys_says_of_how_little():
+    """As random inputs are to a reader of pictures: it sees nothing in any."""
+    calls = [Call((0.03 * x,), {}) for x in batches()]
+    none = replaced(mlp(), "4", lambda layer: layer.weight.zero_())
+    (old,) = none
+    found = compare_outputs(nn.Sequential(old), none, calls, logits=True, inputs="noise")
+    assert found.grade == "destroyed"
+    assert found.distance < 0.05
+    differs = f"{found.distance / found.share:.2g}"
+    assert f" from the dense model's, whose answers differ by {differs} among themselves, the" in str(found)
+    far = Closeness("destroyed", "KL", 5.0, 2.0, 0.1, "noise")
+    assert str(far).startswith("outputs: destroyed: KL 5 nats a row from the dense model's, the same first")
 
 
 def test_divergence_is_the_one_of_torch():

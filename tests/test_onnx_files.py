@@ -174,6 +174,10 @@ def set_opset(version):
     return change
 
 
+def forget_shape(model):
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+
+
 def add_training(model):
     model.training_info.add()
 
@@ -188,6 +192,7 @@ def add_training(model):
         (set_opset(1000), "opset 1000, wanted 11 to"),
         (lambda model: model.graph.ClearField("node"), "holds no graph"),
         (add_training, "training_info"),
+        (forget_shape, r"in.onnx: 'y' has no shape in the file, wanted one.*infer_shapes"),
     ],
 )
 def test_unsound_models_are_refused(change, message, tmp_path):

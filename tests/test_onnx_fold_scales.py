@@ -171,6 +171,17 @@ CONSTANTS = {
 }
 
 
+def test_a_weight_that_is_an_output_stays(tmp_path):
+    scaled = [node("Mul", ["y0", "s"], ["y1"]), node("Relu", ["y1"], ["y"])]
+    source = conv(tmp_path / "in.onnx", scaled, s=ONE)
+    model = onnx.load(source)
+    held = next(one for one in model.graph.initializer if one.name == "W")
+    model.graph.output.append(helper.make_tensor_value_info("W", held.data_type, held.dims))
+    onnx.save(model, source)
+    before = kinds(source)
+    assert folded(source) == (0, before)
+
+
 @pytest.mark.parametrize("what", STAYS)
 def test_what_stays(tmp_path, what):
     source = conv(tmp_path / "in.onnx", STAYS[what], **CONSTANTS)

@@ -36,10 +36,11 @@ def opened(path, data):
     return module_of(model, sites, dense, feeds), sites, feeds
 
 
-def deep(path, *, last=()):
+def deep(path, *, last=(), **more):
     """Three products; of what the last one gives, two columns of 48 are a hundred times as large."""
     scale = np.where(np.arange(48) < 2, 1.0, 0.01).astype(np.float32)
     weights = {name: random(48, 48) for name in "abc"} | {"p": random(48), "scale": scale}
+    weights |= more
     nodes = [
         node("MatMul", ["x", "a"], ["h"]),
         node("Add", ["h", "p"], ["i"]),
@@ -80,6 +81,18 @@ def test_what_torch_does_not_know_is_said(tmp_path):
     _, plain = sketched(source, None, "plain.onnx")
     x = rows(64)
     assert far(source, target, x) < far(source, plain, x)
+
+
+def test_a_use_that_torch_does_not_know_is_said(tmp_path):
+    last = [
+        node("Unsqueeze", ["n", "first"], ["steps"]),
+        node("GRU", ["steps", "W", "R"], ["", "end"], hidden_size=48),
+        node("Squeeze", ["end", "first"], ["y"]),
+    ]
+    weights = {"first": np.int64([0]), "W": random(1, 144, 48), "R": random(1, 144, 48)}
+    source = deep(tmp_path / "in.onnx", last=last, **weights)
+    report, _ = sketched(source, [rows(64)], "out.onnx")
+    assert report.plan.route.endswith("alone: GRU with linear_before_reset=0 is not known here")
 
 
 def test_an_operator_that_raises_is_no_harm(tmp_path, monkeypatch):

@@ -278,11 +278,17 @@ def _argument(name: str | None) -> str:
 
 
 def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: Feed) -> bool:
-    """Whether torch runs a batch, and gives what ONNX Runtime does."""
+    """Whether torch runs a batch, and gives what ONNX Runtime does.
+
+    Raises:
+        UnknownOperatorError: a use of an operator is not known here.
+    """
     wanted = next(dense.run([feed], dense.outputs))
     try:
         with torch.no_grad():
             found = module.whole(**as_tensors(feed))
+    except UnknownOperatorError:
+        raise
     except _ERRORS:  # of an operator that does something else here, whatever comes of that
         return False
     return all(

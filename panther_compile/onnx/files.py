@@ -238,6 +238,12 @@ def _check_supported(proto: onnx.ModelProto, path: Path) -> None:
         if any(one.HasField("sparse_tensor") or one.sparse_tensors for one in node.attribute):
             what = f"{node.op_type} {node.name or next(iter(node.output), '')!r}"
             raise OnnxInvalidError(f"{path}: {what} holds a sparse tensor, wanted dense ones")
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
+            raise OnnxInvalidError(
+                f"{path}: {value.name!r} has no shape in the file, wanted one, if only of sizes by name; "
+                "onnx.shape_inference.infer_shapes gives it one"
+            )
     for graph in _graphs(proto.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             if _holds_map(value.type):

@@ -75,9 +75,10 @@ def module_of(
     layers = [(sites.weights[site.name], site.module) for site, _ in sites.found.sites]
     try:
         module = OnnxModule(model, [(weight, layer_of(weight, one)) for weight, one in layers]).eval()
+        alike = all(runs_alike(module, model, dense, feed) for feed in feeds)
     except UnknownOperatorError as error:
         return str(error)
-    if not all(runs_alike(module, model, dense, feed) for feed in feeds):
+    if not alike:
         return "torch does not run its graph as ONNX Runtime does"
     with torch.no_grad():
         results = module(**as_tensors(feeds[0])).values()

@@ -219,7 +219,7 @@ def _conv(node: ir.Node) -> _Conv | None:
         return None
     weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
     array, added = _constant(weight), _constant(bias)
-    if weight is None or array is None or len(weight.uses()) != 1 or (bias is not None and added is None):
+    if weight is None or array is None or not is_read_once(weight) or (bias is not None and added is None):
         return None
     added = np.zeros(len(array)) if added is None else added
     return _Conv(node, weight, array, added, node.attributes.get_int("group", 1))

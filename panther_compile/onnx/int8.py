@@ -34,7 +34,8 @@ ROUNDINGS = ("none", "int8")
 _PRODUCTS = ["MatMul", "Gemm"]
 _IN_INT8 = ("MatMulInteger", "QuantizeLinear")
 _TAKEN = (
-    "then='int8' takes MatMul and Gemm in float32 by constant matrices, and with data Conv, where that pays"
+    "then='int8' takes MatMul and Gemm in float32 by constant matrices, and with data Conv, where that pays, "
+    "none in branches and loops"
 )
 _HELD_OUT = 4  # one batch in so many judges
 _OLDEST_OPSET = 13

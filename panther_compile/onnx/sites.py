@@ -41,7 +41,11 @@ from panther_compile.planning.sites import Found
 from panther_compile.records import LayerPlan, Site
 
 RECURRENT = ("LSTM", "GRU", "RNN")
-QUANTIZED = ("MatMulInteger", "QLinearMatMul", "ConvInteger", "QLinearConv", "MatMulNBits", "QGemm")
+QUANTIZED = (
+    *("MatMulInteger", "QLinearMatMul", "ConvInteger", "QLinearConv", "MatMulNBits", "QGemm", "MatMulBnb4"),
+    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM", "QAttention"),
+)
+_RUNTIME = "com.microsoft"
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -344,10 +348,12 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
     for node in model.graph.all_nodes():
         name = node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
         if node.op_type in RECURRENT:
-            reason = "recurrent: sketch the model with include= before it is exported"
+            reason = "recurrent: its node takes matrices whole; sketchify in torch with include=, then export"
             yield LayerPlan(name, node.op_type, (), 0, None, reason)
         elif node.op_type in QUANTIZED:
             yield LayerPlan(name, node.op_type, (), 0, None, "quantized")
+        elif (reason := _foreign(node, model)) is not None and (held := _matrix_in(node)) is not None:
+            yield _stays_dense(name, node.op_type, held, reason)
         elif is_onnx(node, *onnx_operators()) and not _constant_operands(node):
             for value in node.inputs[:2]:
                 maker = None if value is None else value.producer()
@@ -369,6 +375,23 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
                 name = f"{function.name}/{node.name or node.op_type}"
                 reason = f"inside the function {function.name}: onnx.inliner takes it out of there"
                 yield LayerPlan(name, node.op_type, (), 0, None, reason)
+
+
+def _foreign(node: ir.Node, model: ir.Model) -> str | None:
+    """Why no kind computes a node that may multiply by a matrix all the same; None of other nodes."""
+    if is_onnx(node, "Einsum"):
+        return "of an Einsum, wanted MatMul, Gemm or Conv"
+    if node.domain in ("", "ai.onnx", "ai.onnx.ml") or node.op_identifier() in model.functions:
+        return None
+    reason = f"of an operator of {node.domain}, wanted those of ONNX"
+    return f"{reason}: sketch the file it was made of" if node.domain == _RUNTIME else reason
+
+
+def _matrix_in(node: ir.Node) -> ir.TensorProtocol | None:
+    """The largest constant of fractions and of two dimensions or more that a node reads."""
+    constants = [ir.convenience.get_const_tensor(one) for one in node.inputs if one is not None]
+    held = [one for one in constants if one is not None and one.dtype in _FLOATS and len(_shape(one)) > 1]
+    return max(held, key=lambda one: one.size, default=None)
 
 
 def _makers_of_constants(value: ir.Value | None) -> set[ir.Node] | None:
