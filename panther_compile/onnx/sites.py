@@ -352,8 +352,8 @@ def _other_lines(model: ir.Model) -> Iterator[LayerPlan]:
             yield LayerPlan(name, node.op_type, (), 0, None, reason)
         elif node.op_type in QUANTIZED:
             yield LayerPlan(name, node.op_type, (), 0, None, "quantized")
-        elif (reason := _foreign(node, model)) is not None and (held := _matrix_in(node)) is not None:
-            yield _stays_dense(name, node.op_type, held, reason)
+        elif (foreign := _foreign(node, model)) is not None and (held := _matrix_in(node)) is not None:
+            yield _stays_dense(name, node.op_type, held, foreign)
         elif is_onnx(node, *onnx_operators()) and not _constant_operands(node):
             for value in node.inputs[:2]:
                 maker = None if value is None else value.producer()
