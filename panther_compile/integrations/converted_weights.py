@@ -6,7 +6,7 @@ that holds them all. `conversions.py` says what becomes of them where layers are
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,14 @@ class Converted:
         found = converter.convert(self._first, model=self._model, config=self._model.config)
         return {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
 
-    def look(self, shape: Callable[[str], Iterable[int]]) -> None:
+    def look(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Find out what is made, and in what shapes, without weights; nothing of parts that do not fit.
 
         Args:
-            shape: of a tensor of the folder, by its name there.
+            shapes: those of tensors of the folder, by their names there.
         """
         try:
-            made = self.made(lambda source: torch.empty(tuple(shape(source)), device="meta"))
+            made = self.made(lambda source: torch.empty(tuple(shapes[source]), device="meta"))
         except (RuntimeError, ValueError, KeyError, IndexError):  # one of them lacks, as gates of experts
             made = {}
         self.shapes = {name: one.shape for name, one in made.items()}
@@ -64,13 +64,14 @@ def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
 
 
 def names_in_model(
-    model: Any, stored: Mapping[str, Callable[[], Iterable[int]]]
+    model: Any, stored: Iterable[str], shapes_of: Callable[[Iterable[str]], Mapping[str, Sequence[int]]]
 ) -> tuple[dict[str, str], list[Converted]]:
     """Names in the files by those in the model; and what transformers makes of the others.
 
     Args:
         model: of the folder, maybe without weights.
-        stored: what asks a file for the shape of a tensor, by its name there.
+        stored: names in the files.
+        shapes_of: asks the files for the shapes of some of them.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
@@ -88,6 +89,7 @@ def names_in_model(
         elif renamed in own:
             one = converted.setdefault(renamed, Converted(by_pattern[pattern], renamed, model))
             one.sources[name] = pattern
+    shapes = shapes_of(source for one in converted.values() for source in one.sources)
     for one in converted.values():
-        one.look(lambda source: stored[source]())
+        one.look(shapes)
     return found, list(converted.values())

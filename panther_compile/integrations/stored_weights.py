@@ -5,7 +5,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,7 @@ class StoredWeights:
         self._dtype = dtype if isinstance(dtype, torch.dtype) and not keeps_some else None
         try:
             self._files = self._read_files()
-            shapes = {name: partial(self._shape_stored, name) for name in self._files}
-            self._stored, self._converted = names_in_model(model, shapes)
+            self._stored, self._converted = names_in_model(model, self._files, self._shapes_stored)
             self._made = {name: one for one in self._converted for name in one.shapes}
             for pair in getattr(model, "all_tied_weights_keys", {}).items():  # stored under one of the names
                 for name, other in (pair, pair[::-1]):
@@ -70,16 +68,14 @@ class StoredWeights:
     def misfits(self, model: nn.Module) -> list[str]:
         """Parameters of the folder's model that have another shape in the files, with both shapes."""
         wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        stored = {name: self._stored[name] for name in wanted if name in self._stored}
-        held = self._shapes_stored(stored.values())
-        shapes = {name: held[one] for name, one in stored.items()}
-        shapes |= {name: tuple(self._made[name].shapes[name]) for name in wanted if name in self._made}
-        found = [
+        held = self._shapes_stored(self._stored[name] for name in wanted if name in self._stored)
+        shapes = {name: held[stored] for name, stored in self._stored.items() if name in wanted}
+        shapes |= {name: tuple(one.shapes[name]) for name, one in self._made.items()}
+        return [
             f"{name} ({shapes[name]} in place of {shape})"
             for name, shape in wanted.items()
-            if name in shapes and shapes[name] != shape
+            if shapes.get(name, shape) != shape
         ]
-        return found
 
     def _shapes_stored(self, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of tensors as they are stored, with one opening of each file."""
@@ -91,10 +87,6 @@ class StoredWeights:
             with safe_open(self._folder / file, framework="pt") as stream:
                 found.update((name, tuple(stream.get_slice(name).get_shape())) for name in names)
         return found
-
-    def _shape_stored(self, stored: str) -> tuple[int, ...]:
-        with safe_open(self._folder / self._files[stored], framework="pt") as stream:
-            return tuple(stream.get_slice(stored).get_shape())
 
     def read_lifted(self, model: nn.Module) -> None:
         """Have tensors of layers that stand for parameters read from those; see `lift_own_weights`."""
