@@ -35,6 +35,14 @@ def truth(*shape):
 X, MAP, LINE = floats(2, 3, 4), floats(2, 4, 7, 6), floats(2, 4, 11)
 CELL = [floats(5, 2, 6), floats(2, 12, 6), floats(2, 12, 3), floats(2, 24)]
 GATED = [floats(5, 2, 6), floats(2, 9, 6), floats(2, 9, 3), floats(2, 18)]
+SIMPLE = [floats(5, 2, 6), floats(2, 3, 6), floats(2, 3, 3), floats(2, 6)]
+
+
+def one_way(cell):
+    """The inputs of a node of one direction."""
+    return cell[:1] + [one[:1] for one in cell[1:]]
+
+
 ONE_INPUT = (
     *("Abs", "Neg", "Exp", "Floor", "Ceil", "Round", "Sign", "Sin", "Cos", "Erf", "Tanh", "Sigmoid", "Relu"),
     *("Selu", "HardSwish", "Softplus", "Softsign", "Mish", "Identity", "Shape", "Size", "IsNaN"),
@@ -164,8 +172,18 @@ CASES = {
             {"hidden_size": 3},
             3,
         ),
+        (one_way(CELL), {"hidden_size": 3, "direction": "reverse"}, 3),
     ],
-    "GRU": [(GATED, {"hidden_size": 3, "direction": "bidirectional", "linear_before_reset": 1}, 2)],
+    "GRU": [
+        (GATED, {"hidden_size": 3, "direction": "bidirectional", "linear_before_reset": 1}, 2),
+        (GATED, {"hidden_size": 3, "direction": "bidirectional"}, 2),
+        ([*one_way(GATED), None, floats(1, 2, 3)], {"hidden_size": 3, "direction": "reverse"}, 2),
+        (one_way(GATED)[:3], {"hidden_size": 3, "activations": ["Sigmoid", "Tanh"]}, 2),
+    ],
+    "RNN": [
+        (SIMPLE, {"hidden_size": 3, "direction": "bidirectional", "activations": ["Tanh", "Tanh"]}, 2),
+        ([*one_way(SIMPLE), None, floats(1, 2, 3)], {"hidden_size": 3}, 2),
+    ],
 }
 OLD = {
     "Softmax": ([X], {"axis": 1}),
@@ -228,14 +246,15 @@ def test_every_operator_is_tested():
 @pytest.mark.parametrize(
     ("operator", "inputs", "attributes"),
     [
-        ("GRU", GATED, {"hidden_size": 3, "direction": "bidirectional"}),
-        ("LSTM", CELL[:1] + [one[:1] for one in CELL[1:]], {"hidden_size": 3, "direction": "reverse"}),
+        ("GRU", [*one_way(GATED), ints(5, 3)], {"hidden_size": 3}),
+        ("LSTM", one_way(CELL), {"hidden_size": 3, "clip": 0.5}),
+        ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),
         ("ConvTranspose", [LINE, floats(4, 2, 3)], {"auto_pad": "SAME_UPPER"}),
         ("GatherND", [X, np.array([[0], [1]])], {"batch_dims": 1}),
     ],
 )
 def test_uses_that_torch_does_not_know(tmp_path, operator, inputs, attributes):
-    outputs = {"GRU": 2, "LSTM": 3}.get(operator, 1)
+    outputs = {"GRU": 2, "LSTM": 3, "RNN": 2}.get(operator, 1)
     feed = write(tmp_path / "m.onnx", operator, inputs, attributes, outputs, 20)
     with pytest.raises(UnknownOperatorError):
         OnnxModule(ir.load(tmp_path / "m.onnx"), [])(**as_tensors(feed))

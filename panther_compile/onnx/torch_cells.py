@@ -1,53 +1,90 @@
-"""ONNX's recurrent operators in torch: LSTM, and GRU as torch computes it."""
+"""ONNX's recurrent operators in torch: RNN, LSTM and GRU."""
 
 # T steps, N batch, D directions, H hidden size
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_LSTM, _GRU = (0, 2, 3, 1), (1, 0, 2)  # torch's gates, by their places among ONNX's
-_PLAIN = {"hidden_size", "direction", "linear_before_reset", "layout", "outputs"}
+_RNN, _LSTM, _GRU = (0,), (0, 2, 3, 1), (1, 0, 2)  # torch's gates, by their places among ONNX's
+_PLAIN = {"hidden_size", "direction", "linear_before_reset", "layout", "activations", "outputs"}
+_USUAL = {"RNN": ["tanh"], "LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
+
+_Cell = Callable[[Tensor, list[Tensor], list[Tensor], bool], Sequence[Tensor]]
 
 
 class UnknownOperatorError(Exception):
     """An operator, or a use of one, is not known here."""
 
 
+def rnn(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
+    """Y (T, D, N, H) and Y_h (D, N, H)."""
+
+    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return torch.rnn_tanh(x, starts[0], weights, True, 1, 0.0, False, both, False)
+
+    return _run("RNN", run, inputs, given, _RNN, states=1)
+
+
 def lstm(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
     """Y (T, D, N, H), Y_h and Y_c (D, N, H)."""
-    x, weights, starts = _read(inputs, given, _LSTM, states=2)
-    y, h, c = torch.lstm(x, starts, weights, True, 1, 0.0, False, len(weights) > 4, False)
-    return _by_direction(y, len(h)), h, c
+
+    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return torch.lstm(x, starts, weights, True, 1, 0.0, False, both, False)
+
+    return _run("LSTM", run, inputs, given, _LSTM, states=2)
 
 
 def gru(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
-    """Y (T, D, N, H) and Y_h (D, N, H).
+    """Y (T, D, N, H) and Y_h (D, N, H); the reset gate is before the product with the state or behind it."""
+
+    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return torch.gru(x, starts[0], weights, True, 1, 0.0, False, both, False)
+
+    cell = run if given.get("linear_before_reset", 0) else _reset_before
+    return _run("GRU", cell, inputs, given, _GRU, states=1)
+
+
+def _reset_before(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+    """A GRU of the paper's first form, arXiv 1406.1078: torch's resets what the product gives."""
+    found, ends = [], []
+    for place, state in enumerate(starts[0]):
+        from_input, from_state, input_bias, state_bias = weights[4 * place : 4 * place + 4]
+        hidden = state.shape[-1]
+        arrived = x @ from_input.T + input_bias + state_bias
+        states = []
+        for step in arrived.flip(0) if place else arrived:
+            reset, update = (step[:, : 2 * hidden] + state @ from_state[: 2 * hidden].T).sigmoid().chunk(2, 1)
+            new = (step[:, 2 * hidden :] + (reset * state) @ from_state[2 * hidden :].T).tanh()
+            state = torch.lerp(new, state, update)
+            states.append(state)
+        found.append(torch.stack(states[::-1] if place else states))
+        ends.append(state)
+    return torch.cat(found, -1), torch.stack(ends)
+
+
+def _run(
+    name: str,
+    cell: _Cell,
+    inputs: list[Any],
+    given: Mapping[str, Any],
+    gates: tuple[int, ...],
+    *,
+    states: int,
+) -> Sequence[Tensor]:
+    """What a node gives, by a cell that takes torch's weights, and goes forward, or in both directions.
 
     Raises:
-        UnknownOperatorError: the reset gate comes before the product, as it does by default.
+        UnknownOperatorError: a node has lengths or options of its own.
     """
-    if not given.get("linear_before_reset", 0):
-        raise UnknownOperatorError("GRU with linear_before_reset=0 is not known here")
-    x, weights, (start,) = _read(inputs, given, _GRU, states=1)
-    y, h = torch.gru(x, start, weights, True, 1, 0.0, False, len(weights) > 4, False)
-    return _by_direction(y, len(h)), h
-
-
-def _by_direction(y: Tensor, directions: int) -> Tensor:
-    return y.unflatten(-1, (directions, -1)).transpose(1, 2)
-
-
-def _read(
-    inputs: list[Any], given: Mapping[str, Any], gates: tuple[int, ...], *, states: int
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What torch takes: the input, the weights of each direction, and the states to start with."""
     x, w, r, b, lengths, *others = [*inputs, *[None] * 8][:8]
-    unusual = set(given) - _PLAIN or given.get("layout", 0) or given.get("direction") == "reverse"
-    if unusual or lengths is not None or any(one is not None for one in others[states:]):
-        raise UnknownOperatorError("a recurrent node with lengths or options of its own is not known here")
+    activations = [one.lower() for one in given.get("activations", ())]
     directions, hidden = w.shape[0], r.shape[-1]
+    unusual = set(given) - _PLAIN or given.get("layout", 0)
+    unusual = unusual or activations not in ([], _USUAL[name] * directions)
+    if unusual or lengths is not None or any(one is not None for one in others[states:]):
+        raise UnknownOperatorError(f"{name} with lengths or options of its own is not known here")
     b = w.new_zeros(directions, 2 * len(gates) * hidden) if b is None else b
 
     def ordered(one: Tensor) -> Tensor:
@@ -57,4 +94,8 @@ def _read(
         ordered(one) for place in range(directions) for one in (w[place], r[place], *b[place].chunk(2))
     ]
     zeros = x.new_zeros(directions, x.shape[1], hidden)
-    return x, weights, [zeros if one is None else one for one in others[:states]]
+    starts = [zeros if one is None else one for one in others[:states]]
+    backwards = given.get("direction") == "reverse"
+    y, *ends = cell(x.flip(0) if backwards else x, weights, starts, directions > 1)
+    y = y.flip(0) if backwards else y
+    return y.unflatten(-1, (directions, -1)).transpose(1, 2), *ends

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm
+from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm, rnn
 
 Attributes = Mapping[str, Any]
 Operator = Callable[[list[Any], Attributes, int], Any]
@@ -464,6 +464,7 @@ OPERATORS: dict[str, Operator] = {
     "InstanceNormalization": _instance_normed,
     "GroupNormalization": _group_normed,
     "Resize": _resized,
+    "RNN": rnn,
     "LSTM": lstm,
     "GRU": gru,
 }
