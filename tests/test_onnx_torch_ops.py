@@ -35,6 +35,8 @@ def truth(*shape):
 X, MAP, LINE = floats(2, 3, 4), floats(2, 4, 7, 6), floats(2, 4, 11)
 CELL = [floats(5, 2, 6), floats(2, 12, 6), floats(2, 12, 3), floats(2, 24)]
 GATED = [floats(5, 2, 6), floats(2, 9, 6), floats(2, 9, 3), floats(2, 18)]
+HEADS = [floats(2, 4, 5, 3), floats(2, 2, 7, 3), floats(2, 2, 7, 6)]
+FLAT = floats(2, 5, 12)
 SIMPLE = [floats(5, 2, 6), floats(2, 3, 6), floats(2, 3, 3), floats(2, 6)]
 
 
@@ -180,6 +182,12 @@ CASES = {
         ([*one_way(GATED), None, floats(1, 2, 3)], {"hidden_size": 3, "direction": "reverse"}, 2),
         (one_way(GATED)[:3], {"hidden_size": 3, "activations": ["Sigmoid", "Tanh"]}, 2),
     ],
+    "Attention": [
+        (HEADS, {"is_causal": 1, "qk_matmul_output_mode": 0}, 1),
+        ([*HEADS, floats(5, 7)], {"scale": 0.3}, 1),
+        ([*HEADS, floats(2, 1, 5, 7) > 0], {}, 1),
+        ([FLAT, FLAT[:, :, :6], FLAT[:, :, 6:]], {"q_num_heads": 4, "kv_num_heads": 2}, 1),
+    ],
     "RNN": [
         (SIMPLE, {"hidden_size": 3, "direction": "bidirectional", "activations": ["Tanh", "Tanh"]}, 2),
         ([*one_way(SIMPLE), None, floats(1, 2, 3)], {"hidden_size": 3}, 2),
@@ -226,7 +234,7 @@ def compare(path, feed):
 )
 def test_operator(tmp_path, operator, place):
     inputs, attributes, outputs = CASES[operator][place]
-    opset = 18 if operator == "GroupNormalization" else 20
+    opset = {"GroupNormalization": 18, "Attention": 23}.get(operator, 20)
     if operator == "GroupNormalization":
         inputs = [inputs[0], inputs[1][:2], inputs[2][:2]]
     compare(tmp_path / "m.onnx", write(tmp_path / "m.onnx", operator, inputs, attributes, outputs, opset))
@@ -248,6 +256,7 @@ def test_every_operator_is_tested():
     [
         ("GRU", [*one_way(GATED), ints(5, 3)], {"hidden_size": 3}),
         ("LSTM", one_way(CELL), {"hidden_size": 3, "clip": 0.5}),
+        ("Attention", HEADS, {"softcap": 2.0}),
         ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),
         ("ConvTranspose", [LINE, floats(4, 2, 3)], {"auto_pad": "SAME_UPPER"}),
         ("GatherND", [X, np.array([[0], [1]])], {"batch_dims": 1}),

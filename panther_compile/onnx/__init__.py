@@ -13,6 +13,7 @@ fit_in_torch  as in `sketchify`, by gradients and in lockstep
 as_torch    a graph as a module of torch
 torch_ops   operators in torch
 torch_cells recurrent ones
+torch_attention  attention
 fit         weights fitted to what ONNX Runtime shows of them
 made_up     images, sounds and texts for a file without data
 damage      what cutting each weight does to the outputs

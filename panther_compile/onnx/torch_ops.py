@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from panther_compile.onnx.torch_attention import attention
 from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm, rnn
 
 Attributes = Mapping[str, Any]
@@ -464,6 +465,7 @@ OPERATORS: dict[str, Operator] = {
     "InstanceNormalization": _instance_normed,
     "GroupNormalization": _group_normed,
     "Resize": _resized,
+    "Attention": attention,
     "RNN": rnn,
     "LSTM": lstm,
     "GRU": gru,
