@@ -48,12 +48,18 @@ def one_way(cell):
 ONE_INPUT = (
     *("Abs", "Neg", "Exp", "Floor", "Ceil", "Round", "Sign", "Sin", "Cos", "Erf", "Tanh", "Sigmoid", "Relu"),
     *("Selu", "HardSwish", "Softplus", "Softsign", "Mish", "Identity", "Shape", "Size", "IsNaN"),
+    *("Tan", "Atan", "Sinh", "Cosh", "Asinh", "IsInf", "ThresholdedRelu"),
 )
 # operator: (inputs, attributes, outputs), several of some; None leaves an input out.
 CASES = {
     **{name: [([X], {}, 1)] for name in ONE_INPUT},
     **{name: [([positive(2, 3)], {}, 1)] for name in ("Sqrt", "Log", "Reciprocal")},
     **{name: [([X, floats(3, 1)], {}, 1)] for name in ("Add", "Sub", "Mul")},
+    **{name: [([np.tanh(X)], {}, 1)] for name in ("Asin", "Acos", "Atanh")},
+    "Acosh": [([1 + positive(2, 3)], {}, 1)],
+    **{name: [([ints(12, 10), ints(7, 3)], {}, 1)] for name in ("BitwiseAnd", "BitwiseOr", "BitwiseXor")},
+    "BitwiseNot": [([ints(12, 10)], {}, 1)],
+    "Swish": [([X], {"alpha": 1.5}, 1)],
     "Div": [([X, positive(4)], {}, 1), ([ints(7, -7, 8), ints(2, 2, -3)], {}, 1)],
     "Pow": [([positive(2, 3), np.float32(1.5)], {}, 1), ([X, ints(2)], {}, 1)],
     **{name: [([X, floats(3, 1), floats(1)], {}, 1)] for name in ("Sum", "Max", "Min", "Mean")},
@@ -82,8 +88,42 @@ CASES = {
     **{name: [([X], {}, 1), ([X], {"axis": 1}, 1)] for name in ("Softmax", "LogSoftmax")},
     **{
         name: [([X, ints(1)], {"keepdims": 0}, 1), ([X], {}, 1), ([X], {"noop_with_empty_axes": 1}, 1)]
-        for name in ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceSumSquare")
+        for name in (
+            "ReduceMean",
+            "ReduceSum",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceL1",
+            "ReduceL2",
+            "ReduceSumSquare",
+            "ReduceProd",
+            "ReduceLogSumExp",
+        )
     },
+    "ReduceLogSum": [([positive(2, 3, 4), ints(0, 2)], {}, 1)],
+    "ArgMin": [([X], {"axis": 1}, 1)],
+    "MeanVarianceNormalization": [([MAP], {}, 1), ([X], {"axes": [-1]}, 1)],
+    "LRN": [([MAP], {"size": 3, "alpha": 0.3, "beta": 0.6, "bias": 2.0}, 1)],
+    "LpNormalization": [([X], {}, 1), ([X], {"p": 1, "axis": 1}, 1)],
+    "GridSample": [
+        ([MAP, np.tanh(floats(2, 3, 5, 2))], {}, 1),
+        ([MAP, floats(2, 3, 5, 2)], {"mode": "cubic", "padding_mode": "border", "align_corners": 1}, 1),
+        ([MAP, floats(2, 3, 5, 2)], {"mode": "nearest", "padding_mode": "reflection"}, 1),
+    ],
+    "ScatterElements": [
+        ([X, np.array([[[0, -1]]]), floats(1, 1, 2)], {"axis": 1}, 1),
+        ([X, np.array([[[1, 1], [0, 1]]]), floats(1, 2, 2)], {"axis": 2, "reduction": "add"}, 1),
+        ([X, np.array([[[1, 1], [0, 1]]]), floats(1, 2, 2)], {"axis": 2, "reduction": "max"}, 1),
+    ],
+    "ScatterND": [
+        ([X, np.array([[0, 2], [1, 0]]), floats(2, 4)], {}, 1),
+        ([X, np.array([[0, 2], [0, 2]]), floats(2, 4)], {"reduction": "add"}, 1),
+    ],
+    "OneHot": [
+        ([np.array([[1, -1, 9]]), np.int64(4), floats(2)], {}, 1),
+        ([ints(1, 3), np.int64(4), floats(2)], {"axis": 0}, 1),
+    ],
+    "NonZero": [([ints(0, 3, 0, 1)], {}, 1)],
     "ArgMax": [([X], {"axis": -1, "keepdims": 0}, 1)],
     "TopK": [([X, ints(2)], {"axis": 1}, 2), ([X, ints(2)], {"largest": 0}, 2)],
     "CumSum": [([X, np.int64(1)], {}, 1)],
@@ -234,7 +274,7 @@ def compare(path, feed):
 )
 def test_operator(tmp_path, operator, place):
     inputs, attributes, outputs = CASES[operator][place]
-    opset = {"GroupNormalization": 18, "Attention": 23}.get(operator, 20)
+    opset = {"GroupNormalization": 18, "Attention": 23, "Swish": 24}.get(operator, 20)
     if operator == "GroupNormalization":
         inputs = [inputs[0], inputs[1][:2], inputs[2][:2]]
     compare(tmp_path / "m.onnx", write(tmp_path / "m.onnx", operator, inputs, attributes, outputs, opset))
@@ -259,6 +299,7 @@ def test_every_operator_is_tested():
         ("Attention", HEADS, {"softcap": 2.0}),
         ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),
         ("ConvTranspose", [LINE, floats(4, 2, 3)], {"auto_pad": "SAME_UPPER"}),
+        ("ScatterND", [X, np.array([[0]]), floats(1, 3, 4)], {"reduction": "max"}),
         ("GatherND", [X, np.array([[0], [1]])], {"batch_dims": 1}),
     ],
 )

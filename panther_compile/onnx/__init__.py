@@ -14,6 +14,8 @@ as_torch    a graph as a module of torch
 torch_ops   operators in torch
 torch_cells recurrent ones
 torch_attention  attention
+torch_windows  windows and samples of images
+torch_indexed  what indices point to
 fit         weights fitted to what ONNX Runtime shows of them
 made_up     images, sounds and texts for a file without data
 damage      what cutting each weight does to the outputs

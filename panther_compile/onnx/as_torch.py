@@ -22,7 +22,8 @@ from panther_compile.onnx.output_parts import in_parts, parts_of
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
-from panther_compile.onnx.torch_ops import OPERATORS, window_pads, with_added
+from panther_compile.onnx.torch_ops import OPERATORS, with_added
+from panther_compile.onnx.torch_windows import window_pads
 from panther_compile.onnx.verify import MASK
 
 _TYPES = {

@@ -38,7 +38,7 @@ from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
 from panther_compile.onnx.patterns import holds_graph
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
-from panther_compile.onnx.torch_ops import window_pads
+from panther_compile.onnx.torch_windows import window_pads
 from panther_compile.onnx.verify import kept_in
 from panther_compile.records import Choice, Fitted
 from panther_compile.reporting.progress import ProgressBar

@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther_compile.onnx.torch_attention import attention
-from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm, rnn
+from panther_compile.onnx.torch_cells import gru, lstm, rnn
+from panther_compile.onnx.torch_indexed import gathered, gathered_nd, one_hot, scattered, scattered_nd
+from panther_compile.onnx.torch_windows import (
+    convolved,
+    depth_to_space,
+    max_pooled,
+    mean_pooled,
+    normed_across,
+    sampled,
+    space_to_depth,
+    transposed_convolution,
+)
 
 Attributes = Mapping[str, Any]
 Operator = Callable[[list[Any], Attributes, int], Any]
@@ -86,6 +97,16 @@ def _root_of_squares(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dims, keepdim=keep)
 
 
+def _product(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    for axis in sorted((axis % x.dim() for axis in dims), reverse=True):
+        x = x.prod(axis, keep)
+    return x
+
+
+def _is_infinite(x: Tensor, detect_negative: int, detect_positive: int) -> Tensor:
+    return (x.isneginf() & bool(detect_negative)) | (x.isposinf() & bool(detect_positive))
+
+
 def _softmax(function: Callable[..., Tensor]) -> Operator:
     def run(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
         (x,) = inputs
@@ -151,21 +172,6 @@ def _sliced(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     return x
 
 
-def _gathered(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    x, index = inputs
-    axis = given.get("axis", 0) % x.dim()
-    index = torch.where(index < 0, index + x.shape[axis], index)
-    found = x.index_select(axis, index.reshape(-1).long())
-    return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
-
-
-def _gathered_nd(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    x, index = inputs
-    if given.get("batch_dims", 0):
-        raise UnknownOperatorError("GatherND with batch_dims is not known here")
-    return x[tuple(index.movedim(-1, 0).long())]
-
-
 def _expanded(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     x, sizes = inputs[0], _numbers(inputs[1])
     return x.expand(torch.broadcast_shapes(x.shape, sizes))
@@ -219,70 +225,14 @@ def with_added(product: Tensor, added: Tensor | None, given: Attributes) -> Tens
     return product if added is None else product + given.get("beta", 1.0) * added
 
 
-def window_pads(x: Tensor, kernel: Sequence[int], given: Attributes) -> list[int]:
-    """What `F.pad` takes for the padding that a node does before its windows of a size."""
-    axes = len(kernel)
-    strides, dilations = (given.get(name, [1] * axes) for name in ("strides", "dilations"))
-    begins, ends = [0] * axes, [0] * axes
-    how = given.get("auto_pad", "NOTSET")
-    if how == "NOTSET":
-        pads = list(given.get("pads", [0] * 2 * axes))
-        begins, ends = pads[:axes], pads[axes:]
-    elif how != "VALID":
-        for axis, size in enumerate(x.shape[2:]):
-            reach = dilations[axis] * (kernel[axis] - 1) + 1
-            steps = -(-size // strides[axis]) - 1
-            total = max(0, steps * strides[axis] + reach - size)
-            begins[axis] = total // 2 if how == "SAME_UPPER" else total - total // 2
-            ends[axis] = total - begins[axis]
-    return [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair]
-
-
-def _convolved(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    x, weight, *bias = inputs
-    axes = weight.dim() - 2
-    call = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
-    strides, dilations = (tuple(given.get(name, [1] * axes)) for name in ("strides", "dilations"))
-    x = F.pad(x, window_pads(x, weight.shape[2:], given))
-    return call(x, weight, bias[0] if bias else None, strides, 0, dilations, given.get("group", 1))
-
-
-def _transposed_convolution(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    x, weight, *bias = inputs
-    axes = weight.dim() - 2
-    pads = list(given.get("pads", [0] * 2 * axes))
-    if given.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in given or pads[:axes] != pads[axes:]:
-        raise UnknownOperatorError("ConvTranspose with such padding is not known here")
-    call = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
-    strides, dilations, more = (
-        tuple(given.get(name, [default] * axes))
-        for name, default in (("strides", 1), ("dilations", 1), ("output_padding", 0))
-    )
-    group = given.get("group", 1)
-    return call(x, weight, bias[0] if bias else None, strides, pads[:axes], more, group, dilations)
-
-
-def _max_pooled(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    (x,), kernel = inputs, list(given["kernel_shape"])
-    call = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
-    strides, dilations = (list(given.get(name, [1] * len(kernel))) for name in ("strides", "dilations"))
-    x = F.pad(x, window_pads(x, kernel, given), value=float("-inf"))
-    return call(x, kernel, strides, 0, dilations, bool(given.get("ceil_mode", 0)))
-
-
-def _mean_pooled(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    (x,), kernel = inputs, list(given["kernel_shape"])
-    call: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(kernel) - 1]
-    strides, ceil = list(given.get("strides", [1] * len(kernel))), bool(given.get("ceil_mode", 0))
-    pads = window_pads(x, kernel, given)
-    found = call(F.pad(x, pads), kernel, strides, 0, ceil)
-    if not any(pads) or given.get("count_include_pad", 0):
-        return found
-    return found / call(F.pad(torch.ones_like(x[:1, :1]), pads), kernel, strides, 0, ceil)
-
-
 def _over_places(x: Tensor) -> list[int]:
     return list(range(2, x.dim()))
+
+
+def _standardized(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
+    (x,), axes = inputs, list(given.get("axes", [0, 2, 3]))
+    x = x - x.mean(axes, True)
+    return x / (x.square().mean(axes, True).sqrt() + 1e-9)
 
 
 def _batch_normed(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
@@ -330,8 +280,11 @@ def _resized(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     return F.interpolate(x, size=size, mode=names[mode][x.dim()], align_corners=how == "align_corners")
 
 
-def _most(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
-    return inputs[0].argmax(given.get("axis", 0), bool(given.get("keepdims", 1)))
+def _place_of(function: Callable[..., Tensor]) -> Operator:
+    def run(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
+        return function(inputs[0], given.get("axis", 0), bool(given.get("keepdims", 1)))
+
+    return run
 
 
 def _highest(inputs: list[Any], given: Attributes, opset: int) -> Sequence[Tensor]:
@@ -343,20 +296,6 @@ def _triangle(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     x, *diagonal = inputs
     by = int(diagonal[0]) if diagonal and diagonal[0] is not None else 0
     return x.triu(by) if given.get("upper", 1) else x.tril(by)
-
-
-def _depth_to_space(x: Tensor, blocksize: int, mode: str) -> Tensor:
-    n, c, h, w = x.shape
-    if mode == "CRD":
-        return F.pixel_shuffle(x, blocksize)
-    y = x.reshape(n, blocksize, blocksize, c // blocksize**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return y.reshape(n, c // blocksize**2, h * blocksize, w * blocksize)
-
-
-def _space_to_depth(x: Tensor, blocksize: int) -> Tensor:
-    n, c, h, w = x.shape
-    y = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize).permute(0, 3, 5, 1, 2, 4)
-    return y.reshape(n, c * blocksize**2, h // blocksize, w // blocksize)
 
 
 _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -372,6 +311,15 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "Sign": torch.sign,
     "Sin": torch.sin,
     "Cos": torch.cos,
+    "Tan": torch.tan,
+    "Asin": torch.asin,
+    "Acos": torch.acos,
+    "Atan": torch.atan,
+    "Sinh": torch.sinh,
+    "Cosh": torch.cosh,
+    "Asinh": torch.asinh,
+    "Acosh": torch.acosh,
+    "Atanh": torch.atanh,
     "Erf": torch.erf,
     "Tanh": torch.tanh,
     "Sigmoid": torch.sigmoid,
@@ -404,7 +352,12 @@ OPERATORS: dict[str, Operator] = {
     "Or": _plain(torch.logical_or),
     "Xor": _plain(torch.logical_xor),
     "Not": _plain(torch.logical_not),
+    "BitwiseAnd": _plain(torch.bitwise_and),
+    "BitwiseOr": _plain(torch.bitwise_or),
+    "BitwiseXor": _plain(torch.bitwise_xor),
+    "BitwiseNot": _plain(torch.bitwise_not),
     "IsNaN": _plain(torch.isnan),
+    "IsInf": _plain(_is_infinite, detect_negative=1, detect_positive=1),
     "Identity": _plain(lambda x: x),
     "Dropout": lambda inputs, given, opset: inputs[0],
     "Cast": _cast,
@@ -414,6 +367,8 @@ OPERATORS: dict[str, Operator] = {
     "Elu": _plain(lambda x, alpha: F.elu(x, alpha), alpha=1.0),
     "Celu": _plain(lambda x, alpha: F.celu(x, alpha), alpha=1.0),
     "HardSigmoid": _plain(lambda x, alpha, beta: (alpha * x + beta).clamp(0, 1), alpha=0.2, beta=0.5),
+    "ThresholdedRelu": _plain(lambda x, alpha: x * (x > alpha), alpha=1.0),
+    "Swish": _plain(lambda x, alpha: x * torch.sigmoid(alpha * x), alpha=1.0),
     "PRelu": _plain(lambda x, slope: torch.where(x < 0, slope * x, x)),
     "Gelu": _plain(lambda x, approximate: F.gelu(x, approximate=approximate), approximate="none"),
     "Softmax": _softmax(torch.softmax),
@@ -422,9 +377,14 @@ OPERATORS: dict[str, Operator] = {
     "ReduceSum": _reduced(lambda x, dims, keep: x.sum(dims, keep)),
     "ReduceMax": _reduced(lambda x, dims, keep: _extreme(x, dims, keep, most=True)),
     "ReduceMin": _reduced(lambda x, dims, keep: _extreme(x, dims, keep, most=False)),
+    "ReduceProd": _reduced(_product),
+    "ReduceLogSum": _reduced(lambda x, dims, keep: x.sum(dims, keep).log()),
+    "ReduceLogSumExp": _reduced(torch.logsumexp),
+    "ReduceL1": _reduced(lambda x, dims, keep: x.abs().sum(dims, keep)),
     "ReduceL2": _reduced(_root_of_squares),
     "ReduceSumSquare": _reduced(lambda x, dims, keep: x.square().sum(dims, keep)),
-    "ArgMax": _most,
+    "ArgMax": _place_of(torch.argmax),
+    "ArgMin": _place_of(torch.argmin),
     "TopK": _highest,
     "CumSum": _plain(lambda x, axis: x.cumsum(int(axis))),
     "Shape": _shape,
@@ -439,8 +399,12 @@ OPERATORS: dict[str, Operator] = {
     "Concat": lambda inputs, given, opset: torch.cat(inputs, given["axis"]),
     "Split": _split,
     "Slice": _sliced,
-    "Gather": _gathered,
-    "GatherND": _gathered_nd,
+    "Gather": gathered,
+    "GatherND": gathered_nd,
+    "ScatterElements": scattered,
+    "ScatterND": scattered_nd,
+    "OneHot": one_hot,
+    "NonZero": _plain(lambda x: x.nonzero().t()),
     "GatherElements": lambda inputs, given, opset: inputs[0].gather(given.get("axis", 0), inputs[1]),
     "Expand": _expanded,
     "Tile": _plain(lambda x, times: x.repeat(_numbers(times))),
@@ -448,17 +412,21 @@ OPERATORS: dict[str, Operator] = {
     "ConstantOfShape": _filled,
     "Range": _range,
     "Trilu": _triangle,
-    "DepthToSpace": _plain(_depth_to_space, blocksize=1, mode="DCR"),
-    "SpaceToDepth": _plain(_space_to_depth, blocksize=1),
+    "DepthToSpace": _plain(depth_to_space, blocksize=1, mode="DCR"),
+    "SpaceToDepth": _plain(space_to_depth, blocksize=1),
     "Einsum": lambda inputs, given, opset: torch.einsum(given["equation"], *inputs),
     "MatMul": _plain(torch.matmul),
     "Gemm": _gemm,
-    "Conv": _convolved,
-    "ConvTranspose": _transposed_convolution,
-    "MaxPool": _max_pooled,
-    "AveragePool": _mean_pooled,
+    "Conv": convolved,
+    "ConvTranspose": transposed_convolution,
+    "MaxPool": max_pooled,
+    "AveragePool": mean_pooled,
     "GlobalAveragePool": _plain(lambda x: x.mean(_over_places(x), True)),
     "GlobalMaxPool": _plain(lambda x: x.amax(_over_places(x), True)),
+    "GridSample": sampled,
+    "LRN": normed_across,
+    "LpNormalization": _plain(lambda x, p, axis: F.normalize(x, p, axis), p=2, axis=-1),
+    "MeanVarianceNormalization": _standardized,
     "BatchNormalization": _batch_normed,
     "LayerNormalization": _layer_normed,
     "RMSNormalization": _rms_normed,
