@@ -74,6 +74,30 @@ def test_gradients_bring_outputs_closer(tmp_path, monkeypatch):
     assert far(source, by_torch, x) < 0.8 * far(source, alone, x)
 
 
+@pytest.mark.parametrize("chances", [False, True])
+def test_files_in_half_types_are_run_in_float32(tmp_path, chances):
+    """Gradients vanish in float16, and ONNX Runtime's results are rounded to it."""
+    last = [node("Softmax", ["n"], ["y"])] if chances else [node("Mul", ["n", "one"], ["y"])]
+    plain = onnx.load(deep(tmp_path / "in.onnx", last=last, one=np.float32([1])))
+    graph = plain.graph
+    for tensor in graph.initializer:
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name)
+        )
+    for value in (*graph.input, *graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    source = tmp_path / "half.onnx"
+    onnx.save(plain, source)
+    report, target = sketched(source, [rows(64).astype(np.float16) for _ in range(10)], "out.onnx")
+    assert report.plan.route == "ONNX graph, run by torch"
+    whole, small = tmp_path / "in.onnx", tmp_path / "small.onnx"
+    pc.sketch_onnx(whole, small, 0.5, data=[rows(64) for _ in range(10)], **OPTIONS)
+    x = rows(256)
+    assert far(source, target, x.astype(np.float16)) < 1.3 * far(whole, small, x)
+    kinds = {tensor.data_type for tensor in onnx.load(target).graph.initializer if len(tensor.dims) > 1}
+    assert kinds == {TensorProto.FLOAT16}
+
+
 def test_what_torch_does_not_know_is_said(tmp_path):
     source = deep(tmp_path / "in.onnx", last=[node("Shrink", ["n"], ["y"], lambd=0.0)])
     report, target = sketched(source, [rows(64) for _ in range(6)], "out.onnx")

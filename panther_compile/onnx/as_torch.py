@@ -2,7 +2,7 @@
 
 So data make of a file what they make of a model in torch: gradients tell what its outputs mind, and layers
 are fitted in lockstep. A graph is run by torch if all its operators are known (`torch_ops.py`), and it gives
-what ONNX Runtime gives.
+what ONNX Runtime gives. Half types are float32 here, in which gradients neither vanish nor take their time.
 """
 
 import copy
@@ -22,7 +22,7 @@ from panther_compile.onnx.output_parts import in_parts, parts_of
 from panther_compile.onnx.patterns import is_onnx
 from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
-from panther_compile.onnx.torch_ops import OPERATORS, with_added
+from panther_compile.onnx.torch_ops import OPERATORS, widened, with_added
 from panther_compile.onnx.torch_windows import window_pads
 from panther_compile.onnx.verify import MASK
 
@@ -32,8 +32,10 @@ _TYPES = {
 }
 _SAME_NUMBERS = ("Reshape", "Cast", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Flatten")
 _TOLERANCE = 1e-3  # of an output, over its largest magnitude
+_TOLERANCE_IN_HALVES = 2e-2
 _FEWEST = 16  # samples that tell the mean of an output
 _ROUNDING = 5e-7  # of functions into [0, 1], in float32
+_HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _ERRORS = (UnknownOperatorError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
@@ -80,6 +82,7 @@ class _Program:
         held: names of the parameters that hold constants.
         shown: what is told of a run, by name: the outputs, and what those that are choices were chosen by.
         parts: of the outputs that have several; a module gives these in place of the whole.
+        has_halves: whether ONNX Runtime computes some of it in a half type.
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[OnnxWeight]) -> None:
@@ -91,6 +94,8 @@ class _Program:
         chosen = ((one, _chosen_by(one)) for one in model.graph.outputs)
         self.shown |= {f"{one.name}/by": by for one, by in chosen if by is not None}
         self.parts = parts_of(model)
+        types = [one.dtype for one in model.graph.inputs] + [one.tensor.dtype for one in weights]
+        self.has_halves = any(one in _HALF_TYPES for one in types)
         for graph, steps in self.steps.items():
             for node in (step.node for step in steps):
                 known = node.op_type in OPERATORS or node.op_type == "If"
@@ -109,8 +114,10 @@ class _Program:
         return self
 
     def _hold(self, value: ir.Value) -> None:
-        if value not in self.held and ir.convenience.get_const_tensor(value) is not None:
+        tensor = None if value in self.held else ir.convenience.get_const_tensor(value)
+        if tensor is not None:
             self.held[value] = f"held_{len(self.held)}"
+            self.has_halves |= tensor.dtype in _HALF_TYPES
 
 
 class OnnxModule(nn.Module):
@@ -134,7 +141,7 @@ class OnnxModule(nn.Module):
             if tensor.dtype not in _TYPES:
                 raise UnknownOperatorError(f"{value.name} is of dtype {tensor.dtype.name}, which torch lacks")
             # A parameter, not a buffer: copies of the module share parameters, and copy buffers.
-            self.register_parameter(name, nn.Parameter(to_torch(tensor), requires_grad=False))
+            self.register_parameter(name, nn.Parameter(widened(to_torch(tensor)), requires_grad=False))
         self._centres: dict[str, str] = {}
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
@@ -143,6 +150,11 @@ class OnnxModule(nn.Module):
         for name, held in self._centres.items():
             found[name] = found[name] - getattr(self, held)
         return found
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether ONNX Runtime computes some of it in a half type."""
+        return self._program.has_halves
 
     def centre(self, feeds: Sequence[Feed]) -> None:
         """Have parts that are no chances given about their means, as boxes are mostly where they look.
@@ -214,10 +226,12 @@ class OnnxModule(nn.Module):
 
     def as_logits(self, value: ir.Value, found: Any) -> Any:
         """An output as the module gives it: chances as their logarithms."""
-        maker = value.producer()
-        if maker is None or not is_onnx(maker, "Softmax"):
-            return found
-        return found.clamp_min(torch.finfo(found.dtype).tiny).log()
+        return found.clamp_min(torch.finfo(found.dtype).tiny).log() if _are_chances(value) else found
+
+
+def _are_chances(value: ir.Value) -> bool:
+    maker = value.producer()
+    return maker is not None and is_onnx(maker, "Softmax")
 
 
 def _read(node: ir.Node) -> Iterator[ir.Value]:
@@ -249,18 +263,21 @@ def layer_of(weight: OnnxWeight, dense: nn.Module) -> nn.Module:
     """
     layer = copy.copy(dense)
     layer._parameters = dict(dense._parameters)
+    wide = widened(dense.weight)  # type: ignore[arg-type]
+    if wide is not dense.weight:
+        layer.weight = nn.Parameter(wide.detach(), requires_grad=False)
     if weight.uses[0].is_table:
         return layer
     outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     assert isinstance(outputs, int)
     if all(bias_of(use, outputs) is not None for use in weight.uses):
-        layer.bias = nn.Parameter(dense.weight.new_zeros(outputs), requires_grad=False)  # type: ignore[operator]
+        layer.bias = nn.Parameter(wide.new_zeros(outputs), requires_grad=False)  # type: ignore[operator]
     return layer
 
 
 def as_tensors(feed: Feed) -> dict[str, Tensor]:
     """The arrays of a batch as the module takes them."""
-    return {_argument(name): torch.from_numpy(array) for name, array in feed.items()}
+    return {_argument(name): widened(torch.from_numpy(array)) for name, array in feed.items()}
 
 
 def runs(module: OnnxModule, inputs: Mapping[str, Tensor]) -> bool:
@@ -293,22 +310,28 @@ def runs_alike(module: OnnxModule, model: ir.Model, dense: ObservedModel, feed: 
     except _ERRORS:  # of an operator that does something else here, whatever comes of that
         return False
     return all(
-        _is_near(found[str(one.name)], module.as_logits(one, torch.from_numpy(wanted[str(one.name)])), one)
+        _is_near(module, one, found[str(one.name)], torch.from_numpy(wanted[str(one.name)]))
         for one in model.graph.outputs
     )
 
 
-def _is_near(found: Tensor, wanted: Tensor, value: ir.Value) -> bool:
+def _is_near(module: OnnxModule, value: ir.Value, found: Tensor, wanted: Tensor) -> bool:
+    if widened(wanted) is not wanted and _are_chances(value):
+        found = found.exp()  # small chances are 0 there
+    else:
+        wanted = module.as_logits(value, wanted)
+    wanted = widened(wanted)
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     if not wanted.is_floating_point():
         return torch.equal(found, wanted)
     finite = wanted.isfinite()
     largest = float(wanted[finite].abs().max()) if bool(finite.any()) else 0.0
+    share = _TOLERANCE_IN_HALVES if module.has_halves else _TOLERANCE
     maker = value.producer()
     # Where all chances are small, their rounding is that of 1.
     least = _ROUNDING if maker is not None and is_onnx(maker, "Sigmoid") else 0.0
-    return bool(((found - wanted)[finite].abs() <= _TOLERANCE * largest + least).all())
+    return bool(((found - wanted)[finite].abs() <= share * largest + least).all())
 
 
 def _cropped(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:

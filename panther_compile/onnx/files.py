@@ -43,7 +43,8 @@ _DATA_SUFFIX = "-" + "[0-9a-f]" * 16 + ".data"
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """Read an ONNX file and check it; weights beside it stay there until they are used.
 
-    Weights that stand in Constant nodes, as Paddle writes them, become initializers.
+    Weights that stand in Constant nodes, as Paddle writes them, become initializers. Nodes are put in order,
+    where one stands ahead of what it reads, as tools leave those that they add; ONNX Runtime does as much.
 
     Raises:
         ConfigError, ConfigTypeError: the path is none.
@@ -63,7 +64,9 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     for tensor in _tensors(proto):
         if uses_external_data(tensor):
             _check_external(tensor, path)
-    _check(path)
+    in_order = _is_in_order(proto.graph)
+    if in_order:
+        _check(path)
     _load_inner(proto, path.parent)
     try:
         model = ir.from_proto(proto)
@@ -71,6 +74,8 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
         raise OnnxInvalidError(
             f"{path} is no sound ONNX model: {first_line(error.__cause__ or error)}"
         ) from error
+    if not in_order:
+        _put_in_order(model, path)
     ir.external_data.set_base_dir(model.graph, str(path.parent.absolute()))
     if model.ir_version >= WEIGHTS_APART:
         LiftConstantsToInitializersPass()(model)
@@ -215,11 +220,40 @@ def _names(file: Path, data: Path) -> bool:
         return content.find(os.fsencode(data.name)) >= 0
 
 
-def _check(path: Path) -> None:
+def _put_in_order(model: ir.Model, path: Path) -> None:
+    """Put nodes behind those that make what they read, and check the model then.
+
+    Weights in another file, which are checked already, stand as inputs for that.
+    """
     try:
-        onnx.checker.check_model(str(path))
+        model.graph.sort()
+    except ValueError as error:  # nodes that read each other
+        raise OnnxInvalidError(f"{path.name} is not a sound ONNX model: {first_line(error)}") from error
+    proto = ir.to_proto(model)
+    for tensor in [one for one in proto.graph.initializer if uses_external_data(one)]:
+        given = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        proto.graph.input.append(given)
+        proto.graph.initializer.remove(tensor)
+    _check(path, proto)
+
+
+def _check(path: Path, read: onnx.ModelProto | None = None) -> None:
+    """Check a file, or what was read of it."""
+    try:
+        onnx.checker.check_model(str(path) if read is None else read)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:  # the latter of names
         raise OnnxInvalidError(f"{path.name} is not a sound ONNX model: {first_line(error)}") from error
+
+
+def _is_in_order(graph: onnx.GraphProto) -> bool:
+    """Whether each node stands behind those that make what it reads, within it too."""
+    made = {name: place for place, node in enumerate(graph.node) for name in node.output}
+    return all(
+        made.get(name, -1) < place
+        for place, node in enumerate(graph.node)
+        for inside in (node, *(one for inner in _inner([node]) for one in inner.node))
+        for name in inside.input
+    )
 
 
 def _check_supported(proto: onnx.ModelProto, path: Path) -> None:

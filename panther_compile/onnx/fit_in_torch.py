@@ -29,7 +29,7 @@ from panther_compile.models.synthetic import MOST_SPLICED
 from panther_compile.onnx.as_torch import OnnxModule, as_tensors, layer_of, runs, runs_alike
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.fit import FittedWeights
-from panther_compile.onnx.sites import OnnxFound
+from panther_compile.onnx.sites import OnnxFound, torch_dtype
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.verify import kept_in
 from panther_compile.records import SketchPlan
@@ -144,6 +144,7 @@ def fit_in_torch(
     if config.refine != "none":
         healed = refine(copy_with(module, new), new.values(), module, calls, config)
     for name, (layer, _) in fitted.ready.items():
+        layer.to(torch_dtype(sites.weights[name].tensor))
         bias = getattr(layer, "bias", None)
         if isinstance(bias, Tensor):
             if bool(bias.any()):

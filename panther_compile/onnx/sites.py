@@ -147,9 +147,14 @@ def find_onnx_sites(model: ir.Model, config: SketchConfig) -> OnnxFound:
     return OnnxFound(Found(tuple(sites), tuple(skipped), tuple(dict.fromkeys(order))), by_name)
 
 
+def torch_dtype(tensor: ir.TensorProtocol) -> torch.dtype:
+    """What torch calls the type of an ONNX tensor."""
+    return ir.tensor_adapters.to_torch_dtype(ir.DataType(tensor.dtype))
+
+
 def to_torch(tensor: ir.TensorProtocol) -> Tensor:
     """A copy of an ONNX tensor, any dtype that torch has."""
-    dtype = ir.tensor_adapters.to_torch_dtype(ir.DataType(tensor.dtype))
+    dtype = torch_dtype(tensor)
     if 0 in _shape(tensor):
         return torch.empty(_shape(tensor), dtype=dtype)
     return torch.frombuffer(bytearray(tensor.tobytes()), dtype=dtype).reshape(_shape(tensor))

@@ -31,6 +31,11 @@ Attributes = Mapping[str, Any]
 Operator = Callable[[list[Any], Attributes, int], Any]
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """The same numbers in float32, if they are in a half type."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _plain(function: Callable[..., Any], **defaults: Any) -> Operator:
     """An operator that is a function of its inputs, and of attributes that have defaults."""
 
@@ -75,7 +80,7 @@ def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
 
 def _cast(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     dtype = ir.tensor_adapters.to_torch_dtype(ir.DataType(given["to"]))
-    return inputs[0].to(dtype)
+    return widened(inputs[0].to(dtype))
 
 
 def _reduced(function: Callable[..., Tensor]) -> Operator:
@@ -204,7 +209,7 @@ def _filled(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
     value = given.get("value")
     if value is None:
         return torch.zeros(_numbers(inputs[0]))
-    found = torch.from_numpy(value.numpy().copy()).reshape(())
+    found = widened(torch.from_numpy(value.numpy().copy()).reshape(()))
     return torch.full(_numbers(inputs[0]), found.item(), dtype=found.dtype)
 
 
