@@ -159,6 +159,7 @@ CASES = {
         ([ints(2, 3)], {}, 1),
         ([ints(2)], {"value": numpy_helper.from_array(ints(7))}, 1),
     ],
+    "EyeLike": [([floats(3, 3)], {}, 1), ([floats(3, 2)], {}, 1)],
     "Range": [([np.int64(1), np.int64(9), np.int64(3)], {}, 1)],
     "Trilu": [([X], {"upper": 0}, 1), ([X, np.int64(1)], {}, 1)],
     "DepthToSpace": [([MAP], {"blocksize": 2}, 1), ([MAP], {"blocksize": 2, "mode": "CRD"}, 1)],
@@ -300,6 +301,7 @@ def test_every_operator_is_tested():
         ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),
         ("ConvTranspose", [LINE, floats(4, 2, 3)], {"auto_pad": "SAME_UPPER"}),
         ("ScatterND", [X, np.array([[0]]), floats(1, 3, 4)], {"reduction": "max"}),
+        ("EyeLike", [floats(3, 3)], {"k": 1}),
         ("GatherND", [X, np.array([[0], [1]])], {"batch_dims": 1}),
     ],
 )

@@ -21,6 +21,7 @@ made_up     images, sounds and texts for a file without data
 damage      what cutting each weight does to the outputs
 rewrite     sketched layers in place of weights
 lowering    sketched layers as nodes
+pivots      pivoted convolutions that read their input whole
 int8        products of a file in int8
 int8_conv   convolutions in int8, with ranges that data show
 int8_tables tables of embeddings in int8, a scale for each row

@@ -41,6 +41,7 @@ from panther_compile.onnx.int8 import (
     int8_model,
     warn_if_destroyed_by_int8,
 )
+from panther_compile.onnx.pivots import read_whole
 from panther_compile.onnx.sites import unique_name
 from panther_compile.onnx.verify import compare_files, has_sizes, verify_export
 from panther_compile.records import Closeness
@@ -132,6 +133,7 @@ def export_onnx(
         for node in program.model.graph.all_nodes():
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # paths of the machine it was made on
         if then == "none":
+            read_whole(program.model)
             write_model(program.model, path, check=check if verify else None)
             return None
         with saved_copy(program.model, path.parent) as plain:

@@ -126,6 +126,7 @@ def _next_product(node: ir.Node, *, any_groups: bool = False) -> tuple[ir.Node, 
     """
     groups = node.attributes.get_int("group", 1)
     pivots = is_onnx(node, "Gemm") and len(node.inputs) == 3 and _is_slice(node.inputs[2])
+    is_wide = _beside_identity(node.inputs[1]) is not None
     if len(node.inputs) == 3 and node.inputs[2] is not None and not pivots:
         return None  # it has a bias
     value = node.outputs[0]
@@ -140,7 +141,7 @@ def _next_product(node: ir.Node, *, any_groups: bool = False) -> tuple[ir.Node, 
             and (any_groups or following.attributes.get_int("group", 1) == groups)
             and (sizes := _sizes(following)) is not None
         ):
-            return following, pivots, sizes
+            return following, pivots or is_wide, sizes
         else:
             break
     return None
@@ -185,9 +186,23 @@ def _transposes(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def _source(value: ir.Value | None) -> ir.Value | None:
+    """What a weight is the transpose of, or what stands beside an identity in it."""
     for node in _transposes(value):
         value = node.inputs[0]
-    return value
+    return _beside_identity(value) or value
+
+
+def _beside_identity(value: ir.Value | None) -> ir.Value | None:
+    """The constant that a Concat puts an identity beside, as pivoted convolutions that read all have it."""
+    node = None if value is None else value.producer()
+    if node is None or not is_onnx(node, "Concat") or len(node.inputs) != 2:
+        return None
+    for one, other in (node.inputs, node.inputs[::-1]):
+        shaped = None if one is None else one.producer()
+        maker = shaped.inputs[0].producer() if shaped is not None and shaped.inputs[0] is not None else None
+        if maker is not None and is_onnx(maker, "EyeLike"):
+            return other
+    return None
 
 
 def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:

@@ -33,6 +33,7 @@ from panther_compile.onnx.int8 import (
 )
 from panther_compile.onnx.made_up import JUDGED, MadeUp, made_up_inputs
 from panther_compile.onnx.made_weights import fold_made_weights, read_past_identities
+from panther_compile.onnx.pivots import read_whole
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
 from panther_compile.onnx.verify import Compared, compare_files
@@ -276,6 +277,8 @@ def _sketched(
     def check(draft: Path) -> None:
         compared.append(compare_files(source, draft, fit.judged_on, fit.what))
 
+    if then == "none":
+        read_whole(model)
     seen = () if data is None else fit.done.feeds
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
         after = write_model(written, target, check=check if verify else None)

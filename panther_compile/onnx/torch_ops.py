@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther_compile.onnx.torch_attention import attention
-from panther_compile.onnx.torch_cells import gru, lstm, rnn
+from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm, rnn
 from panther_compile.onnx.torch_indexed import gathered, gathered_nd, one_hot, scattered, scattered_nd
 from panther_compile.onnx.torch_windows import (
     convolved,
@@ -211,6 +211,12 @@ def _filled(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
         return torch.zeros(_numbers(inputs[0]))
     found = widened(torch.from_numpy(value.numpy().copy()).reshape(()))
     return torch.full(_numbers(inputs[0]), found.item(), dtype=found.dtype)
+
+
+def _identity(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
+    if given.get("k", 0) or "dtype" in given:
+        raise UnknownOperatorError("EyeLike with options is not known here")
+    return torch.eye(*inputs[0].shape, dtype=inputs[0].dtype)
 
 
 def _range(inputs: list[Any], given: Attributes, opset: int) -> Tensor:
@@ -415,6 +421,7 @@ OPERATORS: dict[str, Operator] = {
     "Tile": _plain(lambda x, times: x.repeat(_numbers(times))),
     "Pad": _padded,
     "ConstantOfShape": _filled,
+    "EyeLike": _identity,
     "Range": _range,
     "Trilu": _triangle,
     "DepthToSpace": _plain(depth_to_space, blocksize=1, mode="DCR"),
