@@ -542,6 +542,29 @@ def test_what_was_not_compared_is_warned_of():
     assert pc.sketch_report(small).closeness.grade == ""
 
 
+class Gated(nn.Module):
+    """Reads vectors, and calls one of its layers for nothing that can be made up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unseen, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, *, image=None):
+        x = self.first(x)
+        return self.last(x if image is None else x + self.unseen(image))
+
+
+def test_layers_that_made_up_inputs_never_reach_are_warned_of():
+    """As the vision tower of a model that reads texts beside images."""
+    with pytest.warns(SketchQualityWarning, match=r"nothing says how close .* in unseen: .* of 3 layers"):
+        small = pc.sketchify(Gated(), 0.9, **OPTIONS)
+    assert "that never reach 1 of 3 layers" in str(pc.sketch_report(small)).splitlines()[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "no data was given")
+        small = pc.sketchify(Gated(), 0.9, exclude="unseen", **OPTIONS)
+    assert "never reach" not in str(pc.sketch_report(small)).splitlines()[0]
+
+
 def test_option_is_checked():
     with pytest.raises(ConfigTypeError, match="synthetic"):
         pc.sketchify(nn.Linear(64, 64), 0.5, synthetic="yes")

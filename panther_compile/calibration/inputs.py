@@ -14,14 +14,17 @@ from panther_compile.errors import ConfigTypeError, DataError, first_line
 from panther_compile.models.batches import Call, interleaved
 from panther_compile.models.divided import divided
 from panther_compile.models.output_kind import check_output, recognize_output
+from panther_compile.models.surroundings import without_fast_attention
 from panther_compile.models.synthetic import MODEL, make_inputs, texts_beside
 from panther_compile.models.watched import copy_sharing
 from panther_compile.planning.sites import Found, without_head
+from panther_compile.planning.trace import missed_by_run
 from panther_compile.records import Closeness
 from panther_compile.reporting.tables import counted
 
 SMALLEST, LARGEST = 250_000, 500_000_000  # numbers to be sketched, between which layers are fitted unasked
 _FIT, _JUDGE = 10, 2  # batches
+_NAMED = 3  # layers, in a warning
 LEAST = 5  # parts of the data, if samples of fewer batches can be divided, so that some can be held out
 
 
@@ -112,9 +115,28 @@ def read_inputs(model: nn.Module, found: Found, data: Any, config: SketchConfig,
     elif off > UNLIKE:
         what = f"{what}, which are off them by {off:.2g}: outputs may be further off on real ones"
         doubt = f"layers are fitted to {what}; give data"
+    missed = _missed(model, found, made.calls[:_JUDGE])
+    if missed:
+        what = f"{what} that never reach {len(missed)} of {len(found.sites)} layers"
+        if not (asked or telling or dense or doubt):  # a fit warns of them itself
+            some = f"{', '.join(missed[:_NAMED])}{', ...' * (len(missed) > _NAMED)}"
+            doubt = f"{absent}, and nothing says how close the sketch is in {some}: it is compared on {what}"
+            doubt = f"{doubt}; give data"
     fit = made.calls[_JUDGE:] if asked or telling else None
     optional = fit is not None and not asked
     return Inputs(fit, made.calls[:_JUDGE], what, optional=optional, doubt=doubt)
+
+
+@without_fast_attention()
+def _missed(model: nn.Module, found: Found, calls: Sequence[Call]) -> list[str]:
+    """Names of the layers to be sketched that none of the calls comes to, as images in a call of texts."""
+
+    def run(copied: nn.Module) -> None:
+        for call in calls:
+            call.run(copied)
+
+    names = [site.name for site, _ in found.sites]
+    return missed_by_run(copy_sharing(model, {}), names, run)
 
 
 def with_texts_beside(

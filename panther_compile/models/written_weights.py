@@ -3,7 +3,7 @@
     for block_id, block in enumerate(self.blocks):
         block.attention.output.weight.div_(2 ** (block_id // 6))  # as RWKV does in the first call
 
-The text of the forward is read, and that of the methods that it calls; nothing is run.
+The text of the forward is read, and that of the methods that it calls, of other modules too; nothing is run.
 """
 
 import ast
@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import nn
 
-from panther_compile.models.source import is_self, own_nodes
+from panther_compile.models.source import is_self, methods_called, own_nodes
 
 _ANY = "*"  # at an index
 _NO_WRITES = frozenset({"requires_grad_", "share_memory_"})
@@ -39,8 +39,9 @@ def written_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _writes(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Layers, the name of a parameter of theirs that is written to, and the module that does it."""
+    methods = methods_called(model)
     for module in model.modules():
-        for from_self, path, name in _written(type(module)):  # type: ignore[arg-type]
+        for from_self, path, name in _written(type(module), methods[type(module)]):  # type: ignore[arg-type]
             for layer in _meant(module, from_self, path):
                 if name in layer._parameters:
                     yield layer, name, module
@@ -60,9 +61,9 @@ def _fits(wanted: str, name: str) -> bool:
 
 
 @cache
-def _written(cls: type[nn.Module]) -> tuple[Written, ...]:
-    """What the forward of a class writes to."""
-    places = (_place(target) for node in own_nodes(cls) for target in _targets(node))
+def _written(cls: type[nn.Module], methods: tuple[str, ...]) -> tuple[Written, ...]:
+    """What the forward of a class and some methods of it write to."""
+    places = (_place(target) for node in own_nodes(cls, methods) for target in _targets(node))
     return tuple(dict.fromkeys(one for one in places if one is not None))
 
 

@@ -3,7 +3,7 @@
     for layer in self.layers:
         x = layer(x).relu() if isinstance(layer, nn.Linear) else layer(x)
 
-The text of the forward is read, and that of the methods that it calls; nothing is run.
+The text of the forward is read, and that of the methods that it calls, of other modules too; nothing is run.
 """
 
 import ast
@@ -12,7 +12,7 @@ from functools import cache
 
 from torch import nn
 
-from panther_compile.models.source import is_self, own_nodes
+from panther_compile.models.source import is_self, methods_called, own_nodes
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -23,8 +23,9 @@ Question = tuple[tuple[str, ...] | None, str]
 def asked_types(model: nn.Module) -> dict[nn.Module, str]:
     """Why layers have to stay of their type, of those whose type a module around them asks."""
     found: dict[nn.Module, str] = {}
+    methods = methods_called(model)
     for module in model.modules():
-        for path, kind in _questions(type(module)):  # type: ignore[arg-type]
+        for path, kind in _questions(type(module), methods[type(module)]):  # type: ignore[arg-type]
             for layer in _meant(module, path):
                 if kind in _type_names(layer):
                     asks = f"forward of {type(module).__name__} asks whether it is of the type {kind}"
@@ -59,9 +60,9 @@ def _held(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @cache
-def _questions(cls: type[nn.Module]) -> tuple[Question, ...]:
-    """What the forward of a class asks."""
-    return tuple(dict.fromkeys(question for node in own_nodes(cls) for question in _asked(node)))
+def _questions(cls: type[nn.Module], methods: tuple[str, ...]) -> tuple[Question, ...]:
+    """What the forward of a class and some methods of it ask."""
+    return tuple(dict.fromkeys(question for node in own_nodes(cls, methods) for question in _asked(node)))
 
 
 def _asked(node: ast.AST) -> Iterator[Question]:

@@ -1,7 +1,7 @@
 """Read a model's graph where one is to be had, without touching the model; else, given data, a run of it."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,17 +98,9 @@ def read_run(model: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[
         model: in eval mode; may be changed, as by any run of it.
         run: calls it.
     """
-    called: set[nn.Module] = set()
-    watch = _WatchReads()
-    handle = register_module_forward_pre_hook(lambda module, _: called.add(module))
-    try:
-        with torch.no_grad(), watch:
-            run(model)
-    finally:
-        handle.remove()
+    called, read = _watched_run(model, run)
     # What a layer that was called holds too, as a tied one does, may have been read there.
-    held = {id(tensor) for module in called for tensor in module._parameters.values()}
-    read = set(watch.read) - held
+    read -= {id(tensor) for module in called for tensor in module._parameters.values()}
     uncalled: set[str] = set()
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -119,6 +111,37 @@ def read_run(model: nn.Module, run: Callable[[nn.Module], object]) -> frozenset[
             named = module.named_parameters(prefix=name)
             uncalled.update(full for full, parameter in named if id(parameter) in read)
     return frozenset(uncalled)
+
+
+def missed_by_run(model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], object]) -> list[str]:
+    """Those of the layers that a run neither calls, nor anything in them, nor reads a parameter of.
+
+    Args:
+        model: see `read_run`.
+        names: of layers in it.
+        run: calls it.
+    """
+    called, read = _watched_run(model, run)
+
+    def is_missed(layer: nn.Module) -> bool:
+        held = {id(parameter) for parameter in layer.parameters()}
+        return called.isdisjoint(layer.modules()) and read.isdisjoint(held)
+
+    layers = dict(model.named_modules(remove_duplicate=False))
+    return [name for name in names if name in layers and is_missed(layers[name])]
+
+
+def _watched_run(model: nn.Module, run: Callable[[nn.Module], object]) -> tuple[set[nn.Module], set[int]]:
+    """The modules that a run calls, and the ids of the parameters that it makes tensors of."""
+    called: set[nn.Module] = set()
+    watch = _WatchReads()
+    handle = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    try:
+        with torch.no_grad(), watch:
+            run(model)
+    finally:
+        handle.remove()
+    return called, set(watch.read)
 
 
 class _WatchReads(TorchFunctionMode):

@@ -1,5 +1,7 @@
 """Layers whose weight a forward writes to stay dense, and no run changes the user's model."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,50 @@ class Drawn(Rescaled):
         for block in list(self.blocks)[:1]:
             block.up.bias.zero_()
             nn.init.constant_(self.blocks[0].down.weight, 0.1)
+
+
+class Clamped(nn.Module):
+    """Has methods that another module calls, as the predictions of Gemma 3n."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def predict(self, x):
+        self.clamp()
+        return x + self.down(self.up(x).relu())
+
+    def clamp(self):
+        if self.training:
+            self.down.weight.data.clamp_(-1.0, 1.0)
+
+
+def as_it_is(function):
+    @functools.wraps(function)
+    def wrapped(*args):
+        return function(*args)
+
+    return wrapped
+
+
+class ByAnother(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Clamped(), Clamped()])
+
+    @as_it_is
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.predict(x)
+        return x
+
+
+def test_they_stay_dense_where_another_module_calls_what_writes():
+    small = pc.sketchify(ByAnother(), 0.5, **OPTIONS)
+    small.train()(torch.randn(4, 32))
+    reasons = {line.name: line.reason for line in pc.sketch_report(small).plan.layers if line.choice is None}
+    said = "forward of Clamped writes to its weight"
+    assert {name for name, reason in reasons.items() if reason == said} == {"blocks.0.down", "blocks.1.down"}
 
 
 @pytest.mark.parametrize(
