@@ -150,7 +150,7 @@ def test_global_generator_is_left_alone(kind: str) -> None:
 
 
 def test_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'fourier'.*gaussian, sign, srht, countsketch, sjlt"):
+    with pytest.raises(ConfigError, match=r"'fourier'.*'gaussian', 'sign', 'srht', 'countsketch', 'sjlt'"):
         draw("fourier", 4, 2)
 
 

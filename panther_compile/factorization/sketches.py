@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.errors import ConfigError
+from panther_compile.errors import ConfigError, check_choice
 
 SKETCH_KINDS = ("gaussian", "sign", "srht", "countsketch", "sjlt")
 _SJLT_NONZEROS = 8
@@ -137,7 +137,7 @@ def make_sketch(
     Raises:
         ConfigError: the kind is unknown, or a size is out of range.
     """
-    check_sketch_kind(kind)
+    check_choice("sketch", kind, SKETCH_KINDS)
     if rows < 1 or columns < 1:
         raise ConfigError(f"sketch {kind!r}: size {rows} x {columns}, wanted at least 1 x 1")
     if nonzeros is not None and kind != "sjlt":
@@ -170,12 +170,6 @@ def make_sketch(
     buckets_zn = edges[:-1, None] + (uniform_zn * edges.diff()[:, None]).long()
     values_zn = signs(nonzeros, rows) / math.sqrt(nonzeros)
     return SparseSketch(rows, columns, buckets_zn.to(device), values_zn)
-
-
-def check_sketch_kind(kind: str) -> None:
-    """Raise ConfigError if there is no sketch of that name."""
-    if kind not in SKETCH_KINDS:
-        raise ConfigError(f"sketch={kind!r}, wanted one of {', '.join(SKETCH_KINDS)}")
 
 
 def walsh_hadamard(matrix: Tensor) -> Tensor:

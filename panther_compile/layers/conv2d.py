@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.errors import LayerError, RankError
+from panther_compile.errors import LayerError, RankError, check_choice
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.conv2d import (
     SCHEMES,
     ChannelCandidate,
-    check_scheme,
     conv_candidates,
     factorize_conv2d,
     is_depthwise,
@@ -105,7 +104,7 @@ class SketchedConv2d(SketchedConvolution):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_scheme(scheme, CONV_SCHEMES)
+        check_choice("scheme", scheme, CONV_SCHEMES)
         dense = nn.Conv2d(  # checks the arguments, and turns numbers into pairs
             in_channels,
             out_channels,
@@ -202,7 +201,7 @@ class SketchedConv2d(SketchedConvolution):
         Raises:
             ConfigError, LayerError, RankError: see the constructor.
         """
-        check_scheme(scheme, CONV_SCHEMES)
+        check_choice("scheme", scheme, CONV_SCHEMES)
         sharing = 1 if scheme == "basis" else like.groups
         ranks = tuple(kernel.shape[0] // sharing for kernel in kernels[:-1])
         new = cls(
@@ -255,7 +254,7 @@ class SketchedConv2d(SketchedConvolution):
         if not isinstance(layer, nn.Conv2d):
             raise LayerError(f"{what}: wanted an nn.Conv2d")
         _refuse_depthwise(layer)
-        check_scheme(scheme, ("auto", *CONV_SCHEMES))
+        check_choice("scheme", scheme, ("auto", *CONV_SCHEMES))
         check_rank_or_ratio(rank, ratio, what)
         weight, groups = layer.weight.detach(), layer.groups
         candidates = _fitting(weight, groups, scheme, what, energies=ratio is not None)

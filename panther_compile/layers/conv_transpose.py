@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, LayerError
+from panther_compile.errors import ConfigError, LayerError, check_choice
 from panther_compile.factorization.pivot import from_pivoted, split_at
 from panther_compile.layers.base import check_rank, copy_into, take_over
 from panther_compile.layers.convolution import SketchedConvolution
@@ -83,8 +83,7 @@ class _SketchedConvTranspose(SketchedConvolution):
     ) -> None:
         super().__init__()
         what = f"{type(self).__name__}({in_channels}, {out_channels})"
-        if scheme not in TRANSPOSED_SCHEMES:
-            raise ConfigError(f"{what}: {scheme=}, wanted one of {TRANSPOSED_SCHEMES}")
+        check_choice(f"{what}: scheme", scheme, TRANSPOSED_SCHEMES)
         if scheme == "pivoted" and groups > 1:
             raise LayerError(f"{what}: the pivoted form is for layers without groups, got {groups=}")
         self.scheme, self.rank, self.ranks = scheme, rank, (rank,)

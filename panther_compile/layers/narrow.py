@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from panther_compile.errors import ConfigError
+from panther_compile.errors import ConfigError, check_choice
 from panther_compile.layers.base import Spec, check_rank, take_over
 from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.lazy_weight import lazy_weight
@@ -80,8 +80,7 @@ class NarrowLinear(LinearReplacement):
     ) -> None:
         super().__init__()
         what = f"{type(self).__name__}({in_features}, {out_features})"
-        if side not in SIDES:
-            raise ConfigError(f"{what}: {side=}, wanted one of {SIDES}")
+        check_choice(f"{what}: side", side, SIDES)
         features = out_features if side == "out" else in_features
         if heads < 1 or features % heads:
             raise ConfigError(f"{what}: {heads=}, wanted a divisor of {features}")

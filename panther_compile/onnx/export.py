@@ -23,6 +23,7 @@ from panther_compile.errors import (
     DataError,
     OnnxExportError,
     PantherError,
+    check_choice,
     first_line,
 )
 from panther_compile.factorization.values import check_loaded
@@ -36,8 +37,8 @@ from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.free_sizes import asked_free, check_free, declared_bounds
 from panther_compile.onnx.int8 import (
+    ROUNDINGS,
     check_can_round,
-    check_rounding,
     int8_model,
     warn_if_destroyed_by_int8,
 )
@@ -113,7 +114,7 @@ def export_onnx(
     opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
     example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
-    check_rounding(then)
+    check_choice("then", then, ROUNDINGS)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
     calls = [] if data is None else spread_out(record_calls(model, data))

@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from panther_compile.config import check_type, read_integer
-from panther_compile.errors import ConfigError, ConfigTypeError, ProcessGroupError, ScheduleError
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    ProcessGroupError,
+    ScheduleError,
+    check_choice,
+)
 from panther_compile.parallel.activation_checkpointing import find_written_buffer
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
@@ -129,8 +135,7 @@ class Options:
             check_type(name, getattr(self, name), bool)
         for name in _FLAGS_OR_NONE:
             check_type(name, getattr(self, name), bool, NoneType)
-        if self.data_parallel not in _DATA_PARALLEL:
-            raise ConfigError(f"data_parallel={self.data_parallel!r} is none of 'ddp', 'fsdp', None")
+        check_choice("data_parallel", self.data_parallel, _DATA_PARALLEL)
         if self.data_parallel is None and mesh.dp > 1:
             raise ConfigError(f"the mesh is {mesh}: with dp={mesh.dp}, data_parallel must be 'ddp' or 'fsdp'")
         check_schedule(self.schedule, part)

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from panther_compile.config import check_type, is_integer, read_integer
-from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    MeshError,
+    PartitionError,
+    StageMemoryError,
+    check_choice,
+)
 from panther_compile.models.batches import copy_object, with_tensors
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
@@ -136,14 +143,13 @@ def partition_model(
     check_type("profile", profile, bool, Mapping)
     if isinstance(recompute, bool):
         recompute = "full" if recompute else "none"
-    _check_choices(
-        ("schedule", schedule, (None, AUTO, *SCHEDULES)),
-        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
-        ("tied", tied, TIED),
-        ("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL),
-        ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
-    )
-    _check_choices(("products", products, EIGHT_BITS), ("keeps", keeps, EIGHT_BITS))
+    check_choice("schedule", schedule, (None, AUTO, *SCHEDULES))
+    check_choice("optimizer", optimizer, tuple(OPTIMIZER_BYTES))
+    check_choice("tied", tied, TIED)
+    check_choice("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL)
+    check_choice("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL))
+    check_choice("products", products, EIGHT_BITS)
+    check_choice("keeps", keeps, EIGHT_BITS)
     check_mode("recompute", recompute, (None, AUTO, *RECOMPUTE))
     if compiled and profile:
         raise ConfigError(
@@ -369,14 +375,6 @@ def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[i
     if global_batch is None:
         raise MeshError(f"microbatch_sizes={sizes!r} are compared at one global_batch=, which is not given")
     return read
-
-
-def _check_choices(*choices: tuple[str, object, tuple[object, ...]]) -> None:
-    """Refuse what is none of the values that an option has."""
-    for name, value, allowed in choices:
-        if value not in allowed:
-            shown = ", ".join(repr(one) for one in allowed if one is not None)
-            raise ConfigError(f"{name}={value!r} is none of {shown}")
 
 
 def _check_devices(
